@@ -147,18 +147,6 @@ def test_a_child_finds_in_a_package_the_modules_that_its_parent_imported(tmp_pat
     assert (forked.returncode, forked.stdout) == (real.returncode, real.stdout) == (0, "packaging.pylock\n")
 
 
-def test_exec_begins_anew_in_the_same_process(tmp_path):
-    (tmp_path / "after.py").write_text("import os, sys\nprint(os.getpid(), sys.orig_argv, os.environ['NEW'], len(X))")
-    execute = (
-        "import atexit, os, sys, torch\natexit.register(print, 'never')\nX = 1\nos.environ['NEW'] = '2'\n"
-        "print(os.getpid(), flush=True)\nos.execvp(sys.executable, [sys.executable, sys.argv[1], 'a'])"
-    )
-    forked, real = both("-c", execute, str(tmp_path / "after.py"))
-    assert forked.returncode == real.returncode == 1
-    assert forked.stderr == real.stderr
-    assert "NameError: name 'X' is not defined" in forked.stderr
-
-
 def test_torchrun_and_its_ranks_are_forked(tmp_path):
     """Each level takes far less than the imports of an interpreter would."""
     rank = tmp_path / "rank.py"

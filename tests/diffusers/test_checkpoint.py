@@ -48,15 +48,27 @@ def loaded(folder):
     return [str(path.relative_to(folder)) for path in Checkpoint.read(folder).weights()]
 
 
-def test_whole_checkpoint_has_nothing_missing(folder):
-    write(folder, f"{ENCODER}.safetensors", f"{ENCODER}.fp16.safetensors", f"{TRANSFORMER}.safetensors")
-    assert found(folder) == (None, ())
-    assert loaded(folder) == [f"{ENCODER}.safetensors", f"{TRANSFORMER}.safetensors"]
-
-
-def test_old_files_are_weights_too(folder):
-    write(folder, "text_encoder/pytorch_model.bin", f"{TRANSFORMER}.bin")
-    assert found(folder) == (None, ())
+@pytest.mark.parametrize(
+    ("files", "variant", "weights"),
+    [
+        (
+            [f"{ENCODER}.safetensors", f"{ENCODER}.fp16.safetensors", f"{TRANSFORMER}.safetensors"],
+            None,
+            [f"{ENCODER}.safetensors", f"{TRANSFORMER}.safetensors"],
+        ),
+        (["text_encoder/pytorch_model.bin", f"{TRANSFORMER}.bin"], None, None),
+        (
+            [f"{ENCODER}.safetensors", f"{TRANSFORMER}.bf16.safetensors", f"{TRANSFORMER}.fp16.safetensors"],
+            "bf16",
+            [f"{ENCODER}.safetensors", f"{TRANSFORMER}.bf16.safetensors"],
+        ),
+    ],
+    ids=["whole", "old files", "a part without a variant"],
+)
+def test_whole_checkpoint_has_nothing_missing(folder, files, variant, weights):
+    write(folder, *files)
+    assert found(folder) == (variant, ())
+    assert weights is None or loaded(folder) == weights
 
 
 def test_missing_file_is_named(folder):
@@ -101,12 +113,6 @@ def test_variant_is_found_in_both_forms_of_names(folder, shards):
     assert loaded(folder) == [f"{ENCODER}.fp16.safetensors", *(f"transformer/{shard}" for shard in shards)]
     (folder / "transformer" / shards[0]).unlink()
     assert found(folder) == (None, (f"{ENCODER}.safetensors", f"{TRANSFORMER}.safetensors"))
-
-
-def test_parts_without_a_variant_are_loaded_next_to_it(folder):
-    write(folder, f"{ENCODER}.safetensors", f"{TRANSFORMER}.bf16.safetensors", f"{TRANSFORMER}.fp16.safetensors")
-    assert found(folder) == ("bf16", ())
-    assert loaded(folder) == [f"{ENCODER}.safetensors", f"{TRANSFORMER}.bf16.safetensors"]
 
 
 def test_two_parts_of_different_variants_are_not_whole(folder):

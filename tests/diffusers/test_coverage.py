@@ -2,63 +2,208 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
 
-from tests.diffusers.coverage_cases import (
-    CHANGES,
-    LORA_TARGETS,
-    changed,
-    exchanged,
-    failed_on_all,
-    hooks_removed,
-    layer_skip,
-    lora_after_enable,
-)
+import dbsp_diffusers
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
+from tests.support.models.tiny_pipelines import latents, load
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import alone, apart, assert_near, outputs, said
+from tests.support.single_process import attach_single_process
 
-TOLERANCE = 1e-5
-SAID = {
-    "other attention": "blocks.1.attn1 was put into the WanTransformer3DModel after db-SP was enabled on it",
-    "other block": "blocks.0.attn1 was put into the WanTransformer3DModel after db-SP was enabled on it",
-    "appended block": "blocks.2.attn1 was put into the WanTransformer3DModel after db-SP was enabled on it",
-    "forward reset": "db-SP no longer computes the attention of blocks.1.attn1: an offload hook",
-    "forward replaced": "1 of 2 self-attentions did not reach db-SP, blocks.1.attn1: an offload hook",
-    "block skipped": "1 of 2 self-attentions did not reach db-SP, blocks.1.attn1: an offload hook",
+COMPARE = GenerationChecks.compare
+CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
+
+
+def _other_attention(transformer: Any) -> None:
+    transformer.blocks[1].attn1 = make_tiny_transformer("wan").blocks[1].attn1
+
+
+def _other_block(transformer: Any) -> None:
+    transformer.blocks[0] = make_tiny_transformer("wan").blocks[0]
+
+
+def _appended_block(transformer: Any) -> None:
+    transformer.blocks.append(make_tiny_transformer("wan").blocks[0])
+
+
+def _forward_reset(transformer: Any) -> None:
+    del transformer.blocks[1].attn1.forward
+
+
+def _forward_replaced(transformer: Any) -> None:
+    attention = transformer.blocks[1].attn1
+    attention.forward = type(attention).forward.__get__(attention).__call__
+
+
+def _block_skipped(transformer: Any) -> None:
+    transformer.blocks[1].forward = lambda hidden, *_, **__: hidden
+
+
+PUT = "was put into the WanTransformer3DModel after db-SP was enabled on it"
+MISSED = "1 of 2 self-attentions did not reach db-SP, blocks.1.attn1: an offload hook"
+CHANGES: dict[str, tuple[Callable[[Any], None], str, bool]] = {
+    "other attention": (_other_attention, f"blocks.1.attn1 {PUT}", True),
+    "other block": (_other_block, f"blocks.0.attn1 {PUT}", True),
+    "appended block": (_appended_block, f"blocks.2.attn1 {PUT}", True),
+    "forward reset": (_forward_reset, "db-SP no longer computes the attention of blocks.1.attn1: an offload", False),
+    "forward replaced": (_forward_replaced, MISSED, False),
+    "block skipped": (_block_skipped, MISSED, False),
 }
+"""A change, its error message, and whether the transformer can be enabled anew; others hide a layer from wrappers."""
+
+
+@torch.no_grad()
+def changed(rank: int, world: int, name: str) -> None:
+    change, message, again = CHANGES[name]
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    dbsp_diffusers.enable(transformer, CONFIG)
+    transformer(**inputs)
+    change(transformer)
+    answer = said(lambda: transformer(**inputs))
+    assert answer.startswith(f"UserError: {message}"), answer
+    dbsp_diffusers.disable(transformer)
+    if again:
+        expected = alone(transformer, inputs, CONFIG)
+        dbsp_diffusers.enable(transformer, CONFIG)
+        assert_near(outputs(transformer, inputs), expected)
+        dbsp_diffusers.disable(transformer)
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_layer_after_enable_raises_on_all_ranks(pool, change):
-    for said, difference in pool(2).run(changed, change):
-        assert said.startswith(f"UserError: {SAID[change]}"), said
-        assert difference <= TOLERANCE
+    pool(2).run(changed, change)
+
+
+@torch.no_grad()
+def hooks_removed(rank: int, world: int) -> None:
+    """Runs a transformer with accelerate's hooks, once they are removed, and after `disable`."""
+    from accelerate import dispatch_model
+    from accelerate.hooks import remove_hook_from_module
+
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    dense, expected = outputs(transformer, inputs), alone(transformer, inputs, CONFIG)
+    parts = {name: "cpu" for name, part in transformer.named_modules() if name and not list(part.children())}
+    dispatch_model(transformer, {"": "cpu"} | parts, main_device="cpu", force_hooks=True)
+    assert all(hasattr(block.attn1, "_old_forward") for block in transformer.blocks)
+    dbsp_diffusers.enable(transformer, CONFIG)
+    assert_near(outputs(transformer, inputs), expected, dense)
+    remove_hook_from_module(transformer, recurse=True)
+    assert_near(outputs(transformer, inputs), expected, dense)
+    dbsp_diffusers.disable(transformer)
+    assert_near(outputs(transformer, inputs), dense)
 
 
 def test_offload_hooks_removed_after_enable_leave_attention_with_db_sp(pool):
-    for found in pool(2).run(hooks_removed):
-        assert max(found) <= TOLERANCE
+    pool(2).run(hooks_removed)
+
+
+def failed_on_all(rank: int, world: int, guidance: bool) -> list[bool]:
+    """Runs five passes of one generation, of which the third fails. Returns which passes compared their inputs."""
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan") | {"return_dict": True}
+    dbsp_diffusers.enable(transformer, CONFIG, guidance=guidance)
+    compared: list[bool] = []
+    counted = mock.patch.object(GenerationChecks, "compare", autospec=True, side_effect=COMPARE)
+    with torch.no_grad(), counted as compare:
+        for number in range(5):
+            before, broken = compare.call_count, mock.Mock(side_effect=RuntimeError("out of memory"))
+            if number == 2:
+                transformer.blocks[1].forward = broken
+            answer = said(lambda: transformer(**inputs))
+            assert answer == ("RuntimeError: out of memory" if number == 2 else "nothing")
+            vars(transformer.blocks[1]).pop("forward", None)
+            compared.append(compare.call_count > before)
+    dbsp_diffusers.disable(transformer)
+    return compared
 
 
 @pytest.mark.parametrize("guidance", [False, True])
 def test_inputs_are_compared_in_the_pass_after_a_failed_one(pool, guidance):
-    for said, compared in pool(2).run(failed_on_all, guidance):
-        assert said == "RuntimeError: out of memory"
-        assert compared == [True, True, False, True, False]
+    assert pool(2).run(failed_on_all, guidance) == [[True, True, False, True, False]] * 2
+
+
+def exchanged(rank: int, world: int, folder: str, everywhere: bool) -> None:
+    """Exchanges a pipeline's transformer, on all ranks or on the last, and puts it back."""
+    pipe = load("wan", folder)
+    dbsp_diffusers.enable(pipe, CONFIG)
+    own = pipe.transformer
+
+    def called() -> str:
+        return said(lambda: latents(pipe, seed=None, num_inference_steps=1))
+
+    if everywhere or rank == world - 1:
+        pipe.transformer = load("wan", folder).transformer
+    assert "another transformer was put into the pipeline after db-SP was enabled on it" in called()
+    pipe.transformer = own
+    assert called() == "nothing"
+    pipe.transformer = load("wan", folder).transformer
+    dbsp_diffusers.disable(pipe)
+    assert called() == "nothing"
+    assert not vars(own).keys() & {"_dbsp", "_is_parallelized"}
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_exchanged_transformer_raises_on_all_ranks(pool, folder, everywhere):
-    for first, *others in pool(2).run(exchanged, folder, everywhere):
-        assert "another transformer was put into the pipeline after db-SP was enabled on it" in first
-        assert others == ["nothing", "nothing"]
+    pool(2).run(exchanged, folder, everywhere)
+
+
+LORA_TARGETS = {
+    "attention": ["to_q", "to_v"],
+    "output": ["proj_out"],
+    "embedding": ["patch_embedding"],
+    "all": ["to_q", "to_out.0", "proj_out", "patch_embedding", "ffn.net.2", "time_embedder.linear_1"],
+}
+
+
+@torch.no_grad()
+def lora_after_enable(rank: int, world: int, targets: str) -> None:
+    from peft import LoraConfig
+
+    def adapted(enabled: bool) -> list[torch.Tensor]:
+        """Returns outputs with a LoRA that is added after db-SP, without it again, and after `disable`."""
+        transformer, inputs, found = make_tiny_transformer("wan"), tiny_inputs("wan"), []
+        single = None if enabled else attach_single_process(transformer, CONFIG)
+        if enabled:
+            dbsp_diffusers.enable(transformer, CONFIG)
+        torch.manual_seed(1)
+        transformer.add_adapter(LoraConfig(r=2, target_modules=LORA_TARGETS[targets], init_lora_weights=False))
+        found.append(transformer(**inputs)[0])
+        transformer.unload_lora() if hasattr(transformer, "unload_lora") else transformer.disable_adapters()
+        found.append(transformer(**inputs)[0])
+        if single is not None:
+            single.detach()
+        dbsp_diffusers.disable(transformer)
+        found.append(transformer(**inputs)[0])
+        return found
+
+    found, expected = adapted(True), adapted(False)
+    assert_near(found, expected)
+    assert apart(expected[0], expected[1]) > 1e-3, "the LoRA must matter"
 
 
 @pytest.mark.parametrize("targets", LORA_TARGETS)
 def test_lora_after_enable_equals_one_process(pool, targets):
-    for found in pool(2).run(lora_after_enable, targets):
-        assert max(found) <= TOLERANCE, found
+    pool(2).run(lora_after_enable, targets)
+
+
+@torch.no_grad()
+def layer_skip(rank: int, world: int) -> None:
+    from diffusers import LayerSkipConfig
+    from diffusers.hooks import apply_layer_skip
+
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    whole = alone(transformer, inputs, CONFIG)
+    apply_layer_skip(transformer, LayerSkipConfig(indices=[0], fqn="blocks"))
+    expected = alone(transformer, inputs, CONFIG)
+    dbsp_diffusers.enable(transformer, CONFIG)
+    assert_near(outputs(transformer, inputs), expected, whole)
+    dbsp_diffusers.disable(transformer)
 
 
 def test_layer_skip_of_diffusers_is_no_error(pool):
-    for difference, whole in pool(2).run(layer_skip):
-        assert difference <= TOLERANCE
-        assert whole > 1e-3
+    pool(2).run(layer_skip)

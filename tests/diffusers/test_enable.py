@@ -2,59 +2,173 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import dbsp_diffusers
 import dbsp_para
+from dbsp_core.comm import groups
+from dbsp_core.comm.exchange import Route
 from dbsp_core.utils.errors import UserError
+from tests.core.comm.device_cases import gpus
 from tests.core.comm.lifetimes import left_alive
-from tests.diffusers.enable_cases import (
-    CONFIG,
-    current_gpu,
-    enabled_in_a_second_life,
-    enabled_pipeline,
-    exchanges_before_the_first_attention,
-    run_pipeline,
-    run_repeated_timesteps,
-    run_transformer,
-    unsupported,
-)
-from tests.support.models.transformers_for_tests import make_transformer
+from tests.diffusers.cache_cases import Denoising
+from tests.support.models import tiny_pipelines
+from tests.support.models.tiny_pipelines import fingerprint, latents, load, state_of
+from tests.support.models.tiny_transformers import Thw, make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import alone, apart, assert_near, outputs, said
+from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
+from tests.support.user_masks import MOMENTS
 
-TOLERANCE = 1e-5
+CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
+BRIEF = {"num_inference_steps": 1, "max_sequence_length": 16}
 
 
 def on_ranks(pool, world, function, *arguments):
     return pool(world).run(function, *arguments) if world > 1 else [function(0, 1, *arguments)]
 
 
+@torch.no_grad()
+def run_transformer(rank: int, world: int, strategy: str | None) -> None:
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    dense, expected = outputs(transformer, inputs), alone(transformer, inputs, CONFIG)
+    before = fingerprint(transformer)
+    assert dbsp_diffusers.session_of(transformer) is None
+    group = dist.group.WORLD if world > 1 else None
+    session = dbsp_diffusers.enable(transformer, CONFIG, group=group, strategy=strategy)
+    assert str(session.strategy) == (strategy or f"U{world}R1")
+    assert_near(outputs(transformer, inputs), expected, dense)
+    assert dbsp_diffusers.session_of(transformer) is session
+    for _ in range(2):  # the second time there is nothing to do
+        dbsp_diffusers.disable(transformer)
+    assert fingerprint(transformer) == before
+    assert apart(outputs(transformer, inputs), dense) == 0
+    statistics = session.statistics()
+    assert (statistics["calls"], statistics["plans"]) == (2, 2)
+    assert 1.0 <= statistics["mean_rho"] <= statistics["worst_rho"] < 2.0
+
+
 @pytest.mark.parametrize(("world", "strategy"), [(1, None), (2, None), (2, "U1R2")])
 def test_transformer_equals_one_process(pool, world, strategy):
-    for from_single, from_dense, statistics in on_ranks(pool, world, run_transformer, strategy):
-        assert from_single <= TOLERANCE
-        assert from_dense > 100 * TOLERANCE, "the mask must matter"
-        assert (statistics["calls"], statistics["plans"]) == (2, 2)
-        assert 1.0 <= statistics["mean_rho"] <= statistics["worst_rho"] < 2.0
+    on_ranks(pool, world, run_transformer, strategy)
+
+
+@by_first_rank
+def one_process(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns latents with dense attention, and with CONFIG's."""
+    pipe = load("wan", folder)
+    return latents(pipe), tiny_pipelines.alone(pipe, CONFIG)
+
+
+def run_pipeline(rank: int, world: int, folder: str) -> float:
+    """Returns the sum of latents without a seed."""
+    dense, expected = one_process(folder)
+    pipe = load("wan", folder)
+    latents(pipe, **BRIEF)  # a call leaves attributes of its own
+    before = state_of(pipe)
+    session = dbsp_diffusers.enable(pipe, CONFIG)
+    assert dbsp_diffusers.session_of(pipe) is dbsp_diffusers.session_of(pipe.transformer) is session
+    assert_near(latents(pipe), expected, dense)
+    torch.manual_seed(rank)  # ranks would draw different noise
+    unseeded = latents(pipe, seed=None, **BRIEF)
+    dbsp_diffusers.disable(pipe)
+    assert dbsp_diffusers.session_of(pipe) is None
+    assert state_of(pipe) == before
+    assert torch.equal(latents(pipe), dense)
+    return float(unseeded.double().sum())
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_pipeline_equals_one_process(pool, folder, world):
-    results = on_ranks(pool, world, run_pipeline, folder)
-    for from_single, from_dense, _ in results:
-        assert from_single <= TOLERANCE
-        assert from_dense > 100 * TOLERANCE, "the mask must matter"
-    assert len({total for *_, total in results}) == 1, "ranks must share their noise"
+    assert len(set(on_ranks(pool, world, run_pipeline, folder))) == 1, "ranks must share their noise"
+
+
+@by_first_rank
+def steps_alone(model: str, thw: Thw, mask: dict[str, Any]) -> list[torch.Tensor]:
+    steps = Denoising(make_tiny_transformer(model), tiny_inputs(model, thw), 3, counts=False)
+    attach_single_process(steps.transformer, {"mask": mask})
+    return steps.run()[0]
+
+
+def run_steps(rank: int, world: int, model: str, thw: Thw, config: dict[str, Any]) -> None:
+    """Compares denoising steps of a transformer with one process."""
+    steps = Denoising(make_tiny_transformer(model), tiny_inputs(model, thw), 3, counts=False)
+    dbsp_diffusers.enable(steps.transformer, config)
+    assert_near(steps.run()[0], steps_alone(model, thw, config["mask"]))
+    dbsp_diffusers.disable(steps.transformer)
+
+
+def run_repeated_timesteps(rank: int, world: int, folder: str, steps: int) -> None:
+    """Runs a pipeline with a scheduler that gives all timesteps but the first twice."""
+    from diffusers import FlowMatchHeunDiscreteScheduler
+
+    pipe: Any = load("wan", folder).to(torch.float64)  # each step multiplies rounding
+    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
+    mask = {"source": "callable", "function": "tests.support.user_masks:band_noting_moments", "depends_on": "step"}
+    config = {"mask": mask | {"block_q": 8, "block_k": 8}}
+    options = {"num_inference_steps": steps, "max_sequence_length": 16}
+    wanted = [(step, branch) for step in range(2 * steps - 1) for branch in range(2)]
+    MOMENTS.clear()
+    expected = tiny_pipelines.alone(pipe, config, **options)
+    assert list(dict.fromkeys(MOMENTS)) == wanted
+    MOMENTS.clear()
+    dbsp_diffusers.enable(pipe, config)
+    assert_near(latents(pipe, **options), expected)
+    assert list(dict.fromkeys(MOMENTS)) == wanted
+    dbsp_diffusers.disable(pipe)
 
 
 def test_repeated_timestep_is_another_step_and_not_a_cfg_pass(pool, folder):
-    for from_single, one_process, here in pool(2).run(run_repeated_timesteps, folder, 3):
-        assert from_single <= TOLERANCE
-        assert one_process == here == [(step, branch) for step in range(5) for branch in range(2)]
+    pool(2).run(run_repeated_timesteps, folder, 3)
+
+
+def current_gpu(rank: int, world: int) -> int:
+    """Returns the GPU that is current after `enable`, of four that torch says there are, for a model on the CPU."""
+    transformer = make_tiny_transformer("wan")
+    with gpus(4, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) as seen:
+        dbsp_diffusers.enable(transformer, CONFIG)
+        dbsp_diffusers.disable(transformer)
+    return seen[-1]
 
 
 def test_each_rank_has_its_own_gpu_as_the_current_one(pool):
     assert pool(2).run(current_gpu) == [0, 1]
+
+
+def exchanges_before_the_first_attention(
+    rank: int, world: int, folder: str, settings: dict[str, Any]
+) -> list[list[str]]:
+    """Returns how ranks compare from `enable` to the first q that is sent, and from the next call to that."""
+    group, pipe, found = dist.new_group(list(range(world)), timeout=timedelta(seconds=77)), load("wan", folder), []
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            if found and found[-1][-1] != "q":
+                found[-1].append(name)
+            return function(*args, **options)
+
+        return call
+
+    names = ("barrier", "all_reduce", "monitored_barrier", "broadcast", "all_gather", "all_gather_object")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
+        patches.enter_context(mock.patch.object(groups, "_all_gather_single", noted("gather", None)))
+        patches.enter_context(mock.patch.object(Route, "dispatch", noted("q", Route.dispatch)))
+        found.append(["enable"])
+        dbsp_diffusers.enable(pipe, settings, group=group)
+        latents(pipe, seed=None, **BRIEF)
+        found.append(["call"])
+        latents(pipe, seed=None, **BRIEF)
+    dbsp_diffusers.disable(pipe)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -64,19 +178,13 @@ def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, fold
     """When db-SP is enabled, when the pipeline is called, and at the attention; then twice a call."""
     settings = {"mask": mask | {"block_q": 16, "block_k": 16}}
     for first, second in pool(2).run(exchanges_before_the_first_attention, folder, settings):
-        assert [name for name in first if name != "broadcast"] == [
-            "enable",
-            "all_gather",
-            "all_gather",
-            "all_gather",
-            "q",
-        ]
-        assert [name for name in second if name != "broadcast"] == ["call", "all_gather", "all_gather", "q"]
+        assert [name for name in first if name != "broadcast"] == ["enable", *["all_gather"] * 3, "q"]
+        assert [name for name in second if name != "broadcast"] == ["call", *["all_gather"] * 2, "q"]
         assert first.count("broadcast") == second.count("broadcast") == 4, "two headers, random numbers, inputs"
 
 
 def test_transformer_compiled_after_enable_has_its_session():
-    transformer = make_transformer("wan")
+    transformer = make_tiny_transformer("wan")
     session = dbsp_diffusers.enable(transformer, CONFIG)
     assert session.statistics() == {"calls": 0, "plans": 0, "mean_rho": 1.0, "worst_rho": 1.0}
     compiled = torch.compile(transformer)
@@ -88,23 +196,18 @@ def test_transformer_compiled_after_enable_has_its_session():
     dbsp_diffusers.disable(compiled)
 
 
-def test_object_that_is_not_a_pipeline_is_rejected():
-    with pytest.raises(ValueError, match="int has none"):
-        dbsp_diffusers.enable(3)
-
-
 @pytest.mark.parametrize("enable", [dbsp_diffusers.enable, dbsp_para.parallelize_transformer])
 def test_ranks_that_have_not_met_are_rejected(monkeypatch, enable):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    transformer = make_transformer("wan")
+    transformer = make_tiny_transformer("wan")
     with pytest.raises(UserError, match=r"torchrun started 8 processes, but torch.distributed is not initialised"):
         enable(transformer, config=CONFIG)
     assert dbsp_diffusers.session_of(transformer) is None
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "line"),
     [
         ({"mask": {"source": "window", "window": [99, 99, 99]}}, "mask window left nothing out, density 1.000"),
         (
@@ -115,18 +218,24 @@ def test_ranks_that_have_not_met_are_rejected(monkeypatch, enable):
         ({"mask": {"source": "dense"}}, None),
     ],
 )
-def test_call_that_gains_nothing_is_logged(folder, capfd, config, said):
-    import diffusers
-
+def test_call_that_gains_nothing_is_logged(folder, capfd, config, line):
     blocks = {} if config["mask"]["source"] == "dense" else {"block_q": 8, "block_k": 8}
-    pipe = diffusers.WanPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
+    pipe = load("wan", folder)
     dbsp_diffusers.enable(pipe, {**config, "mask": config["mask"] | blocks})
-    size = {"height": 64, "width": 64, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1.0}
-    pipe("a", output_type="latent", **size)
+    latents(pipe, width=64, num_frames=5, guidance_scale=1.0)
     lines = [line for line in capfd.readouterr().err.splitlines() if "gained" in line]
-    assert len(lines) == (said is not None), lines
-    assert said is None or said in lines[0]
+    assert len(lines) == (line is not None), lines
+    assert line is None or line in lines[0]
+
+
+def enabled_pipeline(framework: str, folder: str, mask: dict[str, Any]) -> Any:
+    """Returns a pipeline after a call, with db-SP still on it, which holds masks' plans and closures of all kinds."""
+    pipe = load("wan", folder)
+    if framework == "para":
+        dbsp_para.parallelize_pipe(pipe, config={"mask": mask})
+    else:
+        dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")
+    return pipe, latents(pipe, seed=None, **BRIEF)
 
 
 @pytest.mark.parametrize(
@@ -141,12 +250,35 @@ def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder,
         assert (there, left) == (2, []), "one to attend in and one to agree in"
 
 
+def unsupported() -> Exception:
+    """Returns the error of a strategy that does not fit, with its traceback and all that was in scope there."""
+    with pytest.raises(UserError) as raised:
+        dbsp_diffusers.enable(make_tiny_transformer("wan"), CONFIG, strategy="U7R3")
+    return raised.value
+
+
 def test_caught_rejection_keeps_no_destroyed_group_alive(pool, tmp_path):
     for _, left in pool(2).run(left_alive, str(tmp_path), unsupported):
         assert left == []
 
 
+@torch.no_grad()
+def enabled_in_a_second_life(rank: int, world: int) -> None:
+    """Destroys the group of an enabled transformer, and enables it anew."""
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    expected = alone(transformer, inputs, CONFIG)
+    group = dist.new_group(list(range(world)))
+    dbsp_diffusers.enable(transformer, CONFIG, group=group)
+    transformer(**inputs)
+    dist.destroy_process_group(group)
+    del group
+    answer = said(lambda: transformer(**inputs))
+    assert answer.startswith("UserError: the process group that this was made for is destroyed; ")
+    dbsp_diffusers.disable(transformer)
+    dbsp_diffusers.enable(transformer, CONFIG)
+    assert_near(outputs(transformer, inputs), expected)
+    dbsp_diffusers.disable(transformer)
+
+
 def test_transformer_of_a_destroyed_group_is_an_error_until_enabled_anew(pool):
-    for said, from_single in pool(2).run(enabled_in_a_second_life):
-        assert said.startswith("the process group that this was made for is destroyed; ")
-        assert from_single <= TOLERANCE
+    pool(2).run(enabled_in_a_second_life)

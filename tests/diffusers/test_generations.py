@@ -2,77 +2,222 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 import dbsp_diffusers
-from tests.diffusers.generation_cases import (
-    differing_calls,
-    failing_on_one,
-    passes_alone,
-    rejected_on_one,
-    second_pipeline,
-)
+from dbsp_core import SequenceGroup
+from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.sharding.generations import Generations
+from tests.support.models.tiny_pipelines import latents, load
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import assert_near, said
+from tests.support.settings import with_debug
 
-TOLERANCE = 1e-5
+MASK = {"source": "window", "block_q": 16, "block_k": 16}
+LATENTS_DIFFER = "UserError: the latents that a generation begins with differ on rank(s) [1]"
+DIFFERENCES = {
+    "seed": LATENTS_DIFFER,
+    "prompt": "UserError: the text or another condition differs on rank(s) [1]",
+    "longer prompt": "UserError: the text or another condition differs in length on rank(s) [1]",
+    "size": "UserError: the size of the video differs on rank(s) [1]",
+    "steps": "UserError: the denoising steps, timestep or guidance differ on rank(s) [1]",
+    "guidance": "UserError: the denoising steps, timestep or guidance differ on rank(s) [1]",
+    "generator": "UserError: some ranks were given a generator and others not",
+}
+
+
+def made(pipe: Any, seed: int | None = 0, **more: Any) -> torch.Tensor:
+    return latents(pipe, **{"seed": seed, "num_inference_steps": 1} | more)
+
+
+def differing_calls(rank: int, world: int, folder: str, debug: bool) -> None:
+    """Makes calls in which ranks differ, each after one that went well and before another that must."""
+    pipe, odd = load("wan", folder), rank == world - 1
+    dbsp_diffusers.enable(pipe, with_debug({"mask": MASK}, debug))
+    expected = made(pipe)
+    calls: dict[str, dict[str, Any]] = {
+        "seed": {"seed": rank},
+        "prompt": {"prompt": "a red ball"} if odd else {},
+        "longer prompt": {"max_sequence_length": 16 + 8 * odd},
+        "size": {"width": 96 + 16 * odd},
+        "steps": {"num_inference_steps": 1 + odd},
+        "guidance": {"guidance_scale": 1.0 + 4 * odd},
+        "generator": {"seed": 0 if odd else None},
+    }
+    for kind, message in DIFFERENCES.items():
+        answer = said(lambda kind=kind: made(pipe, **calls[kind]))  # type: ignore[misc]
+        assert answer.startswith(message), (kind, answer)
+        assert torch.equal(made(pipe), expected), f"usable after {kind}"
+    dbsp_diffusers.disable(pipe)
 
 
 @pytest.mark.parametrize("debug", [pytest.param(False, marks=pytest.mark.long), True])
 def test_calls_that_differ_raise_on_all_ranks_and_the_next_one_is_right(pool, folder, debug):
-    answers = pool(2).run(differing_calls, folder, debug)
-    assert answers[0] == answers[1], "all ranks say the same"
-    expected = {
-        "seed": "the latents that a generation begins with differ on rank(s) [1]",
-        "prompt": "the text or another condition differs on rank(s) [1]",
-        "longer prompt": "the text or another condition differs in length on rank(s) [1]",
-        "size": "the size of the video differs on rank(s) [1]",
-        "steps": "the denoising steps, timestep or guidance differ on rank(s) [1]",
-        "guidance": "the denoising steps, timestep or guidance differ on rank(s) [1]",
-        "generator": "some ranks were given a generator and others not",
-    }
-    assert answers[0].keys() == expected.keys()
-    for kind, text in expected.items():
-        assert answers[0][kind].startswith(text), (kind, answers[0][kind])
+    pool(2).run(differing_calls, folder, debug)
+
+
+def failing_on_one(rank: int, world: int, folder: str, debug: bool) -> list[str]:
+    """Runs a server's loop: the last rank's text encoder fails in the first request, and it goes on with the next.
+
+    Returns the answer to each request until all ranks are at the last, which must give the right video.
+    """
+    pipe = load("wan", folder)
+    dbsp_diffusers.enable(pipe, with_debug({"mask": MASK}, debug))
+    expected = made(pipe, seed=9)
+    encode, answers = pipe.encode_prompt, []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("out of memory on one rank")
+
+    requests = [0, 1, 2]
+    if rank == world - 1:
+        pipe.encode_prompt = fail
+        answers.append(said(lambda: made(pipe, seed=requests.pop(0))))
+        pipe.encode_prompt = encode
+    for _ in range(2):
+        seed = requests.pop(0)
+        answers.append(said(lambda seed=seed: made(pipe, seed=seed)))  # type: ignore[misc]
+    assert torch.equal(made(pipe, seed=9), expected)
+    dbsp_diffusers.disable(pipe)
+    return answers
 
 
 @pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_call_after_a_failed_one_mixes_no_requests(pool, folder, debug):
-    (others, _), (odd, _) = answers = pool(2).run(failing_on_one, folder, debug)
-    mixed = "the ranks are not at the same call: rank(s) [1] have begun another number of them"
-    assert odd[0] == "out of memory on one rank"
+    others, odd = pool(2).run(failing_on_one, folder, debug)
+    mixed = "UserError: the ranks are not at the same call: rank(s) [1] have begun another number of them"
+    assert odd[0] == "ValueError: out of memory on one rank"
     assert others[0].startswith(mixed)
     assert odd[1].startswith(mixed)
-    assert others[1].startswith("the latents"), "requests 1 and 2, of ranks that agree about the number of calls again"
-    assert odd[2].startswith("the latents")
-    assert all(difference == 0.0 for _, difference in answers)
+    assert others[1].startswith(LATENTS_DIFFER), "requests 1 and 2, at calls of one number again"
+    assert odd[2].startswith(LATENTS_DIFFER)
+
+
+def second_pipeline(rank: int, world: int, folder: str) -> None:
+    """Makes a pipeline from the parts of an enabled one, and calls it without a generator and with one."""
+    from diffusers import WanPipeline
+
+    pipe = load("wan", folder)
+    expected = made(pipe)
+    dbsp_diffusers.enable(pipe, {"mask": {"source": "dense", "block_q": 16, "block_k": 16}})
+    other = WanPipeline(**pipe.components)
+    other.set_progress_bar_config(disable=True)
+    made(pipe)
+    torch.manual_seed(1000 * rank)
+    assert said(lambda: made(other, seed=None)).startswith(f"{LATENTS_DIFFER}; give all ranks the")
+    assert_near(made(other), expected)
+    dbsp_diffusers.disable(pipe)
 
 
 def test_pipeline_made_from_an_enabled_one_needs_identical_noise(pool, folder):
-    for said, difference in pool(2).run(second_pipeline, folder):
-        assert said.startswith("the latents that a generation begins with differ on rank(s) [1]; give all ranks the")
-        assert difference <= TOLERANCE
+    pool(2).run(second_pipeline, folder)
+
+
+def passes_alone(rank: int, world: int) -> None:
+    """Runs a transformer without a pipeline, in loops of the user's own."""
+    transformer, inputs, answers = make_tiny_transformer("wan"), tiny_inputs("wan"), []
+    dbsp_diffusers.enable(transformer, {"mask": MASK})
+    checks = attached_to(transformer).generations.checks
+    with torch.no_grad():
+        for timestep, scale in ((900, 1), (500, 1), (900, 1 - 2 * rank), (900, 1), (400, 1)):
+            given = {"hidden_states": inputs["hidden_states"] * scale, "timestep": torch.tensor([timestep])}
+            answers.append(said(lambda given=given: transformer(**inputs | given)))  # type: ignore[misc]
+    dbsp_diffusers.disable(transformer)
+    first, second, odd, *others = answers
+    assert odd.startswith(LATENTS_DIFFER)
+    assert {first, second, *others} == {"nothing"}
+    assert checks.calls == 2, "the pass after the rejected one repeats its timestep, and is no new generation"
 
 
 def test_transformer_without_pipeline_is_compared_when_timesteps_rise(pool):
-    for first, second, odd, *others, generations in pool(2).run(passes_alone):
-        assert odd.startswith("the latents")
-        assert {first, second, *others} == {"nothing"}
-        assert generations == "2", "the pass after the rejected one repeats its timestep, and is no new generation"
+    pool(2).run(passes_alone)
 
 
-@pytest.mark.parametrize("fault", ["adapted", "spread", "class", "none", "strategy", "enabled"])
+def _adapted() -> Any:
+    from peft import LoraConfig
+
+    model = make_tiny_transformer("wan")
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    return model
+
+
+def _spread() -> Any:
+    model = make_tiny_transformer("wan")
+    for gpu, block in enumerate(model.blocks):  # as accelerate leaves a model with a device map
+        block._hf_hook = SimpleNamespace(execution_device=gpu)
+    return model
+
+
+def _parallelized() -> Any:
+    model = make_tiny_transformer("wan")
+    vars(model)["_is_parallelized"] = True
+    return model
+
+
+ODD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "adapted": (_adapted, {}, "the transformer's weights differ in name, shape, dtype or adapters on rank(s) [1]"),
+    "spread": (_spread, {}, "this one's transformers are on cuda:0, cuda:1 (a device map?)"),
+    "class": (lambda: torch.nn.Linear(2, 2), {}, "does not know Linear"),
+    "none": (object, {}, "object has none"),
+    "strategy": (lambda: make_tiny_transformer("wan"), {"strategy": "U2"}, "U2"),
+    "configuration": (lambda: make_tiny_transformer("wan"), {"config": {"planer": "dbsp"}}, "did you mean 'planner'?"),
+    "another configuration": (
+        lambda: make_tiny_transformer("wan"),
+        {"config": {"mask": MASK | {"block_q": 32}}},
+        "the configuration differs on rank(s) [1]",
+    ),
+    "enabled": (_parallelized, {}, "parallelized already"),
+}
+"""What the last rank is given: a model and arguments; and what `enable` says then."""
+
+
+def rejected_on_one(rank: int, world: int, fault: str) -> str:
+    """Returns the answer of `enable` if it cannot be done on the last rank alone; it can be done afterwards."""
+    transformer = make_tiny_transformer("wan")
+    make, options, _ = ODD[fault] if rank == world - 1 else (lambda: transformer, {}, "")
+    answer = said(lambda: dbsp_diffusers.enable(make(), **{"config": {"mask": MASK}} | options))
+    dbsp_diffusers.enable(transformer, {"mask": MASK})
+    dbsp_diffusers.disable(transformer)
+    return answer
+
+
+@pytest.mark.parametrize("fault", ODD)
 def test_enable_that_is_rejected_on_one_rank_is_rejected_on_all(pool, fault):
-    words = {
-        "adapted": "the transformer's weights differ in name, shape, dtype or adapters on rank(s) [1]",
-        "spread": "this one's transformers are on cuda:0, cuda:1 (a device map?)",
-        "class": "does not know Linear",
-        "none": "object has none",
-        "strategy": "U2",
-        "enabled": "parallelized already",
-    }
-    for said in pool(2).run(rejected_on_one, fault):
-        assert "rank(s) [1]" in said
-        assert words[fault] in said
+    for answer in pool(2).run(rejected_on_one, fault):
+        assert answer.startswith("UserError: ")
+        assert "rank(s) [1]" in answer
+        assert ODD[fault][2] in answer
+
+
+class Offloaded:
+    """A pipeline whose weights wait elsewhere than it computes."""
+
+    device = torch.device("cuda")
+    _execution_device = torch.device("cpu")
+
+    def __call__(self) -> torch.Tensor:
+        return torch.randn(3, device=self._execution_device)
+
+
+def unseeded_noise(rank: int, world: int) -> list[float]:
+    """Returns the noise of a call without a generator, under model offload."""
+    pipe, patches = Offloaded(), PatchSet()
+    Generations(pipe, SequenceGroup.from_group()).attach(patches, lambda: None, shares_state=True)
+    torch.manual_seed(rank)  # ranks would draw different noise
+    noise = pipe()
+    patches.detach()
+    return noise.tolist()
+
+
+def test_noise_is_shared_if_weights_wait_on_a_device_on_which_ranks_could_not_meet(pool):
+    results = pool(2).run(unseeded_noise)
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize(("strength", "steps"), [(1.0, 10), (0.8, 8), (0.5, 5)])

@@ -14,7 +14,7 @@ import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, around_calls
-from tests.support.models.transformers_for_tests import make_transformer
+from tests.support.models.tiny_transformers import make_tiny_transformer
 
 
 class Pipe:
@@ -117,7 +117,7 @@ def test_pipeline_without_references_is_freed(tmp_path, detached_first):
 
 @pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_transformer_is_not_copied_while_db_sp_is_enabled(make):
-    transformer = make_transformer("wan")
+    transformer = make_tiny_transformer("wan")
     dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
     with pytest.raises(UserError, match="before `enable`, or after `disable`"):
         make(transformer)

@@ -83,24 +83,25 @@ def test_all_ranks_end_when_one_fails(tmp_path, fails, code, said):
     assert waiting == 1
 
 
-@pytest.mark.parametrize("aborts", ["None", "threading.Event().wait()"], ids=["", "abort hangs"])
-def test_nccl_after_a_failure_is_aborted_and_not_destroyed(tmp_path, aborts):
-    body = "with fast_exit(), join():\n    raise ValueError('a fault')\n"
-    code, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))
-    assert (code, out) == (1, "aborted\n" if aborts == "None" else "")
-    assert err.endswith("ValueError: a fault\n")
+FAILS = "with fast_exit(), join():\n    raise ValueError('a fault')\n"
+CAUGHT = "try:\n    with join():\n        1 / 0\nexcept ZeroDivisionError:\n    print('raised')\n"
+SUCCEEDS = "with fast_exit(), join():\n    print('done', flush=True)\n"
 
 
-def test_failure_that_is_caught_outside_leaves_no_communicator(tmp_path):
-    body = "try:\n    with join():\n        1 / 0\nexcept ZeroDivisionError:\n    print('raised')\n"
-    code, out, _ = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
-    assert (code, out) == (0, "aborted\nraised\n")
-
-
-def test_groups_after_a_success_are_destroyed(tmp_path):
-    body = "with fast_exit(), join():\n    print('done', flush=True)\n"
-    code, out, err = ended(start(OVER_NCCL.format(aborts="None") + body, tmp_path / "store"))
-    assert (code, out) == (0, "done\ndestroyed\n"), err
+@pytest.mark.parametrize(
+    ("body", "aborts", "code", "written", "last"),
+    [
+        (FAILS, "None", 1, "aborted\n", "ValueError: a fault\n"),
+        (FAILS, "threading.Event().wait()", 1, "", "ValueError: a fault\n"),
+        (CAUGHT, "None", 0, "aborted\nraised\n", ""),
+        (SUCCEEDS, "None", 0, "done\ndestroyed\n", ""),
+    ],
+    ids=["failure", "failure, abort hangs", "failure caught outside", "success"],
+)
+def test_nccl_is_aborted_after_a_failure_and_destroyed_after_a_success(tmp_path, body, aborts, code, written, last):
+    found, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))
+    assert (found, out) == (code, written), err
+    assert err.endswith(last)
 
 
 def test_programs_that_db_sp_starts_leave_their_groups_in_one_way():

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 import types
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+import typer
 import yaml
 from diffusers import WanTransformer3DModel
 
+import dbsp_diffusers
 import tests.support.single_process
+from dbsp_cli.cli import app
+from dbsp_core import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
-from dbsp_core.models.table import MODEL_SPECS, published_model
+from dbsp_core.models.signature import model_signature
+from dbsp_core.models.table import MODEL_SPECS, model_title, published_model
+from dbsp_diffusers import resolve
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_xdit.command_line import config_from
-from tests.diffusers.resolve_cases import attach_to_another_model, settings_by_rank
-from tests.support.models.transformers_for_tests import make_transformer
+from dbsp_kernels import KERNELS
+from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.outcomes import said
 from tests.support.repository import ROOT
 from tests.support.single_process import attach_single_process
-from tests.support.workers import WorkerError
 
 
 def published(name: str):
@@ -53,7 +60,7 @@ def test_single_process_reference_has_the_same_configuration(name):
     """Without a configuration: what is shipped for the checkpoint, dense where nothing is."""
     expected = DbspConfig.load(f"{name}-sparge" if name else {})
     if name is None:
-        transformer = make_transformer("wan")
+        transformer = make_tiny_transformer("wan")
     else:
         pipe, sizes = published(name)
         with torch.device("meta"):
@@ -72,32 +79,16 @@ def test_configuration_of_another_model_is_rejected():
     resolve_config({"mask": {"source": "radial"}}, transformer, pipe=pipe)
 
 
-def test_mistake_is_rejected_by_all_ranks(pool):
-    for said in pool(2).run(attach_to_another_model, "wan2.1-t2v-14b-window"):
-        assert "is for wan2.1-t2v-14b, the model is a WanPipeline with" in said
-    same = {"mask": {"source": "window"}, "strategy": "U1R2"}
-    assert len(set(map(repr, pool(2).run(settings_by_rank, [same, same])))) == 1
-    for other in (same | {"planner": "paper"}, same | {"mask": {"source": "window", "block_q": 32}}):
-        with pytest.raises(WorkerError) as raised:
-            pool(2).run(settings_by_rank, [same, other])
-        assert [kind for _, kind, _ in raised.value.errors] == ["UserError"] * 2
-        assert "the configuration differs on rank(s) [1]" in raised.value.errors[0][2]
-    with pytest.raises(WorkerError) as raised:
-        pool(2).run(settings_by_rank, [same, {"planer": "dbsp"}])
-    assert {text for _, _, text in raised.value.errors} == {
-        "rank(s) [1]: unknown key 'planer' in the configuration; did you mean 'planner'?"
-    }
+def attach_to_another_model(rank: int, world: int) -> None:
+    """Enables db-SP with a configuration for another model, and with the same one on all ranks."""
+    transformer = make_tiny_transformer("wan")
+    answer = said(lambda: dbsp_diffusers.enable(transformer, "wan2.1-t2v-14b-window"))
+    assert "is for wan2.1-t2v-14b, the model is a WanPipeline with" in answer
+    assert dbsp_diffusers.session_of(transformer) is None
 
 
-def test_xdit_without_a_configuration():
-    def asked(model: str, given: str | None = None) -> DbspConfig | None:
-        return config_from({"sp_backend": "dbsp", "model": model, "sp_config": given})
-
-    assert asked("Wan2.1-T2V") == DbspConfig.load("wan2.1-t2v-14b-sparge")
-    assert asked("Wan2.1-T2V", "radial") != asked("Wan2.1-T2V")
-    assert asked("unheard-of") == DbspConfig()
-    with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
-        asked("Wan2.1-T2V", "cogvideox1.5-5b-sparge")
+def test_configuration_of_another_model_is_rejected_on_all_ranks(pool):
+    pool(2).run(attach_to_another_model)
 
 
 class TestGenerateRejects:
@@ -184,12 +175,45 @@ class TestWhatWouldBeMade:
 
 def test_documentation_names_no_flag_that_is_not_there():
     text = (ROOT / "docs" / "quick-start.md").read_text()
-    import re
-
-    import typer
-
-    from dbsp_cli.cli import app
-
     known = {name for p in typer.main.get_command(app).commands["generate"].params for name in p.opts}
     for line in re.findall(r"^dbsp generate.*(?:\\\n.*)*", text, re.MULTILINE):
         assert set(re.findall(r"(--[a-z-]+)", line)) <= known, line
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """log(title, head_dim, dtype) gives the line of a model on one process."""
+    lines = []
+    monkeypatch.setattr(resolve, "_log_once", lines.append)
+    monkeypatch.delenv("DBSP_KERNEL", raising=False)
+
+    def line(title, head_dim, dtype):
+        lines.clear()
+        like = torch.empty(0, dtype=dtype)
+        resolve.log_config(DbspConfig(), title, head_dim, SequenceGroup(0, 1), None, like)
+        return lines[0]
+
+    return line
+
+
+def test_model_with_other_names_for_its_sizes_is_logged_with_its_kernel(log):
+    ernie = model_signature("ErnieImagePipeline", {"hidden_size": 144, "num_attention_heads": 6, "num_layers": 2})
+    line = log(model_title(ernie), ernie.sizes[2], torch.float32)
+    assert line.startswith("a ErnieImagePipeline on 1 rank, ")
+    assert line.endswith("kernel cpu")
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "kernel"),
+    [
+        ("cogvideox-5b", torch.bfloat16, "narrow"),
+        ("cogvideox-5b", torch.float32, "cpu"),
+        ("wan2.1-t2v-14b", torch.bfloat16, "cpu"),
+    ],
+)
+def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(log, model, dtype, kernel):
+    narrow = replace(KERNELS["cpu"], name="narrow", dtypes=frozenset({torch.bfloat16}), head_dims=range(1, 65))
+    with mock.patch.dict(KERNELS, {"narrow": narrow, **KERNELS}, clear=True):  # restores their order, which counts
+        line = log(model, MODEL_SPECS[model].signature.sizes[2], dtype)
+    assert line.startswith(f"{model} on 1 rank")
+    assert line.endswith(f"kernel {kernel}")

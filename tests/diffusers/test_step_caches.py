@@ -5,39 +5,123 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from diffusers.hooks import HookRegistry, ModelHook
 
+import dbsp_diffusers
 from dbsp_core import SequenceGroup, SequenceLayout
-from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks
+from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import StreamShards
-from tests.diffusers.cache_cases import (
-    CacheCase,
-    cached_before,
-    important_tokens,
-    rejection,
-    run_cache_case,
-    run_cached_pipeline,
-)
-from tests.xdit.xdit_cases import start_xfuser
+from tests.diffusers.cache_cases import CACHES, Denoising, cache_dit_config
+from tests.support.gradients import in_float64
+from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import apart, assert_near, outputs, said
+from tests.support.shared import shared
+from tests.support.single_process import attach_single_process
+from tests.xdit.xdit_cases import in_xfusers_class, start_xfuser
 
-TOLERANCE = 1e-12  # in float64
+MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 THRESHOLDS = (0.21, 0.36)
 """Each skips other steps; with the mean of the means of four ranks, which pad 105 tokens to 108, others again."""
+Computed = list[int]
+"""Number of blocks that each pass computes."""
 
 
-def assert_as_in_one_process(results, skips: bool = True):
-    for outcomes in results:
-        *cached, disabled = outcomes
-        for outcome in cached:
-            assert outcome.ours == outcome.expected, outcomes
-            assert outcome.difference <= TOLERANCE, outcomes
-            assert outcome.effect > 1e-4, "the cache must matter"
-        assert not skips or all(min(outcome.ours) < max(outcome.ours) for outcome in cached), outcomes
-        assert disabled.difference <= TOLERANCE
-        assert min(disabled.ours) == max(disabled.ours) == 3
-    return results
+def denoising(wrapper: bool = False) -> Denoising:
+    """Returns six steps of a transformer of three layers in float64; wrapper: of xfuser's class
+
+    `THRESHOLDS` are chosen for these inputs.
+    """
+    transformer = make_tiny_transformer("wan", num_layers=3)
+    transformer = in_xfusers_class("wan", transformer) if wrapper else transformer
+    draws = torch.Generator().manual_seed(1)
+    text, video = (torch.randn(1, *size, generator=draws) for size in ((7, 16), (4, 3, 10, 14)))
+    inputs = tiny_inputs("wan") | {"encoder_hidden_states": text, "hidden_states": video}
+    return Denoising(transformer.double(), in_float64(inputs), 6)
+
+
+@shared  # on every rank: cache-dit's decisions are collective even in one process's run
+def one_process(cache: str, thresholds: tuple[float, ...]) -> list[tuple[torch.Tensor, Computed]]:
+    """Returns the last sample and the blocks computed, without a cache and for each threshold."""
+    reference, found = denoising(), []
+    attach_single_process(reference.transformer, {"mask": MASK})
+    for threshold in (None, *thresholds):
+        if threshold is not None:
+            CACHES[cache].enable(reference.transformer, threshold)
+        samples, computed = reference.run()
+        found.append((samples[-1], computed))
+        if threshold is not None:
+            CACHES[cache].disable(reference.transformer)
+    return found
+
+
+def run_decisions(
+    rank: int,
+    world: int,
+    cache: str,
+    thresholds: tuple[float, ...],
+    first: bool,
+    framework: str = "diffusers",
+    left_alone: bool = False,
+) -> list[Computed]:
+    """Denoises once for each threshold, with the cache enabled before db-SP or after it, and at last without a cache.
+
+    left_alone: whether cache-dit decides by itself. Returns the blocks computed, by threshold.
+    """
+    (uncached, every), *references = one_process(cache, thresholds)
+    ours, caches = denoising(wrapper=framework == "xdit"), CACHES[cache]
+    attach, detach = dbsp_diffusers.enable, dbsp_diffusers.disable
+    model: Any = ours.transformer
+    if framework == "xdit":
+        from dbsp_xdit import attach, detach
+
+        model = SimpleNamespace(transformer=model)
+    config = {"mask": MASK, "strategy": "U2R2"}
+    caches.enable(ours.transformer, 0.0)
+    caches.disable(ours.transformer)  # which leaves a trace of its own: each forward as an attribute
+    before = traces(ours.transformer)
+    found = []
+    with mock.patch.object(StepCaches, "_cache_dit", return_value=None) if left_alone else nullcontext():
+        if not first:
+            attach(model, config)
+        for threshold, (expected, passes) in zip(thresholds, references, strict=True):
+            caches.enable(ours.transformer, threshold)
+            if first:
+                attach(model, config)
+            samples, computed = ours.run()
+            found.append(computed)
+            if not left_alone:
+                assert computed == passes
+                assert_near(samples[-1], expected, tolerance=1e-12)  # in float64
+                assert apart(uncached, expected) > 1e-4, "the cache must matter"
+            if first:
+                detach(model)
+            caches.disable(ours.transformer)
+        if first:
+            attach(model, config)
+        samples, computed = ours.run()
+        assert_near(samples[-1], uncached, tolerance=1e-12)
+        assert computed == every == [3] * 6
+        detach(model)
+    assert traces(ours.transformer) == before
+    return found
+
+
+def traces(transformer: torch.nn.Module) -> list[Any]:
+    """Returns what is left on a transformer, in one order: cache-dit puts blocks back as the last part.
+
+    diffusers leaves its registries when a cache is disabled.
+    """
+    for module in transformer.modules():
+        vars(module).pop("_diffusers_hook", None)
+    return sorted(fingerprint(transformer), key=lambda part: part[0])
 
 
 @pytest.mark.parametrize(
@@ -46,24 +130,91 @@ def assert_as_in_one_process(results, skips: bool = True):
 def test_decisions_by_what_has_changed_are_those_of_one_process(pool, cache, first):
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
-    case = CacheCase(cache, "wan", THRESHOLDS, first, strategy="U2R2", batch=1)
-    (outcomes, *_) = assert_as_in_one_process(pool(4).run(run_cache_case, case))
-    assert len({tuple(outcome.ours) for outcome in outcomes[:-1]}) == len(THRESHOLDS), "each must skip other steps"
+    for found in pool(4).run(run_decisions, cache, THRESHOLDS, first):
+        assert all(min(computed) < max(computed) for computed in found)
+        assert len(set(map(tuple, found))) == len(THRESHOLDS), "each must skip other steps"
 
 
 @pytest.mark.long
 def test_cache_on_xfusers_own_transformer_skips_what_one_process_skips(pool):
     """Its runner puts cache-dit on after db-SP."""
     pytest.importorskip("cache_dit")
-    workers = pool(4)
-    workers.run(start_xfuser)
-    case = CacheCase("cache-dit", "wan", (0.3,), False, strategy="U2R2", framework="xdit", batch=1)
-    assert_as_in_one_process(workers.run(run_cache_case, case))
+    pool(4).run(start_xfuser)
+    for (computed,) in pool(4).run(run_decisions, "cache-dit", (0.3,), False, "xdit"):
+        assert min(computed) < max(computed)
+
+
+@pytest.mark.long
+def test_cache_dit_left_to_itself_skips_other_steps(pool):
+    """All ranks the same, by an average of the ranks' means. When this fails, db-SP need not replace it any more."""
+    pytest.importorskip("cache_dit")
+    results = pool(4).run(run_decisions, "cache-dit", THRESHOLDS[1:], False, "diffusers", True)
+    assert len({str(found) for found in results}) == 1
+    assert results[0] != pool(4).run(run_decisions, "cache-dit", THRESHOLDS[1:], False)[0]
+
+
+@torch.no_grad()
+def cached_before(rank: int, world: int) -> None:
+    """Runs a pass after `enable`, and one after `disable`, with a cache that skips all it can.
+
+    What it kept of earlier passes are tensors of other tokens, made with another mask.
+    """
+    ours, config = denoising(), {"mask": MASK}
+
+    def one_pass() -> list[torch.Tensor]:
+        with ours.transformer.cache_context("cond"):
+            return outputs(ours.transformer, ours.inputs)
+
+    dense = one_pass()
+    single = attach_single_process(ours.transformer, config)
+    sparse = one_pass()
+    single.detach()
+    CACHES["first block"].enable(ours.transformer, 1e9)
+    one_pass()
+    dbsp_diffusers.enable(ours.transformer, config)
+    assert_near(one_pass(), sparse, dense, tolerance=1e-12)
+    dbsp_diffusers.disable(ours.transformer)
+    assert_near(one_pass(), dense, tolerance=1e-12)
 
 
 def test_passes_before_enable_or_disable_leave_nothing_in_a_cache(pool):
-    for found in pool(2).run(cached_before):
-        assert max(found) <= TOLERANCE, found
+    pool(2).run(cached_before)
+
+
+STEPS = {"num_inference_steps": 6}
+
+
+def _cache_pipeline(pipe: Any, cache: str) -> None:
+    if cache == "first block":
+        CACHES[cache].enable(pipe.transformer, 0.3)
+        return
+    import cache_dit
+
+    cache_dit.enable_cache(pipe, cache_config=cache_dit_config(0.3))
+
+
+@shared
+def pipeline_alone(folder: str, cache: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what one process makes without the cache, and with it."""
+    reference = load("wan", folder).to(torch.float64)
+    uncached = alone(reference, {"mask": MASK}, **STEPS)
+    _cache_pipeline(reference, cache)
+    return uncached, alone(reference, {"mask": MASK}, **STEPS)
+
+
+def run_cached_pipeline(rank: int, world: int, folder: str, cache: str, first: bool) -> None:
+    """Makes a video of a whole Wan pipeline in float64, twice, and once more without db-SP."""
+    uncached, expected = pipeline_alone(folder, cache)
+    config, ours = {"mask": MASK}, load("wan", folder).to(torch.float64)
+    if first:
+        _cache_pipeline(ours, cache)
+    dbsp_diffusers.enable(ours, config)
+    if not first:
+        _cache_pipeline(ours, cache)
+    made = [latents(ours, **STEPS), latents(ours, **STEPS)]
+    dbsp_diffusers.disable(ours)
+    for one in (*made, alone(ours, config, **STEPS)):
+        assert_near(one, expected, uncached, tolerance=1e-6)  # float32 is left in the scheduler
 
 
 @pytest.mark.parametrize(
@@ -73,44 +224,65 @@ def test_cached_pipeline_equals_one_process(pool, folder, cache, first):
     """Whose two CFG passes have a cache each."""
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
-    for differences, effect in pool(2).run(run_cached_pipeline, folder, cache, first):
-        assert max(differences) <= 1e-6, "float32 is left in the scheduler"
-        assert effect > 1e-4, "the cache must matter"
+    pool(2).run(run_cached_pipeline, folder, cache, first)
 
 
-@pytest.mark.long
-def test_cache_dit_left_to_itself_skips_other_steps(pool):
-    """All ranks the same, by an average of the ranks' means. When this fails, db-SP need not replace it any more."""
-    pytest.importorskip("cache_dit")
-    case = CacheCase("cache-dit", "wan", THRESHOLDS[1:], strategy="U2R2", batch=1, left_alone=True)
-    results = pool(4).run(run_cache_case, case)
-    assert len({str(outcomes) for outcomes in results}) == 1
-    assert all(outcomes[0].ours != outcomes[0].expected for outcomes in results)
+def _put_strange_hook(transformer: Any) -> None:
+    strange = type("StrangeHook", (ModelHook,), {"new_forward": lambda self, *_, **__: None})
+    HookRegistry.check_if_exists_or_initialize(transformer.blocks[1]).register_hook(strange(), "strange")
 
 
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [
-        ("unknown", *["db-SP does not know whether a StrangeHook skips the same layers on all ranks"] * 2),
-        ("another version", *["does not know the first-block cache in this version of diffusers"] * 2),
-    ],
-)
-def test_cache_that_could_differ_between_ranks_is_rejected(pool, kind, before, after):
-    assert_said(pool(2).run(rejection, kind), before, after)
+def _put_cache_of_another_version(transformer: Any) -> None:
+    CACHES["first block"].enable(transformer, 0.2)
+    del transformer.blocks[0]._diffusers_hook.hooks["fbc_leader_block_hook"].threshold
+
+
+UNKNOWN = {
+    "unknown": (_put_strange_hook, "db-SP does not know whether a StrangeHook skips the same layers on all ranks"),
+    "another version": (
+        _put_cache_of_another_version,
+        "db-SP does not know the first-block cache in this version of diffusers",
+    ),
+}
+
+
+def rejection(rank: int, world: int, kind: str, first: bool) -> None:
+    """Puts a cache on before db-SP or after it."""
+    ours, (put_on, message) = denoising(), UNKNOWN[kind]
+    if first:
+        put_on(ours.transformer)
+        answer = said(lambda: dbsp_diffusers.enable(ours.transformer, {"mask": MASK}))
+    else:
+        dbsp_diffusers.enable(ours.transformer, {"mask": MASK})
+        put_on(ours.transformer)
+        answer = said(ours.run)
+    dbsp_diffusers.disable(ours.transformer)
+    assert answer.startswith("UserError: ")
+    assert message in answer
+    assert "\n" not in answer
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_cache_that_could_differ_between_ranks_is_rejected(pool, kind, first):
+    pool(2).run(rejection, kind, first)
+
+
+def important_tokens(rank: int, world: int) -> None:
+    """Lets cache-dit decide by single tokens."""
+    ours = denoising()
+    dbsp_diffusers.enable(ours.transformer, {"mask": MASK})
+    CACHES["cache-dit"].enable(ours.transformer, 0.2)
+    for context in ours.transformer._context_manager._cached_context_manager.values():
+        context.extra_cache_config.important_condition_threshold = 0.1
+    assert said(ours.run).startswith("UserError: cache-dit's important_condition_threshold")
+    dbsp_diffusers.disable(ours.transformer)
+    CACHES["cache-dit"].disable(ours.transformer)
 
 
 def test_cache_dits_choice_of_single_tokens_is_rejected(pool):
     pytest.importorskip("cache_dit")
-    for said in pool(2).run(important_tokens):
-        assert said.startswith("UserError: cache-dit's important_condition_threshold")
-
-
-def assert_said(results, *expected):
-    for said in results:
-        for message, part in zip(said, expected, strict=True):
-            assert part in message
-            assert message.startswith("UserError: ") if part else not message
-            assert "\n" not in message
+    pool(2).run(important_tokens)
 
 
 def test_padding_and_unequal_shards_weigh_nothing():
@@ -152,28 +324,6 @@ class TestWhatIsKnownOfOtherLibraries:
             taken = [line.strip() for line in inspect.getsource(cls).splitlines() if ".item()" in line]
             printed = ["ratio = (curr_norm / (prev_norm + 1e-8)).mean().item()"]  # when calibrating, and only printed
             assert taken == (printed if cls.__name__ == "MagCacheBlockHook" else []), cls
-
-    def test_first_block_cache_has_the_expected_names(self):
-        cache = importlib.import_module("diffusers.hooks.first_block_cache")
-        hook = cache.FBCHeadBlockHook(cache.StateManager(cache.FBCSharedBlockState), 0.1)
-        assert list(inspect.signature(hook._should_compute_remaining_blocks).parameters) == ["hidden_states_residual"]
-        assert hook.threshold == 0.1
-        hook.state_manager.set_context(importlib.import_module("diffusers.hooks.hooks").CacheContext("cond"))
-        assert hook.state_manager.get_state().head_block_residual is None
-        assert "self._should_compute_remaining_blocks(" in inspect.getsource(cache.FBCHeadBlockHook.new_forward)
-
-    def test_cache_dit_has_the_expected_names(self):
-        pytest.importorskip("cache_dit")
-        module = importlib.import_module("cache_dit.caching.cache_contexts.cache_manager")
-        manager = module.CachedContextManager
-        parameters = inspect.signature(manager.similarity).parameters
-        assert list(parameters) == ["self", "t1", "t2", "threshold", "parallelized", "prefix"]
-        assert "self.similarity(" in inspect.getsource(manager.can_cache)
-        assert "cached_context.extra_cache_config.important_condition_threshold" in inspect.getsource(
-            manager.get_important_condition_threshold
-        )
-        reductions = inspect.getsource(importlib.import_module("cache_dit.caching.cache_contexts.cache_manager"))
-        assert reductions.count("dist.all_reduce(") == 2, "of `similarity`, which db-SP replaces"
 
 
 def heirs(cls: type) -> set[type]:

@@ -3,110 +3,90 @@
 from __future__ import annotations
 
 import copy
-import functools
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import diffusers
 import pytest
 import torch
 
+import dbsp_diffusers
 from dbsp_core import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.tiled_decode import AUTOENCODERS, NOT_SHARED, owners_of_tiles, share_decoding
-from tests.diffusers.tiled_decode_cases import decoded_by_pipelines
+from tests.support.models.tiny_pipelines import SIZE, load, state_of
+from tests.support.outcomes import said
 from tests.support.workers import WorkerError
 
 _WAN = {"base_dim": 3, "z_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-_COGVIDEOX = {"block_out_channels": (8,) * 4, "layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 4}
-_IMAGE = {"block_out_channels": (4, 4), "layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 4}
+_WAN |= {"temperal_downsample": [False, True, True]}
+_RESIDUAL = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16}
+_BLOCKS = {"layers_per_block": 1, "norm_num_groups": 2, "latent_channels": 4}
+_COGVIDEOX = _BLOCKS | {"block_out_channels": (8,) * 4}
+_COGVIDEOX_BLOCKS = {"down_block_types": ("CogVideoXDownBlock3D",) * 4, "up_block_types": ("CogVideoXUpBlock3D",) * 4}
+_IMAGE = _BLOCKS | {"block_out_channels": (4, 4), "sample_size": 8}
 _IMAGE |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-_HUNYUAN_IMAGE = {"in_channels": 3, "out_channels": 3, "latent_channels": 32, "layers_per_block": 1}
-_LTX = {"block_out_channels": (8,) * 4, "latent_channels": 8, "patch_size": 1}
-_MINIMAX = {"latent_channels": 4, "block_out_channels": (4,) * 6, "layers_per_block": 1, "norm_num_groups": 2}
-_MINIMAX |= {"decoder_num_layers": 1, "decoder_num_attention_heads": 2, "decoder_attention_head_dim": 24}
+_HUNYUAN_IMAGE = {"in_channels": 3, "out_channels": 3, "block_out_channels": (64, 64), "sample_size": 8}
+_WIDE = {"latent_channels": 32, "layers_per_block": 1, "spatial_compression_ratio": 2}
+_REFINER = {"block_out_channels": (32, 32), "temporal_compression_ratio": 1}
+_LTX = {"block_out_channels": (8,) * 4, "latent_channels": 8, "patch_size": 1, "layers_per_block": (1,) * 5}
+_LTX_DECODER = {"decoder_block_out_channels": (8,) * 4, "decoder_layers_per_block": (1,) * 5}
+_LTX2_DECODER = {"decoder_block_out_channels": (8, 16, 32), "decoder_layers_per_block": (1,) * 4}
+_MINIMAX = _BLOCKS | {"block_out_channels": (4,) * 6, "decoder_num_layers": 1, "decoder_num_attention_heads": 2}
+_MINIMAX |= {"decoder_attention_head_dim": 24}
 _TILES = {"tile_sample_min_height": 32, "tile_sample_min_width": 32}
-_STRIDES = {"tile_sample_stride_height": 24, "tile_sample_stride_width": 24}
+_TILES |= {"tile_sample_stride_height": 24, "tile_sample_stride_width": 24}
+_IN_TIME = {"tile_sample_min_num_frames": 8, "tile_sample_stride_num_frames": 4}
+_OF_LATENTS = {"tile_latent_min_height": 4, "tile_latent_min_width": 4}
 
 
-_IMAGES = ("image", "flux2", "hunyuan-image")
-KINDS = ["wan", "wan2.2-ti2v", "qwen", "cogvideox", "hunyuan", "hunyuan1.5", *_IMAGES]
-KINDS += ["hunyuan-image-refiner", "ltx", "ltx2", "magvit", "minimax-h3"]
+def _tile(*sizes: int, **named: int) -> Callable[[Any], None]:
+    return lambda vae: vae.enable_tiling(*sizes, **named)
 
 
-def _small(kind):
-    """An autoencoder with tiles of four by four latents, and latents of several tiles, the last ones short."""
-    wan = functools.partial(diffusers.AutoencoderKLWan, temperal_downsample=[False, True, True])
-    made = {
-        "wan": lambda: wan(**_WAN),
-        "wan2.2-ti2v": lambda: wan(
-            **_WAN, is_residual=True, patch_size=2, in_channels=12, out_channels=12, scale_factor_spatial=16
-        ),
-        "qwen": lambda: diffusers.AutoencoderKLQwenImage(**_WAN, temperal_downsample=[False, True, True]),
-        "cogvideox": lambda: diffusers.AutoencoderKLCogVideoX(
-            down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4, **_COGVIDEOX
-        ),
-        "hunyuan": lambda: diffusers.AutoencoderKLHunyuanVideo(**_COGVIDEOX),
-        "hunyuan1.5": lambda: diffusers.AutoencoderKLHunyuanVideo15(
-            block_out_channels=(16, 16, 32, 32, 32), layers_per_block=1, latent_channels=32
-        ),
-        "image": lambda: diffusers.AutoencoderKL(**_IMAGE, sample_size=8),
-        "flux2": lambda: diffusers.AutoencoderKLFlux2(**_IMAGE, sample_size=8),
-        "hunyuan-image": lambda: diffusers.AutoencoderKLHunyuanImage(
-            **_HUNYUAN_IMAGE, block_out_channels=(64, 64), spatial_compression_ratio=2, sample_size=8
-        ),
-        "hunyuan-image-refiner": lambda: diffusers.AutoencoderKLHunyuanImageRefiner(
-            latent_channels=32, layers_per_block=1, block_out_channels=(32, 32), spatial_compression_ratio=2,
-            temporal_compression_ratio=1,
-        ),
-        "ltx": lambda: diffusers.AutoencoderKLLTXVideo(
-            **_LTX, decoder_block_out_channels=(8,) * 4, layers_per_block=(1,) * 5, decoder_layers_per_block=(1,) * 5
-        ),
-        "ltx2": lambda: diffusers.AutoencoderKLLTX2Video(
-            **_LTX,
-            decoder_block_out_channels=(8, 16, 32),
-            layers_per_block=(1,) * 5,
-            decoder_layers_per_block=(1,) * 4,
-        ),
-        "magvit": lambda: diffusers.AutoencoderKLMagvit(
-            block_out_channels=(4,) * 4, latent_channels=4, layers_per_block=1, norm_num_groups=2
-        ),
-        "minimax-h3": lambda: diffusers.AutoencoderKLMiniMaxH3(**_MINIMAX),
-    }  # fmt: skip
+def _tile_ltx(vae: Any) -> None:
+    space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
+    vae.enable_tiling(4 * space, 4 * space, 2 * time, 3 * space, 3 * space, time)
+    vae.use_framewise_decoding = True
+
+
+KINDS: dict[str, tuple[str, dict[str, Any], Callable[[Any], None], tuple[int, ...]]] = {
+    "wan": ("Wan", _WAN, _tile(**_TILES), (2, 16, 3, 5, 6)),
+    "wan2.2-ti2v": ("Wan", _WAN | _RESIDUAL, _tile(64, 64, 48, 48), (1, 16, 2, 5, 6)),
+    "qwen": ("QwenImage", _WAN, _tile(**_TILES), (1, 16, 1, 5, 6)),
+    "cogvideox": ("CogVideoX", _COGVIDEOX | _COGVIDEOX_BLOCKS, _tile(32, 32), (2, 4, 5, 5, 6)),
+    "hunyuan": ("HunyuanVideo", _COGVIDEOX, _tile(**_TILES, **_IN_TIME), (1, 4, 4, 5, 6)),
+    "hunyuan1.5": (
+        "HunyuanVideo15",
+        {"block_out_channels": (16, 16, 32, 32, 32), "layers_per_block": 1, "latent_channels": 32},
+        _tile(64, 64, **_OF_LATENTS),
+        (1, 32, 1, 4, 8),  # diffusers' own attention there takes one video
+    ),
+    "image": ("", _IMAGE, _tile(), (1, 4, 5, 6)),
+    "flux2": ("Flux2", _IMAGE, _tile(), (1, 4, 5, 6)),
+    "hunyuan-image": ("HunyuanImage", _HUNYUAN_IMAGE | _WIDE, _tile(), (1, 32, 5, 6)),
+    "hunyuan-image-refiner": ("HunyuanImageRefiner", _WIDE | _REFINER, _tile(8, 8, 6, 6), (1, 32, 2, 5, 6)),
+    "ltx": ("LTXVideo", _LTX | _LTX_DECODER, _tile_ltx, (1, 8, 3, 5, 6)),
+    "ltx2": ("LTX2Video", _LTX | _LTX2_DECODER, _tile_ltx, (1, 8, 3, 5, 6)),
+    "magvit": ("Magvit", _BLOCKS | {"block_out_channels": (4,) * 4}, _tile(**_TILES), (1, 4, 2, 5, 6)),
+    "minimax-h3": ("MiniMaxH3", _MINIMAX, _tile(64, 64, 16, 16), (1, 4, 7, 5, 6)),
+}
+"""An autoencoder's class and sizes, how it gets tiles of four by four latents, and latents of several tiles, the last
+ones short. Hunyuan's, LTX's and MiniMax's tiles are also cut into runs of frames."""
+
+
+def _small(kind: str) -> tuple[Any, torch.Tensor]:
+    """Returns an autoencoder and latents."""
+    cls, sizes, tile, shape = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        vae = made[kind]().eval()
-    if kind == "hunyuan":  # also cut into runs of frames
-        vae.enable_tiling(**_TILES, **_STRIDES, tile_sample_min_num_frames=8, tile_sample_stride_num_frames=4)
-    elif kind == "wan2.2-ti2v":
-        vae.enable_tiling(64, 64, 48, 48)
-    elif kind == "hunyuan1.5":
-        vae.enable_tiling(64, 64, tile_latent_min_height=4, tile_latent_min_width=4)
-    elif kind == "cogvideox":
-        vae.enable_tiling(32, 32)
-    elif kind == "hunyuan-image-refiner":
-        vae.enable_tiling(8, 8, 6, 6)
-    elif kind == "minimax-h3":  # also cut into runs of frames
-        vae.enable_tiling(64, 64, 16, 16)
-    elif kind.startswith("ltx"):  # also cut into runs of frames
-        space, time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
-        vae.enable_tiling(4 * space, 4 * space, 2 * time, 3 * space, 3 * space, time)
-        vae.use_framewise_decoding = True
-    elif kind in _IMAGES:
-        vae.enable_tiling()
-    else:
-        vae.enable_tiling(**_TILES, **_STRIDES)
-    channels = {"hunyuan1.5": 32, "hunyuan-image": 32, "hunyuan-image-refiner": 32, "ltx": 8, "ltx2": 8}.get(kind, 4)
-    if kind in ("wan", "wan2.2-ti2v", "qwen"):
-        channels = 16
-    frames = {"wan": 3, "cogvideox": 5, "hunyuan": 4, "hunyuan1.5": 1, "qwen": 1, "ltx": 3, "ltx2": 3, "minimax-h3": 7}
-    items = 2 if kind in ("wan", "cogvideox") else 1
-    size = (items, channels, *([] if kind in _IMAGES else [frames.get(kind, 2)]), 5, 6)
-    if kind == "hunyuan1.5":  # diffusers' own attention there takes one video
-        size = (1, channels, 1, 4, 8)
-    return vae, torch.randn(size, generator=torch.Generator().manual_seed(1))
+        vae = getattr(diffusers, f"AutoencoderKL{cls}")(**sizes).eval()
+    tile(vae)
+    return vae, torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 def _shared(vae, patches):
@@ -292,7 +272,23 @@ def test_owners_of_tiles():
     assert owners_of_tiles([2, 2, 2, 2], 2) == [0, 1, 0, 1]
 
 
+def decoded_by_pipelines(rank: int, world: int, folder: str) -> None:
+    """Decodes a pipeline's video together, in both ways to ask for it, as one process decodes tile by tile."""
+    pipe, config = load("wan", folder), {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
+    call = SIZE | {"prompt": "the sea at dusk", "max_sequence_length": 16, "num_frames": 5, "num_inference_steps": 1}
+    pipe(**call, output_type="pt")  # a call leaves attributes of its own
+    before, frames = [*state_of(pipe), sorted(vars(pipe.vae))], []
+    pipe.vae.enable_tiling(32, 32, 24, 24)
+    for settings, options in (({}, {}), ({"vae": True}, {}), ({}, {"vae": True})):
+        dbsp_diffusers.enable(pipe, config | settings, **options)
+        frames.append(pipe(**call, generator=torch.Generator().manual_seed(3), output_type="pt").frames)
+        dbsp_diffusers.disable(pipe)
+    assert torch.equal(frames[1], frames[0])
+    assert torch.equal(frames[2], frames[0])
+    assert [*state_of(pipe), sorted(vars(pipe.vae))] == before
+    answer = said(lambda: dbsp_diffusers.enable(pipe.transformer, config, vae=True))
+    assert answer.startswith("UserError: vae=True is for a pipeline with an autoencoder")
+
+
 def test_pipelines_on_processes_share_and_restore_their_decode(pool, folder):
-    for equal, undone, unsupported in pool(2).run(decoded_by_pipelines, folder):
-        assert (equal, undone) == (True, True)
-        assert unsupported.startswith("ValueError: vae=True is for a pipeline with an autoencoder")
+    pool(2).run(decoded_by_pipelines, folder)

@@ -70,7 +70,7 @@ def _fork_ranks(pipes: list[Connection], launcher: dict[str, str]) -> None:
     from tests.gpu_node.process_groups import carry_nccl_over_gloo
 
     carry_nccl_over_gloo()
-    importlib.import_module("tests.simulated.program_cases")
+    importlib.import_module("tests.simulated.test_programs")
     ranks = []
     for rank, pipe in enumerate(pipes):
         if (process := os.fork()) == 0:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("device_runtime.cpp")
 CACHE = Path(__file__).resolve().parents[2] / "build" / "gpu_node"
-MOST_DEVICES = 16
 
 
 def why_unavailable() -> str | None:

@@ -161,7 +161,8 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out_device = device if asked is None or to_host else index_of(torch.device(asked))
     if name in _WAITS or _reads_booleans(name, args) or (name == "repeat_interleave" and _sizes_unknown(args, kwargs)):
         _host_wait(name, device)
-    if name in _RANDOM and kwargs.get("generator") is None and "generator" in _names(func):
+    takes_generator = any(argument.name == "generator" for argument in func._schema.arguments)
+    if name in _RANDOM and kwargs.get("generator") is None and takes_generator:
         kwargs = {**kwargs, "generator": generators[device]}
     result = func(*tree_map(inner, args), **tree_map(inner, on_host(kwargs)))
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -173,19 +174,9 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = tree_map(made, result)
     if name not in _COMPUTES_NOTHING and (outputs or written):
         recorded.operator(name)
-        memories = [tensor.memory for tensor in (*written, *made.fresh)]
-        streams.submit(device, [t.memory for t in tensors if t not in _Identity(written)], memories, name)
+        memories, changed = [tensor.memory for tensor in (*written, *made.fresh)], set(map(id, written))
+        streams.submit(device, [t.memory for t in tensors if id(t) not in changed], memories, name)
     return result
-
-
-class _Identity:
-    """A collection of tensors in which `in` compares identity."""
-
-    def __init__(self, tensors: list[DeviceTensor]) -> None:
-        self._ids = {id(tensor) for tensor in tensors}
-
-    def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._ids
 
 
 class _Wrapping:
@@ -226,10 +217,6 @@ def _device_of(name: str, func: Any, args: Any, kwargs: Any, leaves: list[Any], 
             f"shapes {shapes}"
         )
     return devices.pop()
-
-
-def _names(func: Any) -> set[str]:
-    return {argument.name for argument in func._schema.arguments}
 
 
 def index_of(device: torch.device) -> int:
@@ -335,11 +322,8 @@ def _to_host(to: torch.Tensor, source: DeviceTensor, non_blocking: bool) -> None
     number = streams.submit(index, [source.memory], [], "copy_")
     values = source.inner.clone()
 
-    def arrive() -> None:
-        to.copy_(values)
-
     to.copy_(torch.full_like(values, 0x7F))  # what a host that does not wait reads
-    streams.later(index, number, arrive)
+    streams.later(index, number, lambda: to.copy_(values))
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -366,13 +350,10 @@ def _attention_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return int(fused.value)
 
 
-def _record_stream(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None: ...
-
-
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "copy_": copy,
     "_to_copy": _to_copy,
-    "record_stream": _record_stream,
+    "record_stream": lambda *_: None,  # see `DeviceTensor.record_stream`
     "_fused_sdp_choice": _attention_choice,
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_cudnn_attention": _attention,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 import threading
 import types
@@ -17,56 +16,31 @@ import torch.nn.functional as F
 from torch import nn
 
 import dbsp_diffusers
-from tests.simulated.model_cases import MASKS, apart, brief, brief_inputs, moved, own_device
+from tests.diffusers.cache_cases import CPU, Denoising, enable_cache_dit
+from tests.simulated.model_cases import MASKS, brief_inputs, moved, own_device
+from tests.support.models.tiny_transformers import make_brief_transformer
+from tests.support.outcomes import apart
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
-CPU = torch.device("cpu")
 CONFIG = {"mask": MASKS["static"] | {"block_q": 24, "block_k": 24}, "strategy": "U2R1"}
 _ONE_AT_A_TIME = threading.Lock()  # backends are chosen, and random weights drawn, for the whole process
 
 
-class Denoising:
-    """Steps of a tiny transformer, in which it changes its input by less and less."""
+class Run(Denoising):
+    """Denoising of a tiny transformer of one layer, or of two for caches."""
 
     def __init__(self, model: str, steps: int, batch: int = 1, device: torch.device = CPU) -> None:
         with _ONE_AT_A_TIME:
-            self.transformer = brief(model, num_layers=2 if steps > 2 else 1)
-        self.steps, self.device, self.timestep = steps, device, 0
-        self.counts = steps > 2
+            transformer = make_brief_transformer(model, num_layers=2 if steps > 2 else 1)
         inputs = brief_inputs(model)
         for name, value in inputs.items():
             if isinstance(value, torch.Tensor) and len(value) == 1:
                 inputs[name] = torch.cat([value] * batch)
-        self.inputs = moved(inputs, device)
-
-    def run(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Returns the samples after each step, and the number of blocks that each pass has computed."""
-        sample, samples, computed = self.inputs["hidden_states"], [], []
-
-        def count(*_: Any) -> None:
-            computed[-1] += 1
-
-        blocks = getattr(self.transformer, "blocks", None) or self.transformer.transformer_blocks
-        last = [getattr(block, "ffn", None) or block.ff for block in blocks] if self.counts else []
-        handles = [part.register_forward_hook(count) for part in last]
-        with torch.no_grad():
-            for step in range(self.steps):
-                computed.append(0)
-                self.timestep = 900 - 100 * step
-                moment = {"step_index": step, "sigma": self.timestep / 1000, "num_inference_steps": self.steps}
-                given = {"hidden_states": sample, "timestep": torch.full_like(self.inputs["timestep"], self.timestep)}
-                with self.transformer.cache_context("cond", **moment):
-                    sample = sample - 0.5**step * self.transformer(**self.inputs | given)[0]
-                samples.append(sample.cpu())
-        for handle in handles:
-            handle.remove()
-        if self.transformer.is_cache_enabled:
-            self.transformer._reset_stateful_cache()
-        return samples, computed
+        super().__init__(transformer, moved(inputs, device), steps, device, counts=steps > 2)
 
 
-PutOn = Callable[[Denoising], None]
+PutOn = Callable[[Run], None]
 
 
 @dataclass(frozen=True)
@@ -91,13 +65,13 @@ class Feature:
     keeps: str = ""
 
 
-def _model_offload(run: Denoising) -> None:
+def _model_offload(run: Run) -> None:
     from accelerate import cpu_offload_with_hook
 
     cpu_offload_with_hook(run.transformer, execution_device=run.device)
 
 
-def _sequential_offload(run: Denoising) -> None:
+def _sequential_offload(run: Run) -> None:
     from accelerate import cpu_offload
 
     cpu_offload(run.transformer, execution_device=run.device)
@@ -107,12 +81,12 @@ def _group_offload(**options: Any) -> PutOn:
     return lambda run: run.transformer.enable_group_offload(run.device, CPU, **options)
 
 
-def _streamed_offload(run: Denoising) -> None:
+def _streamed_offload(run: Run) -> None:
     torch.cuda.set_device(run.device)  # on which diffusers makes its stream
     run.transformer.enable_group_offload(run.device, CPU, offload_type="leaf_level", use_stream=True)
 
 
-def _lora(run: Denoising) -> None:
+def _lora(run: Run) -> None:
     from peft import LoraConfig
 
     with _ONE_AT_A_TIME:
@@ -124,12 +98,12 @@ def _lora(run: Denoising) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=draws).mul_(0.05))
 
 
-def _fused_lora(run: Denoising) -> None:
+def _fused_lora(run: Run) -> None:
     _lora(run)
     run.transformer.fuse_lora()
 
 
-def _layerwise(run: Denoising) -> None:
+def _layerwise(run: Run) -> None:
     run.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
 
 
@@ -147,14 +121,14 @@ class _Int8Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
 
 
-def _int8_weights(run: Denoising) -> None:
+def _int8_weights(run: Run) -> None:
     for name, layer in list(run.transformer.named_modules()):
         if type(layer) is nn.Linear:
             parent, _, own = name.rpartition(".")
             setattr(run.transformer.get_submodule(parent), own, _Int8Linear(layer))
 
 
-def _cross_backend(run: Denoising) -> None:
+def _cross_backend(run: Run) -> None:
     """As a user's "flash" or "sage" would be: one that this machine has."""
     from diffusers.models.attention_dispatch import attention_backend
 
@@ -163,7 +137,7 @@ def _cross_backend(run: Denoising) -> None:
 
 
 def _cache(name: str, **options: Any) -> PutOn:
-    def put_on(run: Denoising) -> None:
+    def put_on(run: Run) -> None:
         from diffusers import hooks
 
         asks = name in ("FasterCache", "PyramidAttentionBroadcast")
@@ -173,17 +147,9 @@ def _cache(name: str, **options: Any) -> PutOn:
     return put_on
 
 
-def _cache_dit(run: Denoising) -> None:
-    os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "ERROR")
-    import cache_dit
-
-    config = {"Fn_compute_blocks": 1, "Bn_compute_blocks": 0, "max_warmup_steps": 1, "num_inference_steps": run.steps}
-    adapter = cache_dit.BlockAdapter(
-        pipe=None, transformer=run.transformer, blocks=run.transformer.blocks, has_separate_cfg=False,
-        forward_pattern=cache_dit.ForwardPattern.Pattern_2, check_forward_pattern=False,
-    )  # fmt: skip
+def _cache_dit(run: Run) -> None:
     with _ONE_AT_A_TIME:
-        cache_dit.enable_cache(adapter, cache_config=cache_dit.DBCacheConfig(**config, residual_diff_threshold=0.3))
+        enable_cache_dit(run.transformer, 0.3, run.steps)
 
 
 _PYRAMID = {
@@ -300,7 +266,7 @@ def feature_named(name: str) -> Feature:
 
 @shared
 def _one_process(sizes: tuple[str, int, int], names: tuple[str, ...], config: str) -> tuple[Samples, list[int]]:
-    alone = Denoising(*sizes)
+    alone = Run(*sizes)
     for name in names:
         feature_named(name).put_on(alone)
     attach_single_process(alone.transformer, json.loads(config))
@@ -319,9 +285,9 @@ def alone(rank: int, world: int, order: Order, simulated: bool = True) -> None:
         one_process(order, order.acting)
 
 
-def never_enabled(order: Order, device: torch.device) -> Denoising:
+def never_enabled(order: Order, device: torch.device) -> Run:
     """Returns a transformer with these features that db-SP was never enabled on."""
-    run = Denoising(*order.sizes, device)
+    run = Run(*order.sizes, device)
     before, after = order.parts[: order.before], order.parts[order.before :]
     if after and not before and not any(one.offloads for one in after):
         run.transformer.to(device)
@@ -336,7 +302,7 @@ def together(rank: int, world: int, order: Order, simulated: bool = True) -> Tog
     before, after = order.parts[: order.before], order.parts[order.before :]
     without, _ = one_process(order, ())
     expected, computed = one_process(order, order.acting)
-    ours = Denoising(*order.sizes, device)
+    ours = Run(*order.sizes, device)
     # 1. A transformer that db-SP is enabled on.
     _put_on(before, ours)
     if simulated and after and not before:
@@ -364,7 +330,7 @@ def together(rank: int, world: int, order: Order, simulated: bool = True) -> Tog
     return Together(apart(found, expected), apart(expected, without), blocks, computed, left, identical_bits)
 
 
-def _put_on(features: Sequence[Feature], run: Denoising, others: Sequence[Feature] = ()) -> None:
+def _put_on(features: Sequence[Feature], run: Run, others: Sequence[Feature] = ()) -> None:
     """Puts features on a transformer, which then is on the run's device unless a feature offloads it."""
     for feature in features:
         feature.put_on(run)

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from tests.diffusers.packed.packed_model_cases import PackedCase, compare
 from tests.gpu_node.node import GpuNode
-from tests.simulated.packed_cases import PackedCase, packed_on_gpus, steady_waits
+from tests.simulated.model_cases import own_device
 
-CASES = {
-    "all ranks share in each": (2, PackedCase(strategy="U1R2")),
-    "predicted masks": (2, PackedCase(mask="predicted")),
-    "samples of each rank's loader": (2, PackedCase(strategy="U2R1", loaders=(1, 1, 0))),
-    "a rank without samples": (2, PackedCase("flux", loaders=(0, 0, 0))),
-    "text of its own length": (2, PackedCase("hunyuan", mask="predicted", loaders=(0, 1, 1))),
-    "a bag of two and bags of one": (4, PackedCase(loaders=(0, 3, 1), bags="g1n2+g2n1")),
-    "bags of two": (4, PackedCase("flux", mask="predicted", loaders=(2, 0, 0), bags="g2n2")),
-    "bags that all ranks fill": (4, PackedCase("hunyuan", bags="g2n2")),
-    "gradients": (2, PackedCase(strategy="U2R1", loaders=(1, 0, 0), gradients=True)),
-    "gradients in bags": (4, PackedCase("flux", loaders=(1, 0, 0), bags="g2n2", gradients=True)),
-}
-LONG = (
-    *("predicted masks", "samples of each rank's loader", "bags of two"),
-    *("bags that all ranks fill", "gradients"),
-)
-"""What others do too, with a model or a mask that is slower, or with bags."""
+LONG = pytest.mark.long
+
+
+def case(world: int, name: str, *bags: str, long: bool = False, **options) -> object:
+    one = PackedCase(*bags, samples=(3,), brief=True, dtype=torch.float32, **options)
+    return pytest.param(world, one, id=name, marks=LONG if long else ())
+
+
+def compare_on_gpus(rank: int, world: int, case: PackedCase) -> None:
+    compare(rank, world, case, own_device(rank))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in CASES]
+    ("world", "case"),
+    [
+        case(2, "all ranks share in each", strategy="U1R2", local=False),
+        case(2, "predicted masks", mask="sparge", local=False, long=True),
+        case(2, "samples of each rank's loader", strategy="U2R1", long=True),
+        case(2, "a rank without samples", model="flux"),
+        case(2, "text of its own length", model="hunyuan", mask="sparge"),
+        case(4, "a bag of two and bags of one", "g1n2+g2n1"),
+        case(4, "bags of two", "g2n2", model="flux", mask="sparge", long=True),
+        case(4, "bags that all ranks fill", "g2n2", model="hunyuan", local=False, long=True),
+    ],
 )
-def test_packed_samples_on_gpus_equal_one_by_one(gpu_node: GpuNode, name: str) -> None:
-    world, case = CASES[name]
-    for predictions, gradients in gpu_node.run(world, packed_on_gpus, case):
-        assert max(predictions, gradients) <= 1e-5
-
-
-@pytest.mark.parametrize(("model", "bags"), [pytest.param("wan", None, marks=pytest.mark.long), ("hunyuan", "g2n1")])
-def test_steady_packed_call_makes_no_host_wait(gpu_node: GpuNode, model: str, bags: str | None) -> None:
-    for waits in gpu_node.run(2, steady_waits, model, bags):
-        assert waits == {}, waits
+def test_packed_samples_on_gpus_equal_one_by_one(gpu_node: GpuNode, world: int, case: PackedCase) -> None:
+    gpu_node.run(world, compare_on_gpus, case)

@@ -1,7 +1,8 @@
-"""Sessions on simulated GPUs: every mask source and strategy, changes between calls, and what a steady step costs."""
+"""Sessions on simulated GPUs: every mask source and strategy, and changes between calls."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,47 @@ import torch
 from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.sources import LocalQK, MaskRequest, RecordQKSource
+from tests.core.runtime.session_cases import WIDTH, Session
 from tests.gpu_node.node import GpuNode
-from tests.simulated.session_cases import THW, WIDTH, Call, SessionCase, largest_errors, steady_step
+from tests.simulated.model_cases import own_device
+
+THW = (3, 3, 5)
+"""45 tokens: three blocks of 16 queries, six of 8 keys, the last ones short."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward pass of a session."""
+
+    timestep: float
+    batch: int = 1
+    thw: tuple[int, int, int] = THW
+    text_tokens: int = 0
+    settle: bool = False
+
+
+@dataclass(frozen=True)
+class SessionCase:
+    """Forward passes of one session."""
+
+    settings: dict[str, Any]
+    strategy: str
+    calls: tuple[Call, ...] = (Call(900.0), Call(800.0))
+    layers: int = 1
+    heads: int = 3
+    dtype: torch.dtype = torch.float32
+
+
+def largest_errors(rank: int, world: int, case: SessionCase) -> tuple[list[float], list[int]]:
+    """Returns how far this rank's output is from one process's, and the plans made so far, by forward pass."""
+    device = own_device(rank)
+    session = Session(case.settings, case.strategy, case.layers, heads=case.heads, device=device, dtype=case.dtype)
+    errors, plans = [], []
+    for call in case.calls:
+        errors.append(session.attend(call.timestep, call.batch, call.thw, call.text_tokens, call.settle))
+        plans.append(session.inner.reuse.plans)
+    return errors, plans
+
 
 BLOCKS = {"block_q": 16, "block_k": 8}
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, **BLOCKS}
@@ -129,30 +169,6 @@ def test_int8_in_exchanges_is_near_one_process(gpu_node: GpuNode, strategy: str)
 @pytest.mark.parametrize("arch", [pytest.param(80, marks=LONG), 120])
 def test_other_architecture_equals_one_process(gpu_node: GpuNode, arch: int) -> None:
     check(gpu_node, SessionCase({"mask": SPARGE}, "U2R1"), arch)
-
-
-STEADY = {"sparge": {"mask": SPARGE, "reuse": 100.0}, "window": {"mask": WINDOW}}
-LAUNCHES = {("U4R1", "window"): 9, ("U4R1", "sparge"): 18, ("U2R2", "window"): 14, ("U2R2", "sparge"): 23}
-"""Triton launches and NCCL's collectives of one attention on one rank, at most."""
-OPERATORS = {("U4R1", "window"): 2, ("U4R1", "sparge"): 17, ("U2R2", "window"): 3, ("U2R2", "sparge"): 18}
-"""Operators of torch that compute on the device, at most."""
-VARIANTS = {"copy_kernel": 3, "forward_kernel": 2}
-"""Compiled variants of a kernel over all ranks and steps, at most; of the others one."""
-
-
-@pytest.mark.parametrize(
-    ("strategy", "name"),
-    [pytest.param(*case, marks=LONG if case in {("U4R1", "sparge"), ("U2R2", "window")} else ()) for case in LAUNCHES],
-)
-def test_steady_step_makes_no_host_wait_and_few_launches(gpu_node: GpuNode, strategy: str, name: str) -> None:
-    """But for the row counts of the step before, whose copy to the host began one step ago."""
-    step = gpu_node.run(4, steady_step, STEADY[name], strategy, 4)[0]
-    assert step.waits == {}
-    assert step.past_waits == (name == "sparge")
-    assert step.launches <= LAUNCHES[strategy, name], step
-    assert step.operators <= OPERATORS[strategy, name], step
-    assert step.new_variants == ()
-    assert all(count <= VARIANTS.get(kernel, 1) for kernel, count in step.variants.items()), step.variants
 
 
 def check(node: GpuNode, case: SessionCase, arch: int = 90) -> list[list[int]]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dbsp_core import SequenceGroup
 from tests.support.thread_group import Meeting, Member, ThreadGroup
-from tests.support.workers import SAFETY_NET_S, WorkerError
+from tests.support.workers import SAFETY_NET_S, WorkerError, values_of
 
 Result = TypeVar("Result")
 
@@ -57,12 +57,10 @@ class ThreadRanks:
                 thread.start()
             for thread in ranks:
                 thread.join(SAFETY_NET_S)
-        errors = [(rank, kind, text) for rank, (fine, kind, text, _) in enumerate(answers) if not fine]
-        if errors:
-            raise WorkerError(errors, next(trace for fine, _, _, trace in answers if not fine))
+        values = values_of(answers)
         if len(set(meeting.made)) > 1:
             raise WorkerError([(rank, "Unequal", f"{made} calls") for rank, made in enumerate(meeting.made)], "")
-        return [value for _, _, _, value in answers]
+        return values
 
 
 _HERE = threading.local()

@@ -34,6 +34,14 @@ class WorkerError(AssertionError):
         self.errors = errors
 
 
+def values_of(answers: list[Any]) -> list[Any]:
+    """Returns what ranks' functions returned. Raises WorkerError if one raised."""
+    errors = [(rank, kind, text) for rank, (fine, kind, text, _) in enumerate(answers) if not fine]
+    if errors:
+        raise WorkerError(errors, next(trace for fine, _, _, trace in answers if not fine))
+    return [value for _, _, _, value in answers]
+
+
 class WorkerPool:
     """`world` processes in one gloo group.
 
@@ -70,10 +78,7 @@ class WorkerPool:
                 self.close()
                 raise WorkerError([(rank, "Hang", f"no answer from rank {rank}")], "")
             answers.append(pipe.recv())
-        errors = [(rank, kind, text) for rank, (ok, kind, text, _) in enumerate(answers) if not ok]
-        if errors:
-            raise WorkerError(errors, next(trace for ok, _, _, trace in answers if not ok))
-        return [value for _, _, _, value in answers]
+        return values_of(answers)
 
     @property
     def unfit(self) -> bool:

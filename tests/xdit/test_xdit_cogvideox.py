@@ -3,59 +3,64 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from dbsp_cli.tiny_models import make_tiny
-from tests.xdit.xdit_cases import PipelineCase, expected_latents, run_cogvideox_pipeline, run_prompts, start_xfuser
+from tests.support.models.tiny_pipelines import fingerprint
+from tests.support.outcomes import apart, assert_near
+from tests.xdit.xdit_cases import PipelineCase, cogvideox_alone
 
-TOLERANCE = 1e-5
 MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 CDF = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 8}
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(make_tiny("cogvideox", tmp_path_factory.mktemp("xdit") / "cogvideox"))
+def run_pipeline(rank: int, world: int, case: PipelineCase) -> None:
+    from dbsp_xdit import attach, detach
 
-
-def assert_equal(workers, case):
-    for difference, again, from_dense in workers.run(run_cogvideox_pipeline, case):
-        assert difference <= TOLERANCE, case
-        assert again <= TOLERANCE / 10, "the second generation must not depend on the first"
-        assert from_dense > 100 * TOLERANCE, "the mask must matter"
+    dense, expected = cogvideox_alone(case)
+    pipe = case.pipe(world)
+    before = fingerprint(pipe.transformer)
+    attach(pipe, case.config)
+    out, again = case.latents(pipe), case.latents(pipe)
+    detach(pipe)
+    assert fingerprint(pipe.transformer) == before, "detach left something behind"
+    assert_near(out, expected, dense)
+    assert apart(again, out) <= 1e-6, "the second generation must not depend on the first"
+    if rank == 0:
+        latents = load_file(Path(case.config["report"], "latents.safetensors"))["latents"]
+        assert latents.shape == (1, 4, 16, 10, 14)
+        assert_near(latents, expected)
 
 
 @pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(
     ("world", "strategy", "mask", "own"),
-    [
-        (2, "U1R2", CDF, True),
-        pytest.param(3, "auto", MASK, False, marks=pytest.mark.long),
-    ],
+    [(2, "U1R2", CDF, True), pytest.param(3, "auto", MASK, False, marks=pytest.mark.long)],
 )
-def test_pipeline_equals_one_process_and_reports_the_whole_video(pool, tiny, tmp_path, world, strategy, mask, own):
+def test_pipeline_equals_one_process_and_reports_the_whole_video(xfuser, tiny, tmp_path, world, strategy, mask, own):
     """5 rows of 7 tokens, which no number of ranks divides."""
-    workers = pool(world)
-    workers.run(start_xfuser)
-    config = {"mask": mask, "strategy": strategy, "machine": "a800", "report": str(tmp_path / "report")}
-    case = PipelineCase(tiny, config, height=80, width=112, own=own)
-    assert_equal(workers, case)
-    latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
-    assert latents.shape == (1, 4, 16, 10, 14)
-    assert float((latents - expected_latents(case)).abs().max()) <= TOLERANCE
-    report = json.loads((tmp_path / "report" / "report.json").read_text())
+    config = {"mask": mask, "strategy": strategy, "machine": "a800", "report": str(tmp_path)}
+    xfuser(world).run(run_pipeline, PipelineCase(tiny, config, height=80, width=112, own=own))
+    report = json.loads((tmp_path / "report.json").read_text())
     assert (report["world_size"], len(set(report["calls"]["layer"]))) == (world, 2)
 
 
+def run_prompts(rank: int, world: int, case: PipelineCase) -> None:
+    """Gives xfuser's own pipeline two prompts, of which this rank's group makes one."""
+    from dbsp_xdit import attach, detach
+
+    _, expected = cogvideox_alone(case)
+    pipe = case.pipe(world, data=2)
+    attach(pipe, case.config)
+    out = case.latents(pipe, prompt=["the sea at dusk"] * 2)
+    detach(pipe)
+    assert len(out) == 1
+    assert_near(out, expected)
+
+
 @pytest.mark.long
-def test_prompts_distributed_by_xfuser_equal_one_process(pool, tiny):
+def test_prompts_distributed_by_xfuser_equal_one_process(xfuser, tiny):
     """Each group of ranks is given one of two prompts; both make the same video, by the same seed."""
-    workers = pool(4)
-    workers.run(start_xfuser, 1, 2)
-    found = workers.run(run_prompts, PipelineCase(tiny, {"mask": MASK, "strategy": "U1R2"}, height=64))
-    workers.run(start_xfuser)
-    for batch, difference in found:
-        assert batch == 1
-        assert difference <= TOLERANCE
+    xfuser(4, 1, 2).run(run_prompts, PipelineCase(tiny, {"mask": MASK, "strategy": "U1R2"}, height=64))

@@ -1,96 +1,126 @@
-"""dbsp_xdit and what does not work: one clear line on every rank before any collective, and a pipe that goes on."""
+"""dbsp_xdit and what does not work: one clear line on every rank, and a pipe that goes on."""
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
+import torch
+from torch import nn
 
-from dbsp_cli.tiny_models import make_tiny
-from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.masks.mask_writer import save_mask
-from tests.xdit.xdit_cases import PipelineCase, start_xfuser
-from tests.xdit.xdit_fault_cases import (
-    attach_error,
-    fail_then_generate,
-    kept_forward,
-    run_until_error,
-)
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import assert_near, outputs, said
+from tests.xdit.xdit_cases import PipelineCase, cogvideox_alone, in_xfusers_class
 
-TOLERANCE = 1e-5
-BY_STEP = {
-    "source": "callable",
-    "function": "tests.support.user_masks:band",
-    "depends_on": "step",
-    "block_q": 8,
-    "block_k": 8,
+BY_STEP = {"source": "callable", "function": "tests.support.user_masks:band", "depends_on": "step"}
+BY_STEP |= {"block_q": 8, "block_k": 8}
+
+
+def _unknown_of_xfuser() -> Any:
+    stock = type("StrangeTransformer3DModel", (nn.Identity,), {"__module__": "diffusers.strange"})
+    return type("xFuserStrangeTransformer3DWrapper", (stock,), {"__module__": "xfuser.strange"})()
+
+
+def _cached_before() -> Any:
+    transformer = in_xfusers_class("wan")
+    transformer.forward = functools.partial(transformer.forward)  # as cache-dit does
+    return transformer
+
+
+TRANSFORMERS = {
+    "unknown of xfuser": _unknown_of_xfuser,
+    "cached before": _cached_before,
+    "wrapper": lambda: in_xfusers_class("wan"),
+    "cogvideox": lambda: make_tiny_transformer("cogvideox"),
 }
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(make_tiny("cogvideox", tmp_path_factory.mktemp("faults") / "cogvideox"))
+def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
+    from dbsp_xdit import attach
 
-
-def assert_identical(messages, expected):
-    assert len(set(messages)) == 1, messages
-    assert expected in messages[0]
-    assert "\n" not in messages[0]
+    return said(lambda: attach(SimpleNamespace(transformer=TRANSFORMERS[kind]()), config))
 
 
 @pytest.mark.parametrize(
-    ("kind", "config", "expected"),
+    ("kind", "config", "guidance", "expected"),
     [
-        ("by diffusers", {}, "parallelized by diffusers (enable_parallelism)"),
-        ("by para-attn", {}, "parallelized already"),
-        ("unknown", {}, "does not know Identity; it knows WanTransformer3DModel, "),
-        ("unknown of xfuser", {}, "does not know xFuserStrangeTransformer3DWrapper"),
-        ("cached before", {}, "attach db-SP before step caches"),
-        ("wrapper", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' does not support this plan"),
-        ("stock", {"kernel": "sparge", "strategy": "U1R2"}, "kernel 'sparge' does not support this plan"),
-        ("wrapper", {"strategy": "U3R1"}, "strategy U3R1 needs 3 GPUs"),
-        ("stock", {"mask": {"source": "windwo"}}, "unknown mask source 'windwo'"),
+        ("unknown of xfuser", {}, 1, "does not know xFuserStrangeTransformer3DWrapper"),
+        ("cached before", {}, 1, "attach db-SP before step caches"),
+        ("wrapper", {"strategy": "U3R1"}, 1, "strategy U3R1 needs 3 GPUs"),
+        ("wrapper", {}, 2, "use_cfg_parallel: SimpleNamespace does not run the two CFG passes"),
+        ("cogvideox", {}, 2, "use_cfg_parallel: SimpleNamespace does not run the two CFG passes"),
     ],
 )
-def test_attach_rejects_on_all_ranks_before_any_collective(pool, kind, config, expected):
-    if kind == "by para-attn":
-        pytest.importorskip("para_attn")
-    workers = pool(2)
-    workers.run(start_xfuser)
-    assert_identical(workers.run(attach_error, kind, config), expected)
+def test_attach_is_rejected_on_all_ranks(xfuser, kind, config, guidance, expected):
+    answers = xfuser(2, guidance).run(attach_error, kind, config)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("UserError: ")
+    assert expected in answers[0]
+    assert "\n" not in answers[0]
 
 
-def test_guidance_in_parallel_without_a_pipeline_that_has_it_is_rejected(pool):
-    workers = pool(2)
-    workers.run(start_xfuser, 2)
-    for kind in ("stock", "wrapper", "cogvideox"):
-        assert_identical(
-            workers.run(attach_error, kind, {}),
-            "use_cfg_parallel: SimpleNamespace does not run the two CFG passes",
-        )
-    workers.run(start_xfuser)
+def run_until_error(rank: int, world: int) -> None:
+    """Runs a pass whose mask cannot be made on any rank, and then one with dense masks."""
+    from dbsp_xdit import attach, detach
+
+    pipe, inputs = SimpleNamespace(transformer=in_xfusers_class("wan")), tiny_inputs("wan")
+    with torch.no_grad():
+        attach(pipe, {"mask": {"source": "callable", "function": "tests.support.user_masks:transposed"}})
+        answer = said(lambda: pipe.transformer(**inputs))
+        assert answer.startswith("UserError: "), answer
+        assert "tests.support.user_masks:transposed" in answer, answer
+        detach(pipe)
+        attach(pipe, {})
+        assert_near(outputs(pipe.transformer, inputs), outputs(make_tiny_transformer("wan"), inputs))
+        detach(pipe)
 
 
-def test_size_that_the_mask_rejects_is_an_error_on_all_ranks(pool, tmp_path):
-    grid = BlockGrid.uniform(64, block=16)
-    save_mask(tmp_path / "masks.safetensors", [BlockMask(np.ones((6, grid.nq, grid.nk), dtype=bool), grid)] * 2)
-    workers = pool(2)
-    workers.run(start_xfuser)
-    config = {"mask": {"source": "file", "path": str(tmp_path / "masks.safetensors")}, "strategy": "U1R2"}
-    assert_identical(workers.run(run_until_error, "cogvideox", config), "64")
+def test_transformer_after_a_failed_pass_equals_one_process(xfuser):
+    xfuser(2).run(run_until_error)
 
 
-def test_cache_that_outlives_detach_calls_xfusers_own_forward(pool):
-    workers = pool(2)
-    workers.run(start_xfuser)
-    assert workers.run(kept_forward) == [(True, True)] * 2
+def kept_forward(rank: int, world: int) -> None:
+    """Calls a forward that a library keeps from before `detach`: the transformer's own, which is gone."""
+    from dbsp_xdit import attach, detach
+
+    pipe = SimpleNamespace(transformer=in_xfusers_class("wan"))
+    attach(pipe, {})
+    kept = pipe.transformer.forward
+    detach(pipe)
+    cls: Any = type(pipe.transformer)
+    with mock.patch.object(cls, "forward", return_value="own"):
+        assert kept() == "own"
+    assert "forward" not in vars(pipe.transformer)
 
 
-@pytest.mark.parametrize(
-    ("own", "where"), [(True, "in a layer"), pytest.param(False, "between steps", marks=pytest.mark.long)]
-)
-def test_generation_after_a_failed_one_equals_one_process(pool, tiny, own, where):
+def test_cache_that_outlives_detach_calls_xfusers_own_forward(xfuser):
+    xfuser(2).run(kept_forward)
+
+
+class _Broken(Exception):
+    """A failure in a generation."""
+
+
+def fail_then_generate(rank: int, world: int, case: PipelineCase) -> None:
+    """Lets a generation of another size fail after a step, and then makes one."""
+    from dbsp_xdit import attach, detach
+
+    def break_off(*_: Any) -> Any:
+        raise _Broken
+
+    pipe = case.pipe(world)
+    attach(pipe, case.config)
+    hook = pipe.transformer.transformer_blocks[1].ff.register_forward_hook(break_off)
+    with pytest.raises(_Broken):
+        case.latents(pipe, num_frames=17)
+    hook.remove()
+    assert_near(case.latents(pipe), *cogvideox_alone(case)[::-1])
+    detach(pipe)
+
+
+def test_generation_after_a_failed_one_equals_one_process(xfuser, tiny):
     """Its masks are by step: a step counted on from the one that failed would have another."""
-    workers = pool(2)
-    workers.run(start_xfuser)
-    case = PipelineCase(tiny, {"mask": BY_STEP, "strategy": "U1R2"}, height=64, own=own)
-    assert all(difference <= TOLERANCE for difference in workers.run(fail_then_generate, case, where))
+    xfuser(2).run(fail_then_generate, PipelineCase(tiny, {"mask": BY_STEP, "strategy": "U1R2"}, height=64))

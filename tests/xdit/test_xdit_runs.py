@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -14,7 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from dbsp_cli.tiny_models import make_tiny
+from tests.support.ports import free_port
 from tests.support.programs import run
 from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import load_cogvideox
@@ -28,11 +27,6 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts compile workers, which import torch
 }
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    return str(make_tiny("cogvideox", tmp_path_factory.mktemp("runs") / "cogvideox"))
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +53,14 @@ ON_A_RING = ["--ring_degree", "2", "--enable_tiling", "--enable_slicing"]
     ids=["ring", "compiled", "really started"],
 )
 def test_command_line_makes_the_video_of_one_process(tmp_path, tiny, expected, start, options):
-    size = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
     settings = tmp_path / "dbsp.yaml"
     settings.write_text(yaml.safe_dump({"mask": MASK, "report": str(tmp_path / "report")}))
-    out = ["--output_directory", str(tmp_path), "--sp-config", str(settings)]
-    port = ["--master_port", str(_free_port())]
-    line = [
-        "xdit",
-        "--sp-backend",
-        "dbsp",
-        "--model",
-        tiny,
-        "--prompt",
-        "the sea at dusk",
-        *size,
-        *options,
-        *out,
-        *port,
-    ]
-    program = os.path.join(os.path.dirname(sys.executable), line[0])
+    line = [os.path.join(os.path.dirname(sys.executable), "xdit"), "--sp-backend", "dbsp", "--model", tiny]
+    line += ["--prompt", "the sea at dusk", "--output_directory", str(tmp_path), "--sp-config", str(settings)]
+    line += [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
+    line += [*options, "--master_port", str(free_port())]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    done = start([program, *line[1:]], env={**os.environ, **ENVIRONMENT}, **pipes)
+    done = start(line, env={**os.environ, **ENVIRONMENT}, **pipes)
     assert done.returncode == 0, done.stderr[-3000:]
     latents = load_file(tmp_path / "report" / "latents.safetensors")["latents"]
     assert float((latents - expected).abs().max()) <= 1e-5
@@ -90,9 +71,3 @@ def test_command_line_makes_the_video_of_one_process(tmp_path, tiny, expected, s
     reader = imageio_ffmpeg.read_frames(str(video))
     assert next(reader)["size"] == (112, 80)
     assert sum(1 for _ in reader) == 9
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

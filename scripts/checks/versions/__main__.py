@@ -32,7 +32,7 @@ TESTS = (
     "tests/diffusers/test_step_caches.py::test_cached_pipeline_equals_one_process",
     "tests/para/test_para.py::test_transformer_equals_one_process",
     "tests/para/test_para.py::test_para_attn_with_its_own_mesh_equals_one_process",
-    "tests/xdit/test_xdit.py::test_transformer_equals_one_process",
+    "tests/xdit/test_xdit_families.py::test_transformer_equals_one_process",
 )
 """Exactness of attention, gradients, step caches, and a transformer or pipeline in each framework."""
 MOST_SAID = 110

@@ -33,10 +33,9 @@ from dbsp_core.runtime import session as sessions
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
-from tests.diffusers.compile_cases import run_compiled
-from tests.simulated.session_cases import steady_step
+from tests.diffusers.test_compile import run_compiled
 from tests.support.models.tiny_pipelines import latents, load
-from tests.support.models.transformers_for_tests import Inputs, make_transformer
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.workers import WorkerPool
 
 
@@ -123,8 +122,8 @@ def _recount(
 
 def report_of_transformer(rank: int, world: int, config: dict[str, Any], folder: str) -> tuple[bool, str]:
     """Runs two passes of a transformer without a pipeline. Returns whether it is observed, and the error."""
-    transformer = make_transformer("wan")
-    inputs = Inputs.random("wan", (3, 5, 7), 1, 7).arguments
+    transformer = make_tiny_transformer("wan")
+    inputs = tiny_inputs("wan")
     with torch.no_grad():
         dbsp_para.parallelize_transformer(transformer, config=config)
         observed = run_observer(dbsp_para.session_of(transformer)) is not None
@@ -253,14 +252,6 @@ def test_kept_plans_are_not_counted_as_new(pool):
     assert report.calls.replanned == [int(step in (0, 3)) for step in report.calls.step]  # 3: another size of video
     (eager, _), *_ = pool(2).run(recounted_session, {**settings, "reuse": 1.0}, "U1R2")
     assert eager.totals.replans > report.totals.replans
-
-
-@pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
-def test_observer_waits_for_no_device(gpu_node, mask):
-    """Allows for the row counts of the step before, whose copy to the host began one step ago."""
-    step = gpu_node.run(2, steady_step, {"mask": mask, "reuse": 100.0, "report": "nowhere"}, "U1R2", 4)[0]
-    assert step.waits == {}
-    assert step.past_waits == (mask is SPARGE)
 
 
 @pytest.mark.long

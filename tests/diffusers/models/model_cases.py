@@ -10,9 +10,9 @@ import dbsp_diffusers
 from dbsp_core.config import DbspConfig
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import alone, apart, assert_near, outputs
 from tests.support.settings import with_debug
 from tests.support.shared import shared
-from tests.support.single_process import attach_single_process
 
 MASKS = {
     "synthetic": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8},
@@ -27,48 +27,30 @@ SKIPPED = {("ltx2.3", 1): 1}
 """By model and batch: layers in which its inputs say that nothing is attended to."""
 
 
-def outputs(transformer: Any, inputs: dict[str, Any]) -> list[torch.Tensor]:
-    """A sample, or a list of one for each item, and audio."""
-    parts = transformer(**inputs)
-    return [one for part in parts for one in (part if isinstance(part, list) else [part]) if torch.is_tensor(one)]
-
-
-def apart(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    return max(float((one - other).abs().max()) for one, other in zip(a, b, strict=True))
-
-
 @shared
-def one_process(model: str, source: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What a transformer gives for the batch of a mask source, with the masks and as it is; "stock" has none."""
+def one_process(model: str, source: str) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Returns outputs for the batch of a mask source, with the masks and as the model is; "stock" has no masks."""
     transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, batch=BATCHES[source])
     with torch.no_grad():
         stock = outputs(transformer, inputs)
-        if source == "stock":
-            return stock, stock
-        single = attach_single_process(transformer, {"mask": MASKS[source]})
-        sparse = outputs(transformer, inputs)
-        single.detach()
-    return sparse, stock
+    return (stock, None) if source == "stock" else (alone(transformer, inputs, {"mask": MASKS[source]}), stock)
 
 
-def run_model(
-    rank: int, world: int, model: str, strategy: str, sources: tuple[str, ...]
-) -> dict[str, tuple[float, float]]:
-    """By mask source: (largest difference from one process, from dense attention), undone without a trace.
+@torch.no_grad()
+def run_model(rank: int, world: int, model: str, strategy: str, sources: tuple[str, ...]) -> None:
+    """Compares a transformer with one process for each mask source, and without a trace afterwards.
 
     "stock" represents dense masks, compared with the transformer as it is.
     """
     transformer = make_tiny_transformer(model)
-    found, before = {}, fingerprint(transformer)
+    before = fingerprint(transformer)
     configs = {source: with_debug({"mask": MASKS[source], "strategy": strategy}) for source in sources}
     configs["stock"] = DbspConfig.load(DENSE | {"strategy": strategy})
-    with torch.no_grad():
-        for source, config in configs.items():
-            session = dbsp_diffusers.enable(transformer, config)
-            out = outputs(transformer, tiny_inputs(model, batch=BATCHES[source]))
-            assert len(session.end()) == session.layers - SKIPPED.get((model, BATCHES[source]), 0)
-            found[source] = tuple(apart(out, expected) for expected in one_process(model, source))
-            dbsp_diffusers.disable(transformer)
-            assert fingerprint(transformer) == before, "disable left something behind"
-        assert apart(outputs(transformer, tiny_inputs(model)), one_process(model, "stock")[0]) == 0
-    return found
+    for source, config in configs.items():
+        session = dbsp_diffusers.enable(transformer, config)
+        found = outputs(transformer, tiny_inputs(model, batch=BATCHES[source]))
+        assert len(session.end()) == session.layers - SKIPPED.get((model, BATCHES[source]), 0)
+        assert_near(found, *one_process(model, source))
+        dbsp_diffusers.disable(transformer)
+        assert fingerprint(transformer) == before, "disable left something behind"
+    assert apart(outputs(transformer, tiny_inputs(model)), one_process(model, "stock")[0]) == 0

@@ -1,4 +1,4 @@
-"""Every model's own pipeline around a tiny transformer, and what the workers run with it."""
+"""Every model's own pipeline around a tiny transformer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-import dbsp_diffusers
-from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.masks.steps import StepClock
-from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_transformers import make_tiny_transformer
-from tests.support.references import kept_from_rank_0
-from tests.support.single_process import attach_single_process
 
 BF16 = torch.bfloat16
 
@@ -80,27 +74,23 @@ def _image() -> Any:
     return Image.new("RGB", (64, 64))
 
 
-def _euler(**settings: Any) -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler
+def _scheduler(name: str, **settings: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        import diffusers
 
-    return FlowMatchEulerDiscreteScheduler(**settings)
+        return getattr(diffusers, name)(**settings)
 
-
-def _unipc() -> Any:
-    from diffusers import UniPCMultistepScheduler
-
-    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}
-    return UniPCMultistepScheduler(**flow)
+    return make
 
 
-def _ddim() -> Any:
-    from diffusers import CogVideoXDDIMScheduler
-
-    return CogVideoXDDIMScheduler()
+def _euler(**settings: Any) -> Callable[[], Any]:
+    return _scheduler("FlowMatchEulerDiscreteScheduler", **settings)
 
 
-def _dynamic() -> Any:
-    return _euler(shift=3.0, use_dynamic_shifting=True)
+_UNIPC = _scheduler("UniPCMultistepScheduler", prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=5.0)
+_DDIM, _FLOW_MAP = _scheduler("CogVideoXDDIMScheduler"), _scheduler("FlowMapEulerDiscreteScheduler")
+_DYNAMIC = _euler(shift=3.0, use_dynamic_shifting=True)
+_EDM = _scheduler("EDMEulerScheduler", sigma_min=0.002, sigma_max=80, sigma_data=0.5, sigma_schedule="karras")
 
 
 def _guided(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -109,7 +99,7 @@ def _guided(text: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Case:
-    """A pipeline's class in diffusers, the tiny transformer in it, its scheduler, and how it is called.
+    """A pipeline's class in diffusers, the tiny transformer in it, and its scheduler.
 
     passes: of guidance, in a step;  settings: further ones of the transformer;  parts: further ones of the pipeline;
     around: what represents published parts while it is called;  output: its output_type
@@ -119,15 +109,14 @@ class Case:
     tiny: str
     scheduler: Callable[[], Any]
     passes: int
-    call: Callable[[], dict[str, Any]]
     settings: dict[str, Any] | None = None
     parts: Callable[[torch.dtype], dict[str, Any]] = lambda dtype: {}
     around: Callable[[torch.dtype], AbstractContextManager[Any]] = nullcontext
     output: str = "latent"
 
     def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
-        """Of a call in a dtype."""
-        return {name: _cast(value, dtype) for name, value in self.call().items()}
+        """Returns the arguments of a call in a dtype."""
+        return {name: _cast(value, dtype) for name, value in CALLS[self.pipeline]().items()}
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -136,22 +125,29 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _video(channels: int = 4) -> dict[str, Any]:
-    return {"latents": noise(1, channels, 3, 8, 8), "height": 64, "width": 64, "num_frames": 9}
+_SQUARE = {"height": 64, "width": 64}
 
 
-def _hunyuan_text(tokens: int = 13) -> dict[str, torch.Tensor]:
-    return {
-        "prompt_embeds": noise(1, tokens, 16),
-        "pooled_prompt_embeds": noise(1, 8),
-        "prompt_attention_mask": ones(1, tokens),
-    }
+def _video() -> dict[str, Any]:
+    return {"latents": noise(1, 4, 3, 8, 8), "num_frames": 9, **_SQUARE}
 
 
-def _hunyuan_15() -> dict[str, Any]:
-    text = {"prompt_embeds": noise(1, 10, 16), "prompt_embeds_2": noise(1, 6, 32)}
-    masks = {"prompt_embeds_mask": ones(1, 10), "prompt_embeds_mask_2": ones(1, 6)}
-    return _video() | _guided(text | masks)
+def _text(width: int = 16) -> dict[str, torch.Tensor]:
+    return _guided({"prompt_embeds": noise(1, 9, width)})
+
+
+def _masked_text(name: str = "prompt_attention_mask") -> dict[str, torch.Tensor]:
+    return _guided({"prompt_embeds": noise(1, 9, 16), name: ones(1, 9)})
+
+
+def _two_texts() -> dict[str, Any]:
+    texts = {"prompt_embeds": noise(1, 10, 16), "prompt_embeds_mask": ones(1, 10)}
+    return _guided(texts | {"prompt_embeds_2": noise(1, 6, 32), "prompt_embeds_mask_2": ones(1, 6)})
+
+
+def _hunyuan_text() -> dict[str, torch.Tensor]:
+    masked = {"prompt_embeds": noise(1, 13, 16), "prompt_attention_mask": ones(1, 13)}
+    return masked | {"pooled_prompt_embeds": noise(1, 8)}
 
 
 def _guider(dtype: torch.dtype) -> dict[str, Any]:
@@ -161,12 +157,7 @@ def _guider(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _wan() -> dict[str, Any]:
-    return _video() | _guided({"prompt_embeds": noise(1, 9, 16)})
-
-
-def _flux() -> dict[str, Any]:
-    text = {"prompt_embeds": noise(1, 9, 32), "pooled_prompt_embeds": noise(1, 32)}
-    return {"latents": noise(1, 16, 4), "height": 64, "width": 64} | text
+    return _video() | _text()
 
 
 def _flux_text() -> dict[str, torch.Tensor]:
@@ -177,6 +168,16 @@ def _kandinsky() -> dict[str, Any]:
     names = {"prompt_embeds_qwen": noise(1, 9, 16), "prompt_embeds_clip": noise(1, 12)}
     ends = {"prompt_cu_seqlens": torch.tensor([0, 9], dtype=torch.int32)}
     return _guided(names | ends) | {"height": 128, "width": 128, "num_frames": 9}
+
+
+def _animate() -> dict[str, Any]:
+    videos = {"image": _image(), "pose_video": _FRAMES[:5], "face_video": _FRAMES[:5]}
+    return _text() | videos | _SQUARE | {"segment_frame_length": 5, "guidance_scale": 2.0}
+
+
+def _cogvideox() -> dict[str, Any]:
+    size = {"latents": noise(1, 4, 4, 16, 16), "height": 128, "width": 128, "num_frames": 13}
+    return _guided({"prompt_embeds": noise(1, 32, 16)}) | size
 
 
 class StubConnectors(Stub):
@@ -200,265 +201,116 @@ def _ltx2_parts(dtype: torch.dtype) -> dict[str, Any]:
 
 def _ltx2() -> dict[str, Any]:
     """With all three kinds of guidance: by text (in one batch), spatio-temporal, and by each modality alone."""
-    text = _guided({"prompt_embeds": noise(1, 9, 16), "prompt_attention_mask": ones(1, 9)})
-    return text | {"height": 64, "width": 96, "num_frames": 9, "spatio_temporal_guidance_blocks": [1]}
+    size = {"height": 64, "width": 96, "num_frames": 9}
+    return _masked_text() | size | {"spatio_temporal_guidance_blocks": [1]}
 
 
 _LTX2_SETTINGS = {"in_channels": 4, "out_channels": 4, "perturbed_attn": True, "cross_attn_mod": True}
 _LTX2_SETTINGS |= {"audio_cross_attn_mod": True, "num_layers": 2}
 
 
-def _qwen_text(tokens: int = 9) -> dict[str, torch.Tensor]:
-    return _guided({"prompt_embeds": noise(1, tokens, 16), "prompt_embeds_mask": ones(1, tokens)})
+def _qwen() -> dict[str, Any]:
+    return _masked_text("prompt_embeds_mask")
 
 
-def _small_images(module: str, *more: None) -> AbstractContextManager[Any]:
+def _krea() -> dict[str, Any]:
+    text = {"prompt_embeds": noise(1, 9, 3, 16), "prompt_embeds_mask": ones(1, 9).bool()}
+    return _guided(text) | _SQUARE
+
+
+def _guided_image(scale: float) -> dict[str, Any]:
+    return {"image": _image(), "true_cfg_scale": scale}
+
+
+def _small_images(module: str, *more: None) -> Callable[[torch.dtype], AbstractContextManager[Any]]:
     """Edited images are brought to a megapixel, here to 64 × 48. more: results that the pipeline leaves aside"""
-    function = f"diffusers.pipelines.qwenimage.{module}.calculate_dimensions"
-    return mock.patch(function, return_value=(64, 48, *more))
+    function = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{module}.calculate_dimensions"
+    return lambda _: mock.patch(function, return_value=(64, 48, *more))
 
 
-def _text_encoder(dtype: torch.dtype) -> dict[str, Any]:
-    return {"text_encoder": Stub(dtype)}
+def _encoded(dtype: torch.dtype) -> AbstractContextManager[Any]:
+    return mock.patch("diffusers.LongCatImagePipeline._encode_prompt", return_value=noise(1, 9, 32).to(dtype))
 
 
-def _safety_checker(dtype: torch.dtype) -> dict[str, Any]:
-    return {"safety_checker": Stub(dtype)}
-
-
-def _edm() -> Any:
-    from diffusers import EDMEulerScheduler
-
-    return EDMEulerScheduler(sigma_min=0.002, sigma_max=80, sigma_data=0.5, sigma_schedule="karras")
-
-
-def _flow_map() -> Any:
-    from diffusers import FlowMapEulerDiscreteScheduler
-
-    return FlowMapEulerDiscreteScheduler()
-
-
-def _two_texts() -> dict[str, Any]:
-    texts = {"prompt_embeds": noise(1, 10, 16), "prompt_embeds_mask": ones(1, 10)}
-    return _guided(texts | {"prompt_embeds_2": noise(1, 6, 32), "prompt_embeds_mask_2": ones(1, 6)})
+def _part(name: str) -> Callable[[torch.dtype], dict[str, Any]]:
+    return lambda dtype: {name: Stub(dtype)}
 
 
 _FRAMES = [_image() for _ in range(9)]
+_FRAMEPACK = {"num_frames": 9, "latent_window_size": 3}
 _PAIR = {"in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False}
+CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "WanPipeline": _wan,
+    "WanVACEPipeline": lambda: _wan() | {"video": _FRAMES},
+    "SkyReelsV2Pipeline": _wan,
+    "ChronoEditPipeline": lambda: _wan() | {"image": _image(), "latents": noise(1, 4, 2, 8, 8)},
+    "CogVideoXPipeline": _cogvideox,
+    "HunyuanVideoPipeline": lambda: _video() | _hunyuan_text(),
+    "HunyuanVideoImageToVideoPipeline": lambda: _video() | _guided(_hunyuan_text()) | _guided_image(6.0),
+    "HunyuanVideo15Pipeline": lambda: _video() | _two_texts(),
+    "LTXPipeline": lambda: _masked_text() | {"latents": noise(1, 48, 8), "num_frames": 9, "height": 32, "width": 32},
+    "FluxPipeline": lambda: _flux_text() | {"latents": noise(1, 16, 4), **_SQUARE},
+    "FluxKontextPipeline": lambda: _guided(_flux_text()) | {"true_cfg_scale": 2.0, "max_area": 64 * 64, **_SQUARE},
+    "Flux2Pipeline": lambda: {"prompt_embeds": noise(1, 9, 32), "latents": noise(1, 4, 4, 4), **_SQUARE},
+    "QwenImagePipeline": lambda: _qwen() | {"latents": noise(1, 16, 16), **_SQUARE},
+    "LTX2Pipeline": _ltx2,
+    "LTX2ImageToVideoPipeline": lambda: _ltx2() | {"image": _image()},
+    "QwenImageEditPipeline": lambda: _qwen() | {"image": _image(), **_SQUARE},
+    "QwenImageEditPlusPipeline": lambda: _qwen() | {"image": [_image(), _image()], **_SQUARE},
+    "QwenImageLayeredPipeline": lambda: _qwen() | {"image": _image(), "prompt": "a red ball", "layers": 2},
+    "CosmosTextToWorldPipeline": _wan,
+    "Cosmos2_5_PredictBasePipeline": _wan,
+    "HunyuanImagePipeline": lambda: _two_texts() | _SQUARE,
+    "ZImagePipeline": lambda: _guided({"prompt_embeds": [noise(9, 16)]}) | {"guidance_scale": 3.0, **_SQUARE},
+    "AnyFlowPipeline": lambda: _wan() | {"guidance_scale": 2.0},
+    "WanAnimatePipeline": _animate,
+    "EasyAnimatePipeline": lambda: _video() | _masked_text(),
+    "HunyuanVideoFramepackPipeline": lambda: _hunyuan_text() | {"image": _image(), **_SQUARE, **_FRAMEPACK},
+    "OvisImagePipeline": lambda: _text(32) | {"negative_prompt": None, **_SQUARE},
+    "LongCatImagePipeline": lambda: {"prompt": "a red ball", "enable_prompt_rewrite": False, **_SQUARE},
+    "Krea2Pipeline": _krea,
+    "ErnieImagePipeline": lambda: _guided({"prompt_embeds": [noise(9, 16)]}) | {"prompt": None, **_SQUARE},
+    "Kandinsky5T2VPipeline": _kandinsky,
+}
+"""By a pipeline's class, the arguments of a call."""
+
+_OF_AN_IMAGE = {"image_dim": 20, "added_kv_proj_dim": 144}
+_ONE_SINGLE = {"num_single_layers": 1}
+_CHECKED = {"parts": _part("safety_checker")}
+_LAYERED = {"parts": _part("text_encoder"), "around": _small_images("layered"), "output": "pt"}
 CASES = [
-    Case("WanPipeline", "wan", _unipc, 2, _wan),
-    Case("WanVACEPipeline", "vace", _unipc, 2, lambda: _wan() | {"video": _FRAMES}, {"vace_in_channels": 72}),
-    Case("SkyReelsV2Pipeline", "skyreels", _unipc, 2, _wan),
-    Case(
-        "ChronoEditPipeline",
-        "chronoedit",
-        _unipc,
-        2,
-        lambda: _wan() | {"image": _image(), "latents": noise(1, 4, 2, 8, 8)},
-        {"in_channels": 12, "image_dim": 20, "added_kv_proj_dim": 144},
-    ),
-    Case(
-        "CogVideoXPipeline",
-        "cogvideox",
-        _ddim,
-        1,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 32, 16)})
-            | {"latents": noise(1, 4, 4, 16, 16), "height": 128, "width": 128, "num_frames": 13}
-        ),
-        {"attention_head_dim": 32},  # rotary tables need a multiple of 16
-    ),
-    Case("HunyuanVideoPipeline", "hunyuan", lambda: _euler(shift=7.0), 1, lambda: _video() | _hunyuan_text()),
-    Case(
-        "HunyuanVideoImageToVideoPipeline",
-        "hunyuan",
-        lambda: _euler(shift=7.0),
-        2,
-        lambda: _video() | _guided(_hunyuan_text()) | {"image": _image(), "true_cfg_scale": 6.0},
-        _PAIR,
-    ),
-    Case("HunyuanVideo15Pipeline", "hunyuan1.5", lambda: _euler(shift=9.0), 2, _hunyuan_15, None, _guider),
-    Case(
-        "LTXPipeline",
-        "ltx",
-        _dynamic,
-        1,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 9, 16), "prompt_attention_mask": ones(1, 9)})
-            | {"latents": noise(1, 48, 8), "height": 32, "width": 32, "num_frames": 9}
-        ),
-    ),
-    Case("FluxPipeline", "flux", _dynamic, 1, _flux),
-    Case(
-        "FluxKontextPipeline",
-        "flux",
-        _dynamic,
-        2,
-        lambda: _guided(_flux_text()) | {"true_cfg_scale": 2.0, "height": 64, "width": 64, "max_area": 64 * 64},
-    ),
-    Case(
-        "Flux2Pipeline",
-        "flux2",
-        _dynamic,
-        1,
-        lambda: {"prompt_embeds": noise(1, 9, 32), "latents": noise(1, 4, 4, 4), "height": 64, "width": 64},
-    ),
-    Case(
-        "QwenImagePipeline",
-        "qwen",
-        _dynamic,
-        2,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 9, 16), "prompt_embeds_mask": ones(1, 9)})
-            | {"latents": noise(1, 16, 16), "height": 64, "width": 64}
-        ),
-    ),
-    Case("LTX2Pipeline", "ltx2", _dynamic, 3, _ltx2, _LTX2_SETTINGS, _ltx2_parts),
-    Case(
-        "LTX2ImageToVideoPipeline",
-        "ltx2",
-        _dynamic,
-        3,
-        lambda: _ltx2() | {"image": _image()},
-        _LTX2_SETTINGS | {"rope_type": "split"},
-        _ltx2_parts,
-    ),
-    Case(
-        "QwenImageEditPipeline",
-        "qwen-edit",
-        _dynamic,
-        2,
-        lambda: _qwen_text() | {"image": _image(), "height": 64, "width": 64},
-        around=lambda _: _small_images("pipeline_qwenimage_edit", None),
-    ),
-    Case(
-        "QwenImageEditPlusPipeline",
-        "qwen-edit",
-        _dynamic,
-        2,
-        lambda: _qwen_text() | {"image": [_image(), _image()], "height": 64, "width": 64},
-        around=lambda _: _small_images("pipeline_qwenimage_edit_plus"),
-    ),
-    Case(
-        "QwenImageLayeredPipeline",
-        "qwen-layered",
-        _dynamic,
-        2,
-        lambda: _qwen_text() | {"image": _image(), "prompt": "a red ball", "layers": 2},
-        None,
-        _text_encoder,
-        lambda _: _small_images("pipeline_qwenimage_layered"),
-        "pt",
-    ),
-    Case(
-        "CosmosTextToWorldPipeline",
-        "cosmos",
-        _edm,
-        2,
-        lambda: _video() | _guided({"prompt_embeds": noise(1, 9, 16)}),
-        None,
-        _safety_checker,
-    ),
-    Case(
-        "Cosmos2_5_PredictBasePipeline",
-        "cosmos2.5",
-        _unipc,
-        2,
-        lambda: _video() | _guided({"prompt_embeds": noise(1, 9, 16)}),
-        {"img_context_dim_in": None},
-        _safety_checker,
-    ),
-    Case(
-        "HunyuanImagePipeline",
-        "hunyuan-image",
-        lambda: _euler(shift=5.0),
-        2,
-        lambda: _two_texts() | {"height": 64, "width": 64},
-        None,
-        _guider,
-    ),
-    Case(
-        "ZImagePipeline",
-        "z-image",
-        _dynamic,
-        1,
-        lambda: _guided({"prompt_embeds": [noise(9, 16)]}) | {"height": 64, "width": 64, "guidance_scale": 3.0},
-    ),
-    Case(
-        "AnyFlowPipeline",
-        "anyflow",
-        _flow_map,
-        1,
-        lambda: _wan() | {"guidance_scale": 2.0},
-    ),
-    Case(
-        "WanAnimatePipeline",
-        "animate",
-        _unipc,
-        2,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 9, 16)})
-            | {"image": _image(), "pose_video": _FRAMES[:5], "face_video": _FRAMES[:5], "guidance_scale": 2.0}
-            | {"height": 64, "width": 64, "segment_frame_length": 5}
-        ),
-        {"image_dim": 20, "added_kv_proj_dim": 144, "inject_face_latents_blocks": 1},
-    ),
-    Case(
-        "EasyAnimatePipeline",
-        "easyanimate",
-        _euler,
-        1,
-        lambda: _video() | _guided({"prompt_embeds": noise(1, 9, 16), "prompt_attention_mask": ones(1, 9)}),
-        {"in_channels": 4, "text_embed_dim_t5": None},
-    ),
-    Case(
-        "HunyuanVideoFramepackPipeline",
-        "framepack",
-        lambda: _euler(shift=7.0),
-        1,
-        lambda: (
-            _hunyuan_text() | {"image": _image(), "height": 64, "width": 64, "num_frames": 9, "latent_window_size": 3}
-        ),
-        {"num_single_layers": 1, "image_proj_dim": 20},
-    ),
-    Case(
-        "OvisImagePipeline",
-        "ovis",
-        _dynamic,
-        2,
-        lambda: _guided({"prompt_embeds": noise(1, 9, 32)}) | {"height": 64, "width": 64, "negative_prompt": None},
-        {"num_single_layers": 1, "in_channels": 16, "out_channels": 16},
-    ),
-    Case(
-        "LongCatImagePipeline",
-        "longcat-image",
-        _dynamic,
-        2,
-        lambda: ({"prompt": "a red ball", "height": 64, "width": 64, "enable_prompt_rewrite": False}),
-        {"num_single_layers": 1, "in_channels": 64},
-        around=lambda dtype: mock.patch(
-            "diffusers.LongCatImagePipeline._encode_prompt", return_value=noise(1, 9, 32).to(dtype)
-        ),
-    ),
-    Case(
-        "Krea2Pipeline",
-        "krea2",
-        _dynamic,
-        2,
-        lambda: (
-            _guided({"prompt_embeds": noise(1, 9, 3, 16), "prompt_embeds_mask": ones(1, 9).bool()})
-            | {"height": 64, "width": 64}
-        ),
-        {"in_channels": 16},
-    ),
-    Case(
-        "ErnieImagePipeline",
-        "ernie-image",
-        _euler,
-        1,
-        lambda: _guided({"prompt_embeds": [noise(9, 16)]}) | {"height": 64, "width": 64, "prompt": None},
-    ),
-    Case("Kandinsky5T2VPipeline", "kandinsky5", lambda: _euler(shift=5.0), 2, _kandinsky),
+    Case("WanPipeline", "wan", _UNIPC, 2),
+    Case("WanVACEPipeline", "vace", _UNIPC, 2, {"vace_in_channels": 72}),
+    Case("SkyReelsV2Pipeline", "skyreels", _UNIPC, 2),
+    Case("ChronoEditPipeline", "chronoedit", _UNIPC, 2, {"in_channels": 12, **_OF_AN_IMAGE}),
+    # rotary tables need a multiple of 16
+    Case("CogVideoXPipeline", "cogvideox", _DDIM, 1, {"attention_head_dim": 32}),
+    Case("HunyuanVideoPipeline", "hunyuan", _euler(shift=7.0), 1),
+    Case("HunyuanVideoImageToVideoPipeline", "hunyuan", _euler(shift=7.0), 2, _PAIR),
+    Case("HunyuanVideo15Pipeline", "hunyuan1.5", _euler(shift=9.0), 2, parts=_guider),
+    Case("LTXPipeline", "ltx", _DYNAMIC, 1),
+    Case("FluxPipeline", "flux", _DYNAMIC, 1),
+    Case("FluxKontextPipeline", "flux", _DYNAMIC, 2),
+    Case("Flux2Pipeline", "flux2", _DYNAMIC, 1),
+    Case("QwenImagePipeline", "qwen", _DYNAMIC, 2),
+    Case("LTX2Pipeline", "ltx2", _DYNAMIC, 3, _LTX2_SETTINGS, _ltx2_parts),
+    Case("LTX2ImageToVideoPipeline", "ltx2", _DYNAMIC, 3, _LTX2_SETTINGS | {"rope_type": "split"}, _ltx2_parts),
+    Case("QwenImageEditPipeline", "qwen-edit", _DYNAMIC, 2, around=_small_images("edit", None)),
+    Case("QwenImageEditPlusPipeline", "qwen-edit", _DYNAMIC, 2, around=_small_images("edit_plus")),
+    Case("QwenImageLayeredPipeline", "qwen-layered", _DYNAMIC, 2, **_LAYERED),
+    Case("CosmosTextToWorldPipeline", "cosmos", _EDM, 2, **_CHECKED),
+    Case("Cosmos2_5_PredictBasePipeline", "cosmos2.5", _UNIPC, 2, {"img_context_dim_in": None}, **_CHECKED),
+    Case("HunyuanImagePipeline", "hunyuan-image", _euler(shift=5.0), 2, parts=_guider),
+    Case("ZImagePipeline", "z-image", _DYNAMIC, 1),
+    Case("AnyFlowPipeline", "anyflow", _FLOW_MAP, 1),
+    Case("WanAnimatePipeline", "animate", _UNIPC, 2, {"inject_face_latents_blocks": 1, **_OF_AN_IMAGE}),
+    Case("EasyAnimatePipeline", "easyanimate", _euler(), 1, {"in_channels": 4, "text_embed_dim_t5": None}),
+    Case("HunyuanVideoFramepackPipeline", "framepack", _euler(shift=7.0), 1, {"image_proj_dim": 20, **_ONE_SINGLE}),
+    Case("OvisImagePipeline", "ovis", _DYNAMIC, 2, {"in_channels": 16, "out_channels": 16, **_ONE_SINGLE}),
+    Case("LongCatImagePipeline", "longcat-image", _DYNAMIC, 2, {"in_channels": 64, **_ONE_SINGLE}, around=_encoded),
+    Case("Krea2Pipeline", "krea2", _DYNAMIC, 2, {"in_channels": 16}),
+    Case("ErnieImagePipeline", "ernie-image", _euler(), 1),
+    Case("Kandinsky5T2VPipeline", "kandinsky5", _euler(shift=5.0), 2),
 ]
 WITHOUT_PIPELINE = {
     "ConsisIDTransformer3DModel": "its pipeline needs OpenCV",
@@ -466,8 +318,7 @@ WITHOUT_PIPELINE = {
     "MiniMaxH3Transformer3DModel": "diffusers has blocks for it, and no pipeline",
 }
 
-ONE_OF_EACH = {"num_single_layers": 1}
-ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "flux2"), ONE_OF_EACH)}
+ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "flux2"), _ONE_SINGLE)}
 """Next to num_layers."""
 
 
@@ -485,11 +336,11 @@ def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
     import diffusers
 
     cls = getattr(diffusers, case.pipeline)
-    parts = dict.fromkeys(list(inspect.signature(cls.__init__).parameters)[1:])
-    own = {name: value for name, value in parts.items() if name in ("text_encoder", "tokenizer")}
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
-        if name != "self" and parameter.default is inspect.Parameter.empty:
-            own[name] = None
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    empty = [
+        part.name for part in parameters if part.default is part.empty or part.name in ("text_encoder", "tokenizer")
+    ]
+    own = dict.fromkeys(empty)
     settings = _layers(case.tiny, 1) | (case.settings or {}) | settings
     transformer = make_tiny_transformer(case.tiny, **settings).to(dtype)
     for part in transformer.modules():
@@ -504,40 +355,15 @@ def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
 
 def _layers(tiny: str, number: int) -> dict[str, Any]:
     """The setting of a tiny transformer's number of layers."""
-    names = {"z-image": "n_layers", "kandinsky5": "num_visual_blocks"}
+    names = {"z-image": "n_layers", "kandinsky5": "num_visual_blocks", "kandinsky5-nabla": "num_visual_blocks"}
     return {names.get(tiny, "num_layers"): number} | ONE_LAYER.get(tiny, {})
 
 
-def run_pipeline(
-    rank: int, world: int, number: int, config: dict[str, Any], dtype: torch.dtype = torch.float32
-) -> tuple[float, float]:
-    """Two steps of a pipeline of `CASES`: (largest difference from one process, from dense attention)."""
-    case = CASES[number]
-    torch.manual_seed(0)
-    pipe = make_pipe(case, dtype)
-
-    def call() -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        with case.around(dtype):
-            arguments = case.arguments(dtype) | {"generator": torch.Generator().manual_seed(3)}
-            made = pipe(num_inference_steps=2, output_type=case.output, return_dict=False, **arguments)
-        flat = [one for part in made for one in (part if isinstance(part, list) else [part])]
-        return [one for one in flat if isinstance(one, torch.Tensor)]
-
-    def alone() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        dense = call()
-        generations = Generations(pipe, SequenceGroup(0, 1))
-        single = attach_single_process(pipe.transformer, config, generations.steps, StepClock(generations.progress))
-        expected = call()
-        single.detach()
-        return dense, expected
-
-    dense, expected = kept_from_rank_0((number, config, dtype), alone)
-    dbsp_diffusers.enable(pipe, config)
-    found = call()
-    dbsp_diffusers.disable(pipe)
-
-    def apart(ones: list[torch.Tensor]) -> float:
-        return max(float((one - other).abs().max()) for one, other in zip(ones, expected, strict=True))
-
-    return apart(found), apart(dense)
+def made(pipe: Any, case: Case, dtype: torch.dtype, **more: Any) -> list[torch.Tensor]:
+    """Returns what two steps of a case's pipeline give. more: further arguments of the call"""
+    torch.manual_seed(1)
+    with case.around(dtype):
+        arguments = case.arguments(dtype) | {"generator": torch.Generator().manual_seed(3)} | more
+        parts = pipe(num_inference_steps=2, output_type=case.output, return_dict=False, **arguments)
+    flat = [one for part in parts for one in (part if isinstance(part, list) else [part])]
+    return [one for one in flat if isinstance(one, torch.Tensor)]

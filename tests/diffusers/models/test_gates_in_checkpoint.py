@@ -1,4 +1,4 @@
-"""Gates that diffusers' Wan drops, read from the checkpoint: the same as put in by hand, or one error on all ranks."""
+"""A Wan with the gates of FastWan's coarse branch, put in by hand or read from a checkpoint, which diffusers drops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.sources import vsa
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.gates import gates_in_checkpoint
-from tests.diffusers.models.model_cases import apart, outputs
 from tests.support.models.gated_wan import (
     FASTWAN21,
     FASTWAN22,
@@ -30,7 +29,7 @@ from tests.support.models.gated_wan import (
 )
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
-from tests.support.single_process import attach_single_process
+from tests.support.outcomes import alone, apart, assert_near, outputs
 
 WINDOW = {"source": "window", "window": [1, 3, 3], "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
 UNION = {"source": "union", "of": [VSA, WINDOW]}
@@ -46,12 +45,8 @@ def load(source: str | Path, **options: Any) -> Any:
     return WanTransformer3DModel.from_pretrained(str(source), local_files_only=True, **options)
 
 
-def one_process(transformer: Any, mask: dict[str, Any]) -> list[torch.Tensor]:
-    attached = attach_single_process(transformer, {"mask": mask})
-    with torch.no_grad():
-        found = outputs(transformer, tiny_inputs("wan", THW[mask["source"]]))
-    attached.detach()
-    return found
+def one_process(transformer: Any, mask: dict[str, Any], batch: int = 1) -> list[torch.Tensor]:
+    return alone(transformer, tiny_inputs("wan", THW[mask["source"]], batch), {"mask": mask})
 
 
 @pytest.fixture(scope="module")
@@ -74,17 +69,27 @@ def cached(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
 
 
-def run(rank: int, world: int, transformers: list[Any], mask: dict[str, Any]) -> list[torch.Tensor]:
-    """What ranks give together, each with its own transformer; disabled again, they leave nothing."""
+def run(
+    rank: int, world: int, transformers: list[Any], mask: dict[str, Any], expected: list[torch.Tensor], batch: int = 1
+) -> None:
+    """Compares ranks that have a transformer each with one process; disabled again, they leave nothing."""
     transformer = transformers[rank]
     before, names = fingerprint(transformer), list(transformer.state_dict())
-    dbsp_diffusers.enable(transformer, {"mask": mask, "strategy": "U1R2"})
+    dbsp_diffusers.enable(transformer, {"mask": mask, "strategy": f"U1R{world}"})
     with torch.no_grad():
-        found = outputs(transformer, tiny_inputs("wan", THW[mask["source"]]))
+        assert_near(outputs(transformer, tiny_inputs("wan", THW[mask["source"]], batch)), expected)
     dbsp_diffusers.disable(transformer)
     assert fingerprint(transformer) == before, "disable left something behind"
     assert list(transformer.state_dict()) == names
-    return found
+
+
+@pytest.mark.usefixtures("debug")
+@pytest.mark.parametrize(("world", "batch"), [(2, 2), (3, 1)])
+def test_gates_put_in_by_hand_equal_one_process(threads, world, batch):
+    transformers = [put_gates(make_tiny_transformer("wan")) for _ in range(world)]
+    expected, plain = (one_process(transformers[0], VSA | {"coarse": coarse}, batch) for coarse in (True, False))
+    assert apart(expected, plain) > 1e-3, "the branch must matter"
+    threads(world).run(run, transformers, VSA, expected, batch)
 
 
 @pytest.mark.parametrize("mask", [VSA, UNION], ids=["vsa", "union"])
@@ -104,8 +109,7 @@ def test_equals_gates_put_in_by_hand(threads, wan, checkpoint, tmp_path, monkeyp
     loaded = [load(source, **options) for _ in range(2)]  # not on threads: diffusers patches torch meanwhile
     assert apart(one_process(loaded[0], mask | _WITHOUT[mask["source"]]), expected) > 1e-3, "the gates must matter"
     assert apart(one_process(loaded[0], mask), expected) == 0
-    for found in threads(2).run(run, loaded, mask):
-        assert apart(found, expected) <= 1e-5
+    threads(2).run(run, loaded, mask, expected)
 
 
 def test_layers_are_like_those_next_to_them(checkpoint, wan):
@@ -206,6 +210,23 @@ def test_checkpoint_without_gates_is_unchanged(threads, wan, tmp_path, monkeypat
     vsa._say_without_gate.cache_clear()
     wan.save_pretrained(tmp_path)
     expected = one_process(load(tmp_path), VSA | {"coarse": False})
-    for found in threads(2).run(run, [load(tmp_path), load(tmp_path)], VSA):
-        assert apart(found, expected) <= 1e-5
+    threads(2).run(run, [load(tmp_path), load(tmp_path)], VSA, expected)
     assert len(said) == 1
+    assert "no gate (attn1.to_gate_compress) reaches it" in said[0]
+
+
+def test_tokens_of_a_tile_get_the_same_times_their_gates():
+    """What one attention's output projection is given with the branch, less what it is given without it."""
+    transformer, seen, given = put_gates(make_tiny_transformer("wan")), {}, []
+    attention = transformer.blocks[0].attn1
+    attention.to_q.register_forward_pre_hook(lambda module, args: seen.update(hidden=args[0]))
+    attention.to_out[0].register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    with torch.no_grad():
+        for coarse in (False, True):
+            one_process(transformer, VSA | {"coarse": coarse})
+        gate = attention.to_gate_compress(seen["hidden"])
+    branch = ((given[1] - given[0]) / gate)[0]
+    tile = [(t * 5 + h) * 7 + w for t in range(2) for h in range(2) for w in range(4)]
+    plain = gate[0, tile].abs() > 0.1  # elsewhere the quotient is mostly rounding
+    apart_in_tile = (branch[tile] - branch[tile].median(dim=0).values).abs()[plain]
+    assert float(apart_in_tile.max()) < 1e-4 < float(branch[tile].abs().max())

@@ -2,18 +2,81 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.diffusers.models.model_training_cases import (
-    by_step,
-    gradients_of_lora,
-    gradients_under_fsdp,
-    losses_of_training,
-    masks_are_constants,
-    under_autocast,
-)
+import dbsp_diffusers
+from dbsp_core.runtime import session as sessions
+from tests.diffusers.models.model_cases import MASKS
+from tests.support.gradients import gradients_of, shard_fully
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import share_apart
+from tests.support.references import by_first_rank
+from tests.support.single_process import attach_single_process
 from tests.support.workers import assert_all_raise
+
+BATCH = 2
+
+
+def _item(step: int, item: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Inputs of one sample, at a timestep of its own, and what is to come out."""
+    inputs = tiny_inputs("wan", seed=step * BATCH + item + 1)
+    draws = torch.Generator().manual_seed(1000 + step * BATCH + item)
+    inputs["timestep"] = torch.randint(1, 1000, (1,), generator=draws)
+    return inputs, torch.tanh(inputs["hidden_states"].flip(-1))
+
+
+def _batch(step: int, first: int, count: int) -> tuple[dict[str, Any], torch.Tensor]:
+    inputs, wanted = zip(*(_item(step, first + item) for item in range(count)), strict=True)
+    joined = {
+        name: torch.cat([one[name] for one in inputs]) if isinstance(value, torch.Tensor) else value
+        for name, value in inputs[0].items()
+    }
+    return joined, torch.cat(wanted)
+
+
+def _loss(model: Any, step: int, first: int = 0, count: int = BATCH) -> torch.Tensor:
+    inputs, wanted = _batch(step, first, count)
+    return F.mse_loss(model(**inputs)[0], wanted)
+
+
+def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
+    return {"mask": MASKS[mask], **({"strategy": strategy} if strategy else {})}
+
+
+def losses_of_training(rank: int, world: int, steps: int, sequence: int, mask: str, strategy: str) -> list[float]:
+    """Steps of AdamW over groups of `sequence` ranks, the rest data parallel by DDP. Returns each step's loss."""
+    mesh = init_device_mesh("cpu", (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
+    data, mine = mesh["data"].get_group(), BATCH // (world // sequence)
+    transformer = make_tiny_transformer("wan").train()
+    if sequence > 1:
+        dbsp_diffusers.enable(transformer, _config(mask, strategy), group=mesh["sequence"].get_group())
+        undo = dbsp_diffusers.disable
+    else:
+        attached = attach_single_process(transformer, _config(mask))
+        undo = lambda _: attached.detach()  # noqa: E731
+    model = DistributedDataParallel(transformer, process_group=data) if data.size() > 1 else transformer
+    optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        loss = _loss(model, step, mesh["data"].get_local_rank() * mine, mine)
+        optimizer.zero_grad()
+        loss.backward()
+        if sequence > 1:
+            dbsp_diffusers.sum_gradients(transformer)
+        optimizer.step()
+        total = loss.detach() / data.size()
+        dist.all_reduce(total, group=data)
+        losses.append(float(total))
+    undo(transformer)
+    return losses
 
 
 @pytest.mark.parametrize("steps", [3, pytest.param(50, marks=pytest.mark.long)])
@@ -21,23 +84,78 @@ def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool, steps):
     """Two items a step, each at a timestep of its own; on four ranks two groups of two have one item each."""
     (alone,) = pool(1).run(losses_of_training, steps, 1, "synthetic", "U1R1")
     assert alone[-1] < 0.8 * alone[0] or steps < 50, "there must be something to learn"
-    runs = [(2, 2, "U1R2"), (4, 2, "U2R1")]
-    for world, sequence, strategy in runs:
+    for world, sequence, strategy in [(2, 2, "U1R2"), (4, 2, "U2R1")]:
         for losses in pool(world).run(losses_of_training, steps, sequence, "synthetic", strategy):
             assert losses == pytest.approx(alone, abs=1e-5)
 
 
+@by_first_rank
+def expected_gradients(mask: str, lora: bool) -> dict[str, torch.Tensor]:
+    transformer = _with_lora() if lora else make_tiny_transformer("wan").train()
+    attach_single_process(transformer, _config(mask))
+    _loss(transformer, 0).backward()
+    return gradients_of(transformer)
+
+
+def summed_gradients(transformer: Any, *batch: int) -> dict[str, torch.Tensor]:
+    """Returns the sums over ranks of a step's gradients, and disables db-SP. batch: this rank's, if not the whole"""
+    _loss(transformer, 0, *batch).backward()
+    dbsp_diffusers.sum_gradients(transformer)
+    found = gradients_of(transformer)
+    dbsp_diffusers.disable(transformer)
+    return found
+
+
+def gradients_under_fsdp(rank: int, world: int, over: str, checkpointing: bool) -> None:
+    """Shards parameters over all ranks, or "data", of two that share a sequence each, or both ("hybrid")."""
+    expected, data = expected_gradients("synthetic", False), world // 2
+    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "sequence"))
+    everyone = init_device_mesh("cpu", (world,), mesh_dim_names=("everyone",))
+    transformer = make_tiny_transformer("wan").train()
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
+    shard_fully(transformer, {"everyone": everyone, "data": mesh["data"], "hybrid": mesh}[over])
+    dbsp_diffusers.enable(transformer, _config("synthetic"), group=mesh["sequence"].get_group())
+    mine = BATCH // data
+    found = summed_gradients(transformer, mesh["data"].get_local_rank() * mine, mine)
+    assert found.keys() == expected.keys()
+    assert share_apart(found.values(), expected.values()) <= 1e-5
+
+
 @pytest.mark.parametrize(
-    ("world", "sequence", "over", "checkpointing"),
+    ("world", "over", "checkpointing"),
     [
-        pytest.param(2, 2, "everyone", False, marks=pytest.mark.long),
-        (4, 2, "hybrid", True),
-        pytest.param(4, 2, "everyone", True, marks=pytest.mark.long),
-        pytest.param(4, 2, "data", False, marks=pytest.mark.long),
+        pytest.param(2, "everyone", False, marks=pytest.mark.long),
+        (4, "hybrid", True),
+        pytest.param(4, "everyone", True, marks=pytest.mark.long),
+        pytest.param(4, "data", False, marks=pytest.mark.long),
     ],
 )
-def test_fsdp2_has_one_process_gradients(pool, world, sequence, over, checkpointing):
-    assert max(pool(world).run(gradients_under_fsdp, sequence, over, checkpointing)) <= 1e-5
+def test_fsdp2_has_one_process_gradients(pool, world, over, checkpointing):
+    pool(world).run(gradients_under_fsdp, over, checkpointing)
+
+
+def _with_lora() -> Any:
+    """Returns a transformer with adapters whose second half is not zero, so that all of them have gradients."""
+    from peft import LoraConfig
+
+    transformer = make_tiny_transformer("wan").requires_grad_(False).train()
+    torch.manual_seed(3)
+    projections = ["to_q", "to_k", "to_v", "to_out.0"]
+    transformer.add_adapter(LoraConfig(r=4, target_modules=projections, init_lora_weights=False))
+    return transformer
+
+
+def gradients_of_lora(rank: int, world: int, strategy: str, checkpointing: bool) -> None:
+    expected, transformer = expected_gradients("sparge", True), _with_lora()
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
+    dbsp_diffusers.enable(transformer, _config("sparge", strategy))
+    found = summed_gradients(transformer)
+    assert found.keys() == expected.keys()
+    assert all("lora_" in name for name in found)
+    assert len(found) == 2 * 2 * 2 * 4, "two matrices in four projections of two attentions a layer"
+    assert share_apart(found.values(), expected.values()) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -46,15 +164,49 @@ def test_fsdp2_has_one_process_gradients(pool, world, sequence, over, checkpoint
 )
 def test_lora_adapters_have_one_process_gradients(pool, world, strategy, checkpointing):
     pytest.importorskip("peft")
-    for error, adapters, alone in pool(world).run(gradients_of_lora, strategy, checkpointing):
-        assert error <= 1e-5
-        assert (adapters, alone) == (2 * 2 * 2 * 4, True), "two matrices in four projections of two attentions a layer"
+    pool(world).run(gradients_of_lora, strategy, checkpointing)
+
+
+def under_autocast(rank: int, world: int) -> None:
+    def backward(transformer: Any) -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = _loss(transformer, 0)
+        loss.backward()
+        return gradients_of(transformer)
+
+    expected = backward(make_tiny_transformer("wan").train())
+    transformer = make_tiny_transformer("wan").train()
+    session = dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
+    given: set[torch.dtype] = set()
+    attend = sessions.attend
+
+    def watched(prepared: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
+        given.update(t.dtype for t in (q, k, v))
+        assert not torch.is_autocast_enabled("cpu"), "nothing within attention is cast"
+        return attend(prepared, q, k, v, *options)
+
+    with patch.object(sessions, "attend", watched):
+        backward(transformer)
+    assert given == {torch.bfloat16}
+    assert session.statistics()["calls"] == session.layers
+    dbsp_diffusers.sum_gradients(transformer)
+    assert share_apart(gradients_of(transformer).values(), expected.values()) <= 0.02
+    dbsp_diffusers.disable(transformer)
 
 
 def test_autocast_casts_what_attention_is_given(pool):
-    for dtypes, error in pool(2).run(under_autocast):
-        assert dtypes == {torch.bfloat16}
-        assert error <= 0.02
+    pool(2).run(under_autocast)
+
+
+def by_step(rank: int, world: int, training: bool) -> None:
+    """Runs a pass with a dense step at the start, which is of a denoising."""
+    transformer = make_tiny_transformer("wan").train(training)
+    config = {**_config("synthetic"), "dense_schedule": {"first_steps": 1}}
+    dbsp_diffusers.enable(transformer, config, steps=lambda: 4)
+    try:
+        _loss(transformer, 0)
+    finally:
+        dbsp_diffusers.disable(transformer)
 
 
 def test_masks_by_denoising_step_are_rejected_in_training(pool):
@@ -62,5 +214,25 @@ def test_masks_by_denoising_step_are_rejected_in_training(pool):
     pool(2).run(by_step, False)
 
 
+def masks_are_constants(rank: int, world: int) -> None:
+    """Asks a mask source without autograd, and gives q and k gradients all the same."""
+    asked: list[bool] = []
+    transformer = make_tiny_transformer("wan").train()
+    session = dbsp_diffusers.enable(transformer, _config("sparge"))
+    source = type(session.config.mask)
+    mask = source.mask
+
+    def watched(self: Any, *args: Any) -> Any:
+        asked.append(torch.is_grad_enabled())
+        return mask(self, *args)
+
+    with patch.object(source, "mask", watched):
+        _loss(transformer, 0).backward()
+    dbsp_diffusers.disable(transformer)
+    assert set(asked) == {False}
+    attention = transformer.blocks[0].attn1
+    assert all(bool(part.weight.grad.any()) for part in (attention.to_q, attention.to_k))
+
+
 def test_predicted_masks_are_constants_of_backward(pool):
-    assert pool(2).run(masks_are_constants) == [(True, True)] * 2
+    pool(2).run(masks_are_constants)

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import diffusers
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
@@ -80,8 +82,6 @@ def test_pipeline_in_bfloat16_counts_its_steps_and_passes(case):
 
 
 def test_pipelines_whose_loops_leave_out_the_last_step_are_known():
-    import diffusers
-
     families = ("chronoedit", "cogvideo", "flux", "flux2", "hunyuan_video", "hunyuan_video1_5", "kandinsky5", "ltx")
     others = ("qwenimage", "skyreels_v2", "wan")
     folders = [Path(diffusers.__file__).parent / "pipelines" / name for name in (*families, *others)]
@@ -93,12 +93,9 @@ def test_pipelines_whose_loops_leave_out_the_last_step_are_known():
 
 
 def test_pipeline_that_leaves_out_the_last_step_has_one_less():
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
-    pipe = type(
-        "LTXI2VLongMultiPromptPipeline", (), {"scheduler": FlowMatchEulerDiscreteScheduler()}
-    )()  # represents the pipeline
-    pipe.scheduler.set_timesteps(8)
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(8)
+    pipe = type("LTXI2VLongMultiPromptPipeline", (), {"scheduler": scheduler})()
     assert Generations(pipe, SequenceGroup(0, 1)).steps() == 7
 
 

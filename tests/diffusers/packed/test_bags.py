@@ -2,68 +2,116 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.diffusers.packed.bag_cases import BagCase, bad_bags, groups_of_attention, in_bags, int8_in_bags, tokens_held
+import dbsp_diffusers
+from dbsp_diffusers import PackedSample, packed_forward_local
+from tests.diffusers.packed.packed_model_cases import CONFIGS, PackedCase, alone, compare, differences, make_model
+from tests.support.gradients import wide_floats
+from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.outcomes import said, share_apart
 from tests.support.workers import assert_all_raise
-
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
 def long(*values):
     return pytest.param(*values, marks=pytest.mark.long)
 
 
+SEVERAL: dict[str, Any] = {"mask": "sparge", "samples": (2, 1), "seed": 8, "fsdp": True, "checkpointing": True}
+
+
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        (4, BagCase("g1n4", samples=(2,))),
-        (4, BagCase("g2n2", "sparge", samples=(1, 4), seed=4, checkpointing=True)),
-        (4, BagCase("auto", seed=7, dtype=torch.float32)),
-        (4, BagCase("g1n2+g2n1", "sparge", samples=(2, 1), seed=8, fsdp=True, checkpointing=True)),
-        (4, BagCase("g2n2", "dense", seed=14, model="hunyuan", local=False, planner="contiguous")),
-        (4, BagCase("g2n2", samples=(2,), seed=13, model="wan-lora", checkpointing=True)),
-        (4, BagCase("g4n1", samples=(3, 3), seed=14, moved=True)),  # the same sizes in another layout
-        long(4, BagCase("g1n2+g2n1", "sparge", samples=(2, 1), seed=8, model="flux", fsdp=True, checkpointing=True)),
-        long(4, BagCase("g1n2+g2n1", samples=(2, 1), seed=8, model="hunyuan", fsdp=True, checkpointing=True)),
-        long(6, BagCase("g2n3", samples=(2, 12), seed=9)),
-        long(6, BagCase("g1n2+g4n1", samples=(3, 20), seed=12)),
+        (4, PackedCase("g1n4", samples=(2,))),
+        (4, PackedCase("g2n2", "sparge", samples=(1, 4), seed=4, checkpointing=True)),
+        (4, PackedCase("auto", samples=(3, 2), seed=7, dtype=torch.float32)),
+        (4, PackedCase("g1n2+g2n1", **SEVERAL)),
+        (4, PackedCase("g2n2", "dense", (3, 2), seed=14, model="hunyuan", local=False, planner="contiguous")),
+        (4, PackedCase("g2n2", samples=(2,), seed=13, model="wan-lora", checkpointing=True)),
+        (4, PackedCase("g4n1", samples=(3, 3), seed=14, moved=True)),  # the same sizes in another layout
+        long(4, PackedCase("g1n2+g2n1", **SEVERAL, model="flux")),
+        long(4, PackedCase("g1n2+g2n1", **SEVERAL | {"mask": "synthetic"}, model="hunyuan")),
+        long(6, PackedCase("g2n3", samples=(2, 12), seed=9)),
+        long(6, PackedCase("g1n2+g4n1", samples=(3, 20), seed=12)),
     ],
-    ids=lambda value: f"{value.model} {value.bags}" if isinstance(value, BagCase) else str(value),
+    ids=lambda value: f"{value.model} {value.bags}" if isinstance(value, PackedCase) else str(value),
 )
 def test_samples_in_bags_equal_one_by_one(pool, world, case):
-    ranks = pool(world).run(in_bags, case)
-    for steps in ranks:
-        for of_predictions, of_gradients, _ in steps:
-            assert of_predictions <= TOLERANCE[case.dtype], steps
-            assert of_gradients <= TOLERANCE[case.dtype], steps
+    ranks = pool(world).run(compare, case)
     if case.bags == "g1n2+g2n1":  # two samples and three bags, then one: every rank takes part in what all do
-        for step in zip(*ranks, strict=True):
-            assert 0 in {calls for *_, calls in step}, "a bag without sequences computes nothing"
-            assert max(calls for *_, calls in step) > 0
-
-
-@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 3), ("g1n2+g2n1", 1)])
-def test_int8_in_bags_is_near_one_by_one_without_gradients(pool, bags, samples):
-    """Rejected on all ranks, also where a bag has nothing to attend to."""
-    errors, said = zip(*pool(4).run(int8_in_bags, BagCase(bags, "dense", samples=(samples,), seed=3)), strict=True)
-    assert 1e-6 < max(errors) < 0.02
-    rejection = "precision: int8 has no gradients"
-    assert all(rejection in one and "\n" not in one for one in said), said
+        for calls in zip(*ranks, strict=True):
+            assert 0 in calls, "a bag without sequences computes nothing"
+            assert max(calls) > 0
 
 
 def test_bag_with_another_layout_differs_from_one_by_one(pool):
-    ranks = pool(4).run(in_bags, BagCase("g2n2", seed=1, broken=True))
+    ranks = pool(4).run(differences, PackedCase("g2n2", samples=(3, 2), seed=1, broken=True))
     found = [step for steps in ranks for step in steps]
     assert max(of_predictions for of_predictions, _, _ in found) > 1e-3
     assert min(of_gradients for _, of_gradients, _ in found) > 1e-3
 
 
+def int8_in_bags(rank: int, world: int, case: PackedCase) -> float:
+    """Returns the largest difference of predictions whose samples were sent as int8, as a share of the largest."""
+    with wide_floats(case.dtype):
+        transformer = make_model(case.model, case.dtype)
+        dbsp_diffusers.enable(transformer, case.config | {"precision": "int8"})
+        samples, loaders = case.step(0, world)
+        mine = [one for one, loader in enumerate(loaders) if loader == rank]
+        own, expected = [samples[one] for one in mine], alone(case, 0, world)[0]
+        answer = said(lambda: packed_forward_local(transformer, own, bags=case.bags))
+        assert "precision: int8 has no gradients" in answer
+        assert "\n" not in answer
+        with torch.no_grad():
+            found = packed_forward_local(transformer, own, bags=case.bags).samples
+        dbsp_diffusers.disable(transformer)
+    return max((share_apart([a], [expected[one]]) for a, one in zip(found, mine, strict=True)), default=0.0)
+
+
+@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 3), ("g1n2+g2n1", 1)])
+def test_int8_in_bags_is_near_one_by_one_without_gradients(pool, bags, samples):
+    """Rejected on all ranks, also where a bag has nothing to attend to."""
+    assert 1e-6 < max(pool(4).run(int8_in_bags, PackedCase(bags, "dense", samples=(samples,), seed=3))) < 0.02
+
+
+def _sample(*thw: int) -> PackedSample:
+    t, h, w = thw
+    return PackedSample(torch.randn(4, t, 2 * h, 2 * w), torch.tensor(500.0), torch.randn(3, 16))
+
+
+def groups_of_attention(rank: int, world: int, bags: str) -> None:
+    """Compares the ranks in which a bag attends with those that distribute sequences."""
+    transformer = make_tiny_transformer("wan")
+    session = dbsp_diffusers.enable(transformer, {"mask": CONFIGS["dense"]})
+    found = packed_forward_local(transformer, [_sample(1, 4, 6)], bags=bags)
+    assert found.session is not None
+    members, whole = (dist.get_process_group_ranks(one.group.group) for one in (found.session, session))
+    assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert whole == [0, 1, 2, 3]
+    packed_forward_local(transformer, [_sample(2, 4, 6)], bags=bags)
+    again = packed_forward_local(transformer, [_sample(1, 4, 6)], bags=bags)
+    assert again.session is found.session, "groups and sessions are made once"
+    dbsp_diffusers.disable(transformer)
+
+
 def test_attention_stays_within_the_bag(pool):
-    for rank, (members, whole) in enumerate(pool(4).run(groups_of_attention, "g2n2")):
-        assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
-        assert whole == [0, 1, 2, 3]
+    pool(4).run(groups_of_attention, "g2n2")
+
+
+def tokens_held(rank: int, world: int, bags: dict[str, Any]) -> int:
+    """Returns the most tokens of a rank."""
+    transformer = make_tiny_transformer("wan")
+    dbsp_diffusers.enable(transformer, {"mask": CONFIGS["dense"]})
+    own = [[_sample(1, 4, 6)], [_sample(1, 4, 6)], [_sample(4, 4, 6)], []][rank]
+    plan = packed_forward_local(transformer, own, bags=bags).plan
+    dbsp_diffusers.disable(transformer)
+    assert plan is not None
+    return int(plan.runs.by_rank(world).max())
 
 
 def test_tokens_per_rank_stay_within_max_tokens(pool):
@@ -72,19 +120,29 @@ def test_tokens_per_rank_stay_within_max_tokens(pool):
         assert held <= 48
 
 
+def bad_bags(rank: int, world: int, bags: list[Any], in_config: bool, config: dict[str, Any]) -> None:
+    """Gives each rank bags; raises on all ranks, and leaves them together."""
+    transformer = make_tiny_transformer("wan")
+    try:
+        own = {"bags": bags[rank]} if in_config else {}
+        dbsp_diffusers.enable(transformer, {"mask": CONFIGS["dense"]} | config | own)
+        packed_forward_local(transformer, [_sample(1, 4, 6)], bags=bags[rank])
+    finally:
+        dist.barrier()
+        dbsp_diffusers.disable(transformer)
+
+
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("bags", "in_config", "config", "message"),
     [
-        ("ranks", "make units of 3 ranks, which do not divide 2; 2 fit g1n2, g2n1"),
-        ("text", "bags 'two' are not of the form gGnN"),
-        ("differ", "bags differ on rank"),
-        ("too long", "exceeds every bag of g1n2"),
-        ("enable", "make units of 3 ranks"),
+        (["g3n1"] * 2, False, {}, "make units of 3 ranks, which do not divide 2; 2 fit g1n2, g2n1"),
+        (["two"] * 2, False, {}, "bags 'two' are not of the form gGnN"),
+        (["g2n1", "g1n2"], False, {}, "bags differ on rank"),
+        ([{"topology": "g1n2", "max_tokens": 20}] * 2, False, {}, "exceeds every bag of g1n2"),
+        (["g3n1"] * 2, True, {}, "make units of 3 ranks"),
+        (["g2n2"] * 4, False, {"strategy": "U4R1"}, "strategy U4R1 is for 4 ranks, and bags g2n2 have 2"),
     ],
+    ids=["ranks", "text", "differ", "too long", "enable", "strategy"],
 )
-def test_bad_bags_are_rejected_on_all_ranks(pool, kind, message):
-    assert_all_raise(pool, 2, message, bad_bags, kind)
-
-
-def test_strategy_of_other_bags_is_rejected_on_all_ranks(pool):
-    assert_all_raise(pool, 4, "strategy U4R1 is for 4 ranks, and bags g2n2 have 2", bad_bags, "strategy")
+def test_bad_bags_are_rejected_on_all_ranks(pool, bags, in_config, config, message):
+    assert_all_raise(pool, len(bags), message, bad_bags, bags, in_config, config)

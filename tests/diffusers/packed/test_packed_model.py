@@ -2,72 +2,90 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+import dbsp_diffusers
+from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
 from dbsp_diffusers.packed.forward import PACKINGS
-from tests.diffusers.packed.packed_model_cases import (
-    alone_is_one_by_one,
-    bad_input,
-    kept_by_modulation,
-    make_model,
-    packed_is_one_by_one,
-    stock_calls_still_work,
-)
+from dbsp_diffusers.packed.passes import scaled
+from tests.diffusers.packed.packed_model_cases import PackedCase, compare, make_model, one_by_one
+from tests.support.gradients import gradients_of, loss_of, wide_floats
+from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.outcomes import share_apart
 from tests.support.workers import assert_all_raise
 
-CASES = [
-    # model, world, mask, strategy, local, checkpointing, fsdp
-    ("wan", 1, "synthetic", "U1R1", False, False, False),
-    ("wan", 2, "sparge", "U1R2", False, True, False),
-    ("flux-dev", 2, "sparge", "U1R2", True, True, False),
-    ("hunyuan", 2, "sparge", "U2R1", True, True, False),
-]
-LONG = [
-    ("wan-i2v", 2, "synthetic", "U2R1", True, False, False),
-    ("wan-ti2v", 2, "synthetic", "U1R2", True, False, False),
-    ("hunyuan-lora", 2, "dense", "U1R2", True, False, False),
-    ("wan", 3, "synthetic", "U3R1", True, False, False),
-    ("wan", 4, "synthetic", "U2R2", True, True, False),
-    ("wan", 4, "dense", "U1R4", False, False, False),
-    ("flux-dev", 4, "dense", "U2R2", True, True, True),
-]
+
+def long(*values):
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
-    ("model", "world", "rest"),
+    ("world", "case"),
     [
-        pytest.param(model, world, rest, marks=marks)
-        for cases, marks in ((CASES, ()), (LONG, pytest.mark.long))
-        for model, world, *rest in cases
+        (1, PackedCase(strategy="U1R1", local=False)),
+        (2, PackedCase(mask="sparge", strategy="U1R2", local=False, checkpointing=True)),
+        (2, PackedCase(model="flux-dev", mask="sparge", strategy="U1R2", checkpointing=True)),
+        (2, PackedCase(model="hunyuan", mask="sparge", strategy="U2R1", checkpointing=True)),
+        (2, PackedCase(strategy="U1R2", dtype=torch.float32)),
+        long(2, PackedCase(model="wan-i2v", strategy="U2R1")),
+        long(2, PackedCase(model="wan-ti2v", strategy="U1R2")),
+        long(2, PackedCase(model="hunyuan-lora", mask="dense", strategy="U1R2")),
+        long(3, PackedCase(strategy="U3R1")),
+        long(4, PackedCase(strategy="U2R2", checkpointing=True)),
+        long(4, PackedCase(mask="dense", strategy="U1R4", local=False)),
+        long(4, PackedCase(model="flux-dev", mask="dense", strategy="U2R2", checkpointing=True, fsdp=True)),
     ],
+    ids=lambda value: f"{value.model} {value.strategy}" if isinstance(value, PackedCase) else str(value),
 )
-def test_packed_samples_equal_one_by_one(pool, model, world, rest):
-    for predictions, gradients, partial in pool(world).run(packed_is_one_by_one, model, *rest):
-        assert predictions <= 1e-12
-        assert gradients <= 1e-12
-        assert partial > 1e-4 or world == 1, "without the sum over ranks they are other ones"
-
-
-def test_packed_samples_in_float32_equal_one_by_one(pool):
-    case = ("wan", "synthetic", "U1R2", True, False, False, torch.float32)
-    for predictions, gradients, _ in pool(2).run(packed_is_one_by_one, *case):
-        assert max(predictions, gradients) <= 1e-5
+def test_packed_samples_equal_one_by_one(pool, world, case):
+    pool(world).run(compare, case)
 
 
 @pytest.mark.parametrize(
     ("model", "checkpointing"),
     [("wan", True), ("wan-i2v", False), ("wan-ti2v", False), ("flux", True), ("hunyuan", False)],
 )
-def test_packed_samples_without_db_sp_equal_one_by_one(pool, model, checkpointing):
-    (found,) = pool(1).run(alone_is_one_by_one, model, checkpointing)
-    assert max(found) <= 1e-12
+def test_packed_samples_without_db_sp_equal_one_by_one(model, checkpointing):
+    samples, _ = PackedCase(model=model).step(0, 1)
+    found = []
+    with wide_floats(torch.float64):
+        for call in (one_by_one, packed_forward):
+            transformer = make_model(model, torch.float64)
+            if checkpointing:
+                transformer.enable_gradient_checkpointing()
+            predictions = call(transformer, samples)
+            loss_of(predictions, range(len(samples))).backward()
+            found.append((predictions, list(gradients_of(transformer).values())))
+    for packed, expected in zip(found[1], found[0], strict=True):
+        assert share_apart(packed, expected) <= 1e-12
+
+
+@torch.no_grad()
+def stock_calls_between(rank: int, world: int) -> None:
+    """Packed calls and stock ones take turns; disabled, the transformer packs on one process, without a trace."""
+    samples, _ = PackedCase(dtype=torch.float32).step(0, 1)
+    transformer = make_tiny_transformer("wan")
+    before = set(vars(transformer)) | set(vars(transformer.blocks[0]))
+    expected = one_by_one(transformer, samples)
+    dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
+    for found in (
+        packed_forward(transformer, samples),
+        one_by_one(transformer, samples),
+        packed_forward(transformer, samples[::-1])[::-1],
+    ):
+        assert share_apart(found, expected) <= 1e-5
+    dbsp_diffusers.disable(transformer)
+    assert set(vars(transformer)) | set(vars(transformer.blocks[0])) == before
+    assert share_apart(packed_forward(transformer, samples), expected) <= 1e-5
 
 
 def test_stock_calls_between_packed_calls_are_unchanged(pool):
-    for enabled, disabled, undone in pool(2).run(stock_calls_still_work):
-        assert max(enabled, disabled) <= 1e-5
-        assert undone
+    pool(2).run(stock_calls_between)
 
 
 @pytest.mark.parametrize("model", ["flux", "hunyuan"])
@@ -77,9 +95,46 @@ def test_token_flops_are_those_of_its_own_stream(model):
     assert PACKINGS[type(transformer).__name__].token_flops(transformer) == 24 * (6 * 24) ** 2
 
 
-def test_modulation_keeps_no_row_for_every_token(pool):
-    (found,) = pool(1).run(kept_by_modulation)
-    assert found[0] == found[1]
+def test_modulation_keeps_no_row_for_every_token():
+    """Autograd keeps no more elements of a modulation, next to its input, than the few rows have."""
+    kept: list[int] = []
+    x = torch.randn(1, 1000, 8, requires_grad=True)
+    rows = torch.randn(3, 8, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(0 if t is x else t.numel()) or t, lambda t: t):
+        scaled(x, rows, torch.arange(1000) % 3).sum().backward()
+    assert max(one for one in kept if one != 1000) == rows.numel()
+
+
+MODELS = {"model": "hunyuan1.5", "pooled": "hunyuan", "guidance": "hunyuan", "frames": "flux"}
+
+
+def bad_input(rank: int, world: int, kind: str) -> None:
+    """Gives the last rank a wrong sample; each of these raises on all ranks, and leaves them together."""
+    model = MODELS.get(kind, "wan")
+    transformer = make_tiny_transformer(model)
+    one = PackedCase(model="wan" if kind == "model" else model, dtype=torch.float32).step(0, 1)[0][0]
+    if kind != "not enabled":
+        dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
+    changed: dict[str, dict[str, Any]] = {
+        "channels": {"latents": one.latents[:2]},
+        "patches": {"latents": one.latents[:, :, 1:]},
+        "text": {"text": one.text[:, :3]},
+        "timestep": {"timestep": torch.arange(7)},
+        "image": {"image": torch.ones(2, 2)},
+        "pooled": {"pooled": None},
+        "guidance": {"guidance": None},
+        "frames": {"latents": torch.cat([one.latents] * 2, 1)},
+        "dtype": {"text": one.text.bfloat16()},
+    }
+    wrong: list[PackedSample] = [replace(one, **changed.get(kind, {}))]
+    try:
+        if kind == "empty":
+            packed_forward(transformer, [])
+        else:
+            packed_forward_local(transformer, [] if kind == "none" else wrong if rank == world - 1 else [one])
+    finally:
+        dist.barrier()
+        dbsp_diffusers.disable(transformer)
 
 
 @pytest.mark.parametrize(

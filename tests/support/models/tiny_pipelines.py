@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.steps import StepClock
+from dbsp_diffusers.models.transformers import transformers_of
+from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.sharding.generations import Generations
+from tests.support.models.tiny_transformers import LATENTS, make_tiny_transformer
 from tests.support.single_process import attach_single_process
 
 # Guidance multiplies rounding by its scale: at 6, latents of 11.5 differ by 1.1e-5 (by nothing in float64).
@@ -29,8 +38,8 @@ def latents(pipe: Any, prompt: str | list[str] = "the sea at dusk", seed: int | 
     return pipe(prompt=prompt, generator=generator, output_type="latent", **text | SIZE | options).frames
 
 
-def alone(pipe: Any, config: dict[str, Any], **options: Any) -> torch.Tensor:
-    """What one process makes."""
+def alone(pipe: Any, config: Any, **options: Any) -> torch.Tensor:
+    """Returns the latents of one process."""
     single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
     try:
         return latents(pipe, **options)
@@ -38,8 +47,22 @@ def alone(pipe: Any, config: dict[str, Any], **options: Any) -> torch.Tensor:
         single.detach()
 
 
-def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max())
+def attach_pipeline(pipe: Any, config: Any) -> list[PatchSet]:
+    """Makes a pipeline's transformers block-sparse in this process; several take turns, by one counter of steps."""
+    transformers, whole = transformers_of(pipe), DbspConfig.load(config)
+    generations = Generations(pipe, SequenceGroup(0, 1))
+    clock = StepClock(generations.progress, shared=len(transformers) > 1)
+    return [
+        attach_single_process(part, whole.for_transformer(name), generations.steps, clock)
+        for name, part in transformers.items()
+    ]
+
+
+def small_wan(folder: Path, **sizes: Any) -> str:
+    """Writes a tiny Wan2.1 with the transformer of tests, of half as many layers and heads as the command's."""
+    made = make_tiny("wan", folder)
+    make_tiny_transformer("wan", **LATENTS | sizes).save_pretrained(made / "transformer")
+    return str(made)
 
 
 def used_state(pipe: Any) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,382 +20,345 @@ LATENTS = {"in_channels": 16, "out_channels": 16, "text_dim": 32}
 """Sizes with which Wan's transformers fit the VAE and the text encoder of its tiny pipeline."""
 _DRAWING = threading.Lock()  # torch's generator is one for all threads
 
-_SIZES = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH, "num_layers": 2}
-_WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "ffn_dim": 64, "rope_max_seq_len": 64}
-_IMAGE = {"in_channels": 4, "num_single_layers": 2, "joint_attention_dim": 32}
-_HUNYUAN = {"out_channels": 4, "num_refiner_layers": 1, "patch_size": 1, "patch_size_t": 1, "text_embed_dim": 16}
-
 Thw = tuple[int, int, int]
-Noise = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Draws the inputs of a pass over a token grid."""
+
+    thw: Thw
+    batch: int
+    generator: torch.Generator
+
+    def noise(self, *shape: int) -> torch.Tensor:
+        """Returns random numbers of this shape for each item."""
+        return torch.randn(self.batch, *shape, generator=self.generator)
+
+    def video(self, channels: int, frames: int | None = None, least: int = 2) -> torch.Tensor:
+        """Returns latents of which `least` rows and columns make a token."""
+        t, h, w = self.thw
+        return self.noise(channels, t if frames is None else frames, least * h, least * w)
+
+    def image_tokens(self, channels: int) -> torch.Tensor:
+        return self.noise(self.thw[1] * self.thw[2], channels)
+
+    def full(self, value: float) -> torch.Tensor:
+        return torch.full((self.batch,), value)
+
+    def padded(self, tokens: int, padding: int) -> torch.Tensor:
+        """Returns the mask of a text of so many tokens, and padding behind them."""
+        return (torch.arange(tokens + padding) < tokens).long().expand(self.batch, -1).clone()
+
+    def of(self, *thw: int) -> Draw:
+        """Returns the same for another token grid."""
+        t, h, w = thw
+        return replace(self, thw=(t, h, w))
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """One variant of a class: its name in diffusers, its sizes, and inputs(noise, thw, batch) for a pass.
+    """One variant of a class: its name in diffusers, its sizes, and the inputs of a pass.
 
     prepare: what is done to a new one, whose weights would hide mistakes
     """
 
     cls: str
     sizes: dict[str, Any]
-    inputs: Callable[[Noise, Thw, int], dict[str, Any]]
+    inputs: Callable[[Draw], dict[str, Any]]
     prepare: Callable[[Any], None] = lambda transformer: None
 
 
-def _wan(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    return {
-        "hidden_states": noise(batch, 4, t, 2 * h, 2 * w),
-        "timestep": torch.full((batch,), 500),
-        "encoder_hidden_states": noise(batch, TEXT, 16),
-    }
+def _wan(d: Draw) -> dict[str, Any]:
+    return {"hidden_states": d.video(4), "timestep": d.full(500), "encoder_hidden_states": d.noise(TEXT, 16)}
 
 
-def _ti2v(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    timestep = torch.full((batch, t * h * w), 500.0)
-    timestep[:, : h * w] = 0  # of the given first frame
-    return _wan(noise, thw, batch) | {"timestep": timestep}
+def _times_of_tokens(d: Draw) -> torch.Tensor:
+    """Returns a timestep for each token, 0 for those of a given first frame."""
+    t, h, w = d.thw
+    timestep = torch.full((d.batch, t * h * w), 500.0)
+    timestep[:, : h * w] = 0
+    return timestep
 
 
-def _wan_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    return _wan(noise, thw, batch) | {
-        "encoder_hidden_states": noise(batch, 512, 16),  # a number that diffusers takes for granted
-        "encoder_hidden_states_image": noise(batch, 17, 20),
-    }
+def _ti2v(d: Draw) -> dict[str, Any]:
+    return _wan(d) | {"timestep": _times_of_tokens(d)}
 
 
-def _animate(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _wan_image(d: Draw) -> dict[str, Any]:
+    text = {"encoder_hidden_states": d.noise(512, 16)}  # a number that diffusers takes for granted
+    return _wan(d) | text | {"encoder_hidden_states_image": d.noise(17, 20)}
+
+
+def _animate(d: Draw) -> dict[str, Any]:
     """Three frames, of which the first is given; their face is a video of five."""
-    t, h, w = thw
-    return _wan(noise, thw, batch) | {
-        "hidden_states": noise(batch, 12, t, 2 * h, 2 * w),
-        "pose_hidden_states": noise(batch, 4, t - 1, 2 * h, 2 * w),
-        "face_pixel_values": noise(batch, 3, 4 * (t - 2) + 1, 16, 16),
-    }
+    t = d.thw[0]
+    face = d.noise(3, 4 * (t - 2) + 1, 16, 16)
+    given = {"hidden_states": d.video(12), "pose_hidden_states": d.video(4, t - 1), "face_pixel_values": face}
+    return _wan(d) | given
 
 
-def _anyflow(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
+def _anyflow(d: Draw) -> dict[str, Any]:
+    frames = (d.batch, d.thw[0])
+    times = {"timestep": torch.full(frames, 500.0), "r_timestep": torch.full(frames, 300.0)}
+    return _wan(d) | times | {"hidden_states": d.video(4).transpose(1, 2)}
+
+
+def _vace(d: Draw) -> dict[str, Any]:
+    control = {"control_hidden_states": d.video(6), "control_hidden_states_scale": torch.tensor([1.0, 0.5])}
+    return _wan(d) | control
+
+
+def _cogvideox(d: Draw, frames_of_token: int = 2) -> dict[str, Any]:
+    t, h, w = d.thw
+    angles = torch.randn(t * h * w, WIDTH // 2, generator=d.generator).repeat_interleave(2, dim=1)
+    video = d.video(4, frames_of_token * t).transpose(1, 2)
+    return _wan(d) | {"hidden_states": video, "image_rotary_emb": (angles.cos(), angles.sin())}
+
+
+def _cogvideox_1_0(d: Draw) -> dict[str, Any]:
+    return _cogvideox(d, 1)
+
+
+def _consisid(d: Draw) -> dict[str, Any]:
+    face = {"id_cond": d.noise(10), "id_vit_hidden": [d.noise(4, 12) for _ in range(2)]}
+    return _cogvideox(d, 1) | face
+
+
+def _easyanimate(d: Draw) -> dict[str, Any]:
+    return _wan(d) | {"encoder_hidden_states_t5": d.noise(5, 12), "inpaint_latents": d.video(3)}
+
+
+def _hunyuan(d: Draw) -> dict[str, Any]:
     return {
-        "hidden_states": noise(batch, t, 4, 2 * h, 2 * w),
-        "timestep": torch.full((batch, t), 500.0),
-        "r_timestep": torch.full((batch, t), 300.0),
-        "encoder_hidden_states": noise(batch, TEXT, 16),
+        "hidden_states": d.video(4, least=1),
+        "timestep": d.full(500),
+        "encoder_hidden_states": d.noise(TEXT + 4, 16),
+        "encoder_attention_mask": d.padded(TEXT, 4),
+        "pooled_projections": d.noise(8),
+        "guidance": d.full(6000.0),
     }
 
 
-def _vace(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    control = {"control_hidden_states": noise(batch, 6, t, 2 * h, 2 * w)}
-    return _wan(noise, thw, batch) | control | {"control_hidden_states_scale": torch.tensor([1.0, 0.5])}
+def _framepack(d: Draw) -> dict[str, Any]:
+    history = {"clean": 2, "history_2x": 2, "history_4x": 3}
+    given = {f"latents_{name}": d.video(4, frames) for name, frames in history.items()}
+    given |= {f"indices_latents_{name}": torch.arange(frames) for name, frames in history.items()}
+    video = {"hidden_states": d.video(4), "indices_latents": torch.arange(7, 7 + d.thw[0])}
+    return _hunyuan(d) | given | video | {"image_embeds": d.noise(5, 12)}
 
 
-def _cogvideox(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    angles = noise(t * h * w, WIDTH // 2).repeat_interleave(2, dim=1)
+def _two_texts(d: Draw) -> dict[str, Any]:
     return {
-        "hidden_states": noise(batch, 2 * t, 4, 2 * h, 2 * w),
-        "timestep": torch.full((batch,), 500),
-        "encoder_hidden_states": noise(batch, TEXT, 16),
-        "image_rotary_emb": (angles.cos(), angles.sin()),
+        "timestep": d.full(500.0),
+        "encoder_hidden_states": d.noise(10, 16),
+        "encoder_attention_mask": d.padded(6, 4),
+        "encoder_hidden_states_2": d.noise(6, 32),
+        "encoder_attention_mask_2": d.padded(3, 3),
     }
 
 
-def _consisid(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    face = {"id_cond": noise(batch, 10), "id_vit_hidden": [noise(batch, 4, 12) for _ in range(2)]}
-    return _cogvideox(noise, thw, batch) | face | {"hidden_states": noise(batch, t, 4, 2 * h, 2 * w)}
+def _hunyuan_15(d: Draw) -> dict[str, Any]:
+    return _two_texts(d) | {"hidden_states": d.video(9, least=1), "image_embeds": torch.zeros(d.batch, 5, 12)}
 
 
-def _easyanimate(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    return _wan(noise, thw, batch) | {
-        "encoder_hidden_states_t5": noise(batch, 5, 12),
-        "inpaint_latents": noise(batch, 3, t, 2 * h, 2 * w),
-    }
+def _hunyuan_15_image(d: Draw) -> dict[str, Any]:
+    return _hunyuan_15(d) | {"image_embeds": d.noise(5, 12)}
 
 
-def _padded(batch: int, tokens: int, padding: int) -> torch.Tensor:
-    mask = torch.zeros(batch, tokens + padding, dtype=torch.long)
-    mask[:, :tokens] = 1
-    return mask
+def _ltx(d: Draw) -> dict[str, Any]:
+    t, h, w = d.thw
+    text = {"encoder_hidden_states": d.noise(TEXT, 16), "encoder_attention_mask": d.padded(TEXT - 2, 2)}
+    video = {"hidden_states": d.noise(t * h * w, 8), "num_frames": t, "height": h, "width": w}
+    return text | video | {"timestep": d.full(500)}
 
 
-def _hunyuan(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(batch, 4, *thw),
-        "timestep": torch.full((batch,), 500),
-        "encoder_hidden_states": noise(batch, TEXT + 4, 16),
-        "encoder_attention_mask": _padded(batch, TEXT, 4),
-        "pooled_projections": noise(batch, 8),
-        "guidance": torch.full((batch,), 6000.0),
-    }
-
-
-def _framepack(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    history = {"clean": (2, 1), "history_2x": (2, 2), "history_4x": (3, 4)}
-    given = {f"latents_{name}": noise(batch, 4, frames, 2 * h, 2 * w) for name, (frames, _) in history.items()}
-    given |= {f"indices_latents_{name}": torch.arange(frames) for name, (frames, _) in history.items()}
-    video = {"hidden_states": noise(batch, 4, t, 2 * h, 2 * w), "indices_latents": torch.arange(7, 7 + t)}
-    return _hunyuan(noise, thw, batch) | given | video | {"image_embeds": noise(batch, 5, 12)}
-
-
-def _hunyuan_15(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    return {
-        "hidden_states": noise(batch, 9, *thw),
-        "timestep": torch.full((batch,), 500.0),
-        "encoder_hidden_states": noise(batch, 10, 16),
-        "encoder_attention_mask": _padded(batch, 6, 4),
-        "encoder_hidden_states_2": noise(batch, 6, 32),
-        "encoder_attention_mask_2": _padded(batch, 3, 3),
-        "image_embeds": torch.zeros(batch, 5, 12),
-    }
-
-
-def _hunyuan_15_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    return _hunyuan_15(noise, thw, batch) | {"image_embeds": noise(batch, 5, 12)}
-
-
-def _ltx(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
-    return {
-        "hidden_states": noise(batch, t * h * w, 8),
-        "encoder_hidden_states": noise(batch, TEXT, 16),
-        "timestep": torch.full((batch,), 500),
-        "encoder_attention_mask": _padded(batch, TEXT - 2, 2),
-        "num_frames": t,
-        "height": h,
-        "width": w,
-    }
-
-
-def _ltx_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    positions = torch.stack(torch.meshgrid(*map(torch.arange, thw), indexing="ij")).flatten(1).float() * 8
+def _ltx_image(d: Draw) -> dict[str, Any]:
+    positions = torch.stack(torch.meshgrid(*map(torch.arange, d.thw), indexing="ij")).flatten(1).float() * 8
     sizes = dict.fromkeys(("num_frames", "height", "width"))
-    timestep = _ti2v(noise, thw, batch)["timestep"]
-    return _ltx(noise, thw, batch) | sizes | {"video_coords": positions.expand(batch, 3, -1), "timestep": timestep}
+    return _ltx(d) | sizes | {"video_coords": positions.expand(d.batch, 3, -1), "timestep": _times_of_tokens(d)}
 
 
-def _ltx2(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    text = _padded(batch, TEXT - 2, 2)
-    audio = {"audio_hidden_states": noise(batch, AUDIO, 8), "audio_num_frames": AUDIO}
-    audio |= {"audio_encoder_hidden_states": noise(batch, TEXT, 16), "audio_encoder_attention_mask": text}
-    return _ltx(noise, thw, batch) | audio | {"encoder_attention_mask": text}
+def _ltx2(d: Draw) -> dict[str, Any]:
+    text = d.padded(TEXT - 2, 2)
+    audio = {"audio_hidden_states": d.noise(AUDIO, 8), "audio_num_frames": AUDIO}
+    audio |= {"audio_encoder_hidden_states": d.noise(TEXT, 16), "audio_encoder_attention_mask": text}
+    return _ltx(d) | audio | {"encoder_attention_mask": text}
 
 
-def _ltx23(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _ltx23(d: Draw) -> dict[str, Any]:
     """LTX-2.3 of a given first frame, with guidance that skips the first item's attention in the first layer."""
-    time = {"timestep": _ti2v(noise, thw, batch)["timestep"], "use_cross_timestep": True}
-    time |= dict.fromkeys(("audio_timestep", "sigma"), torch.full((batch,), 500.0))
-    skipped = {"spatio_temporal_guidance_blocks": [0], "perturbation_mask": torch.arange(batch).clamp(max=1).float()}
-    keyframes = torch.zeros(batch, time["timestep"].shape[1], 1)
+    time = {"timestep": _times_of_tokens(d), "use_cross_timestep": True}
+    time |= dict.fromkeys(("audio_timestep", "sigma"), d.full(500.0))
+    skipped = {
+        "spatio_temporal_guidance_blocks": [0],
+        "perturbation_mask": torch.arange(d.batch).clamp(max=1).float(),
+    }
+    keyframes = torch.zeros(d.batch, time["timestep"].shape[1], 1)
     keyframes[:, ::4] = 1
-    return _ltx2(noise, thw, batch) | time | skipped | {"video_keyframes_mask": keyframes}
+    return _ltx2(d) | time | skipped | {"video_keyframes_mask": keyframes}
 
 
-def _flux(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    _, h, w = thw
-    ids = torch.zeros(h * w, 3)
-    ids[:, 1:] = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1).reshape(-1, 2)
-    return {
-        "hidden_states": noise(batch, h * w, 4),
-        "encoder_hidden_states": noise(batch, TEXT, 32),
-        "pooled_projections": noise(batch, 32),
-        "timestep": torch.full((batch,), 0.5),
-        "img_ids": ids,
-        "txt_ids": torch.zeros(TEXT, 3),
-    }
+def _grid(d: Draw) -> torch.Tensor:
+    """Returns row and column of each token of an image."""
+    return torch.cartesian_prod(*map(torch.arange, d.thw[1:]))
 
 
-def _flux2(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    inputs = _flux(noise, thw, batch)
-    del inputs["pooled_projections"]
-    text = torch.zeros(TEXT, 4)
-    text[:, 3] = torch.arange(TEXT)
-    image = torch.nn.functional.pad(inputs["img_ids"], (0, 1))
-    ids = {"img_ids": image.expand(batch, -1, -1), "txt_ids": text.expand(batch, -1, -1)}
-    return inputs | ids | {"guidance": torch.full((batch,), 3.5)}
+def _flux_like(d: Draw, more: int = 0) -> dict[str, Any]:
+    """more: further numbers of each position"""
+    ids = torch.nn.functional.pad(_grid(d).float(), (1, more))
+    image = {"hidden_states": d.image_tokens(4), "img_ids": ids, "timestep": d.full(0.5)}
+    return image | {"encoder_hidden_states": d.noise(TEXT, 32), "txt_ids": torch.zeros(TEXT, 3 + more)}
 
 
-def _flux_reference(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _flux(d: Draw) -> dict[str, Any]:
+    return _flux_like(d) | {"pooled_projections": d.noise(32)}
+
+
+def _flux2(d: Draw) -> dict[str, Any]:
+    inputs = _flux_like(d, 1)
+    inputs["txt_ids"][:, 3] = torch.arange(TEXT)
+    ids = {name: inputs[name].expand(d.batch, -1, -1) for name in ("img_ids", "txt_ids")}
+    return inputs | ids | {"guidance": d.full(3.5)}
+
+
+def _flux_reference(d: Draw) -> dict[str, Any]:
     """With an image of another size next to the generated one, which is a grid of its own."""
-    inputs, (_, h, w) = _flux(noise, thw, batch), thw
-    ids = _flux(noise, (1, h - 2, w + 1), batch)["img_ids"] + torch.tensor([1, 0, 0])
-    tokens = noise(batch, h * w + len(ids), 4)
-    return inputs | {"hidden_states": tokens, "img_ids": torch.cat([inputs["img_ids"], ids])}
+    inputs, (_, h, w) = _flux(d), d.thw
+    other = _flux_like(d.of(1, h - 2, w + 1))
+    ids = torch.cat([inputs["img_ids"], other["img_ids"] + torch.tensor([1, 0, 0])])
+    return inputs | {"hidden_states": torch.cat([inputs["hidden_states"], other["hidden_states"]], 1), "img_ids": ids}
 
 
-def _flux_like(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    inputs = _flux(noise, thw, batch)
-    del inputs["pooled_projections"]
-    return inputs
+def _flux3(d: Draw) -> dict[str, Any]:
+    return _flux_like(d, 1)
 
 
-def _flux3(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    inputs = _flux_like(noise, thw, batch)
-    ids = {name: torch.nn.functional.pad(inputs[name], (0, 1)) for name in ("img_ids", "txt_ids")}
-    return inputs | ids
-
-
-def _flux3_reference(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    reference, target = _flux3(noise, (1, thw[1] + 1, thw[2] - 1), batch), torch.full((batch,), 0.25)
+def _flux3_reference(d: Draw) -> dict[str, Any]:
+    reference = _flux3(d.of(1, d.thw[1] + 1, d.thw[2] - 1))
     given = {"image_cond_hidden_states": reference["hidden_states"], "image_cond_ids": reference["img_ids"] + 1}
-    return _flux3(noise, thw, batch) | given | {"target_timestep": target}
+    return _flux3(d) | given | {"target_timestep": d.full(0.25)}
 
 
-def _krea(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _krea(d: Draw) -> dict[str, Any]:
     """Padding is in the middle of text."""
-    _, h, w = thw
-    mask = torch.ones(batch, TEXT + 4, dtype=torch.bool)
+    mask = torch.ones(d.batch, TEXT + 4, dtype=torch.bool)
     mask[:, 3:7] = False
-    ids = _flux(noise, thw, batch)["img_ids"]
+    image = _flux_like(d)
     return {
-        "hidden_states": noise(batch, h * w, 4),
-        "encoder_hidden_states": noise(batch, TEXT + 4, 3, 16),
+        "hidden_states": image["hidden_states"],
+        "encoder_hidden_states": d.noise(TEXT + 4, 3, 16),
         "encoder_attention_mask": mask,
-        "timestep": torch.full((batch,), 0.5),
-        "position_ids": torch.cat([torch.zeros(TEXT + 4, 3), ids]),
+        "timestep": image["timestep"],
+        "position_ids": torch.cat([torch.zeros(TEXT + 4, 3), image["img_ids"]]),
     }
 
 
-def _ernie(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    _, h, w = thw
-    return {
-        "hidden_states": noise(batch, 4, 2 * h, 2 * w),
-        "timestep": torch.full((batch,), 500),
-        "text_bth": noise(batch, TEXT + 4, 16),
-        "text_lens": torch.full((batch,), TEXT),
-    }
+def _ernie(d: Draw) -> dict[str, Any]:
+    text = {"text_bth": d.noise(TEXT + 4, 16), "text_lens": d.full(TEXT)}
+    return text | {"hidden_states": d.video(4, 1)[:, :, 0], "timestep": d.full(500)}
 
 
-def _qwen(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    _, h, w = thw
-    return {
-        "hidden_states": noise(batch, h * w, 16),
-        "encoder_hidden_states": noise(batch, TEXT + 4, 16),
-        "encoder_hidden_states_mask": _padded(batch, TEXT, 4),
-        "timestep": torch.full((batch,), 0.5),
-        "img_shapes": [[(1, h, w)]] * batch,
-    }
+def _qwen(d: Draw) -> dict[str, Any]:
+    text = {"encoder_hidden_states": d.noise(TEXT + 4, 16), "encoder_hidden_states_mask": d.padded(TEXT, 4)}
+    image = {"hidden_states": d.image_tokens(16), "img_shapes": [[(1, *d.thw[1:])]] * d.batch}
+    return text | image | {"timestep": d.full(0.5)}
 
 
-def _qwen_edit(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _qwen_edit(d: Draw) -> dict[str, Any]:
     """With two images next to the generated one; timesteps of the edited ones are 0."""
-    _, h, w = thw
+    _, h, w = d.thw
     shapes = [(1, h, w), (1, h - 1, w + 1), (1, 2, 3)]
-    tokens = noise(batch, sum(t * h * w for t, h, w in shapes), 16)
-    return _qwen(noise, thw, batch) | {"hidden_states": tokens, "img_shapes": [shapes] * batch}
+    tokens = torch.cat([d.of(*shape).image_tokens(16) for shape in shapes], 1)
+    return _qwen(d) | {"hidden_states": tokens, "img_shapes": [shapes] * d.batch}
 
 
-def _qwen_layered(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _qwen_layered(d: Draw) -> dict[str, Any]:
     """Two layers, and the image that they are of."""
-    _, h, w = thw
-    more = {"hidden_states": noise(batch, 3 * h * w, 16), "img_shapes": [[(1, h, w)] * 3] * batch}
-    return _qwen(noise, thw, batch) | more | {"additional_t_cond": torch.zeros(batch, dtype=torch.long)}
+    _, h, w = d.thw
+    layers = {"hidden_states": d.noise(3 * h * w, 16), "img_shapes": [[(1, h, w)] * 3] * d.batch}
+    return _qwen(d) | layers | {"additional_t_cond": d.full(0)}
 
 
-def _cosmos(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    return _wan(noise, thw, batch) | {"fps": 24}
+def _cosmos(d: Draw) -> dict[str, Any]:
+    return _wan(d) | {"fps": 24}
 
 
-def _cosmos_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _cosmos_image(d: Draw) -> dict[str, Any]:
     """Cosmos 2.5 of a given first frame, each frame with a timestep of its own."""
-    t, h, w = thw
-    timestep = torch.full((batch, 1, t, 1, 1), 0.5)
+    timestep = torch.full((d.batch, 1, d.thw[0], 1, 1), 0.5)
     timestep[:, :, 0] = 0.1
-    given = {"timestep": timestep, "condition_mask": noise(batch, 1, t, 2 * h, 2 * w)}
-    return (
-        _cosmos(noise, thw, batch) | given | {"encoder_hidden_states": (noise(batch, TEXT, 16), noise(batch, 4, 12))}
-    )
+    given = {"timestep": timestep, "condition_mask": d.video(1)}
+    return _cosmos(d) | given | {"encoder_hidden_states": (d.noise(TEXT, 16), d.noise(4, 12))}
 
 
-def _hunyuan_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    _, h, w = thw
-    return {
-        "hidden_states": noise(batch, 4, h, w),
-        "timestep": torch.full((batch,), 500.0),
-        "encoder_hidden_states": noise(batch, 10, 16),
-        "encoder_attention_mask": _padded(batch, 6, 4),
-        "encoder_hidden_states_2": noise(batch, 6, 32),
-        "encoder_attention_mask_2": _padded(batch, 3, 3),
-        "guidance": torch.full((batch,), 3500.0),
-    }
+def _hunyuan_image(d: Draw) -> dict[str, Any]:
+    return _two_texts(d) | {"hidden_states": d.video(4, 1, least=1)[:, :, 0], "guidance": d.full(3500.0)}
 
 
-def _hunyuan_image_refiner(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    image, (_, h, w) = _hunyuan_image(noise, thw, batch), thw
-    others = ("timestep", "encoder_hidden_states", "encoder_attention_mask", "guidance")
-    return {"hidden_states": noise(batch, 8, 2, h, w)} | {name: image[name] for name in others}
+def _hunyuan_image_refiner(d: Draw) -> dict[str, Any]:
+    image = _hunyuan_image(d) | {"hidden_states": d.video(8, 2, least=1)}
+    return {name: value for name, value in image.items() if not name.endswith("_2")}
 
 
-def _z_image(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _z_image(d: Draw) -> dict[str, Any]:
     """Captions of several lengths are filled up to one."""
-    _, h, w = thw
-    images, captions = noise(batch, 4, 1, 2 * h, 2 * w), noise(batch, TEXT + batch, 16)
-    return {
-        "x": list(images),
-        "t": torch.full((batch,), 0.5),
-        "cap_feats": [caption[: TEXT + item] for item, caption in enumerate(captions)],
-    }
+    captions = [caption[: TEXT + item] for item, caption in enumerate(d.noise(TEXT + d.batch, 16))]
+    return {"x": list(d.video(4, 1)), "t": d.full(0.5), "cap_feats": captions}
 
 
-def _ltx_condition(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _ltx_condition(d: Draw) -> dict[str, Any]:
     """With the tokens of a frame that is given next to the video's own."""
-    inputs, more = _ltx_image(noise, thw, batch), _ltx_image(noise, (1, *thw[1:]), batch)
-    tokens = {name: torch.cat([inputs[name], more[name]], 1) for name in ("hidden_states", "timestep")}
-    return inputs | tokens | {"video_coords": torch.cat([inputs["video_coords"], more["video_coords"]], 2)}
+    inputs, more = _ltx_image(d), _ltx_image(d.of(1, *d.thw[1:]))
+    joined = (("hidden_states", 1), ("timestep", 1), ("video_coords", 2))
+    return inputs | {name: torch.cat([inputs[name], more[name]], dim) for name, dim in joined}
 
 
-def _minimax_h3(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _minimax_h3(d: Draw) -> dict[str, Any]:
     """Packed as [text, an image that is given, audio, video]."""
-    (t, h, w), audio = thw, 6
+    (t, h, w), audio = d.thw, 6
     given, video = h * w, t * h * w
     rows = TEXT + given + audio + video
     tags = torch.tensor([1] * TEXT + [0] * given + [2] * audio + [0] * video)
-    frame = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), -1).reshape(-1, 2) * 0.5
+    frame = _grid(d) * 0.5
     positions = torch.zeros(rows, 3, dtype=torch.float64)
     positions[:TEXT, 0] = torch.arange(TEXT)
     positions[TEXT : TEXT + given, 1:] = frame
     positions[TEXT + given : -video, 0] = torch.arange(audio)
     positions[-video:, 0] = TEXT + torch.arange(t).repeat_interleave(h * w)
     positions[-video:, 1:] = frame.repeat(t, 1)
-    indices = torch.arange(rows)
+    indices = {name: torch.arange(rows)[tags == tag] for tag, name in enumerate(("video", "text", "audio"))}
     times = (tags == 2).long()
     times[TEXT : TEXT + given] = 2
     return {
-        "hidden_states": noise(batch, given + video, 16),
-        "audio_hidden_states": noise(batch, audio, 5),
-        "encoder_hidden_states": noise(batch, TEXT, 16),
+        "hidden_states": d.noise(given + video, 16),
+        "audio_hidden_states": d.noise(audio, 5),
+        "encoder_hidden_states": d.noise(TEXT, 16),
         "timestep": torch.tensor([0.5, 0.2, 1.0]),
         "timestep_indices": times,
         "token_tags": tags,
         "position_ids": positions,
-        "video_indices": indices[tags == 0],
-        "audio_indices": indices[tags == 2],
-        "text_indices": indices[tags == 1],
+        **{f"{name}_indices": own for name, own in indices.items()},
     }
 
 
-def _kandinsky(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
-    t, h, w = thw
+def _kandinsky(d: Draw) -> dict[str, Any]:
     return {
-        "hidden_states": noise(batch, t, 2 * h, 2 * w, 4),
-        "encoder_hidden_states": noise(batch, TEXT, 16),
-        "timestep": torch.full((batch,), 500.0),
-        "pooled_projections": noise(batch, 12),
-        "visual_rope_pos": [torch.arange(size) for size in thw],
+        "hidden_states": d.video(4).permute(0, 2, 3, 4, 1).contiguous(),
+        "encoder_hidden_states": d.noise(TEXT, 16),
+        "timestep": d.full(500.0),
+        "pooled_projections": d.noise(12),
+        "visual_rope_pos": [torch.arange(size) for size in d.thw],
         "text_rope_pos": torch.arange(TEXT),
     }
 
 
-def _kandinsky_nabla(noise: Noise, thw: Thw, batch: int) -> dict[str, Any]:
+def _kandinsky_nabla(d: Draw) -> dict[str, Any]:
     """As its pipeline asks for NABLA, for a video of whole tiles of 8 × 8 tokens; for another one, without."""
     from diffusers import Kandinsky5T2VPipeline
 
-    inputs = _kandinsky(noise, thw, batch)
-    if thw[1] % 8 or thw[2] % 8:
+    inputs = _kandinsky(d)
+    if d.thw[1] % 8 or d.thw[2] % 8:
         return inputs
     transformer = SimpleNamespace(config=SimpleNamespace(**_KANDINSKY | _NABLA))
     pipe = SimpleNamespace(transformer=transformer, fast_sta_nabla=Kandinsky5T2VPipeline.fast_sta_nabla)
@@ -424,219 +387,121 @@ class _Unrounded(ModuleType):
 
 
 _UNROUNDED = _Unrounded("torch")
-_KANDINSKY = {
-    "in_visual_dim": 4,
-    "in_text_dim": 16,
-    "in_text_dim2": 12,
-    "time_dim": 24,
-    "out_visual_dim": 4,
-    "patch_size": (1, 2, 2),
-    "model_dim": HEADS * WIDTH,
-    "ff_dim": 64,
-    "axes_dims": (8, 8, 8),
-    "num_text_blocks": 1,
-    "num_visual_blocks": 2,
-}
-_NABLA = {
-    "attention_type": "nabla",
-    "attention_P": 0.4,
-    "attention_wT": 1,
-    "attention_wH": 1,
-    "attention_wW": 3,
-    "attention_add_sta": True,
-    "attention_method": "topcdf",
-}
-_WAN_CLASS = "WanTransformer3DModel"
-_H15_SIZES = _SIZES | _HUNYUAN | {"in_channels": 9, "text_embed_2_dim": 32, "image_embed_dim": 12, "target_size": 16}
-_LTX_SIZES = _SIZES | {
-    "in_channels": 8,
-    "out_channels": 8,
-    "cross_attention_dim": HEADS * WIDTH,
-    "caption_channels": 16,
-}
-_LTX2_SIZES = _LTX_SIZES | {
-    "num_attention_heads": 3,
-    "cross_attention_dim": 3 * WIDTH,
-    "audio_in_channels": 8,
-    "audio_out_channels": 8,
-    "audio_num_attention_heads": 2,
-    "audio_attention_head_dim": 12,
-    "audio_cross_attention_dim": 24,
-}
-_LTX23_SIZES = _LTX2_SIZES | {"rope_type": "split", "use_keyframes_abs_pos_embedding": True}
-_LTX23_SIZES |= dict.fromkeys(
-    ("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod", "perturbed_attn"), True
-)
-_QWEN_SIZES = _SIZES | {"patch_size": 2, "in_channels": 16, "out_channels": 4, "joint_attention_dim": 16}
-_QWEN_SIZES |= {"guidance_embeds": False, "axes_dims_rope": (8, 8, 8)}
-_COSMOS_SIZES = _SIZES | {"in_channels": 4, "out_channels": 4, "mlp_ratio": 2, "text_embed_dim": 16}
-_COSMOS_SIZES |= {"concat_padding_mask": False, "adaln_lora_dim": 4, "max_size": (4, 32, 32), "patch_size": (1, 2, 2)}
-_HUNYUAN_IMAGE_SIZES = _SIZES | {"num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 16}
-_HUNYUAN_IMAGE_SIZES |= {"guidance_embeds": True}
-_COGVIDEOX_SIZES = _SIZES | {"in_channels": 4, "out_channels": 4, "time_embed_dim": 16, "text_embed_dim": 16}
-_COGVIDEOX_SIZES |= {"sample_width": 16, "sample_height": 16, "patch_size": 2}
-_FLUX3_SIZES = {"in_channels": 4, "cond_in_channels": 4, "num_layers": 1, "num_single_layers": 2}
-_FLUX3_SIZES |= {"joint_attention_dim": 32, "timestep_channels": 16, "axes_dims_rope": (6, 6, 6, 6)}
+_VISUAL = {"in_visual_dim": 4, "out_visual_dim": 4, "patch_size": (1, 2, 2), "num_visual_blocks": 2}
+_KANDINSKY = _VISUAL | {"in_text_dim": 16, "in_text_dim2": 12, "num_text_blocks": 1, "axes_dims": (8, 8, 8)}
+_KANDINSKY |= {"time_dim": 24, "model_dim": HEADS * WIDTH, "ff_dim": 64}
+_NABLA = {"attention_type": "nabla", "attention_method": "topcdf", "attention_P": 0.4, "attention_add_sta": True}
+_NABLA |= {"attention_wT": 1, "attention_wH": 1, "attention_wW": 3}
+_SIZES = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH, "num_layers": 2}
+_CHANNELS = {"in_channels": 4, "out_channels": 4}
+_ROPE = {"axes_dims_rope": (8, 8, 8)}
+_WAN = _SIZES | _CHANNELS | {"text_dim": 16, "freq_dim": 32, "ffn_dim": 64, "rope_max_seq_len": 64}
+_WITH_IMAGE = {"image_dim": 20, "added_kv_proj_dim": HEADS * WIDTH}
+_FACE = {"in_channels": 12, "latent_channels": 4, "image_dim": None, "inject_face_latents_blocks": 2}
+_FACE |= {"motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16, "motion_style_dim": 8}
+_FACE |= {"motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 16}
+_COGVIDEOX = _SIZES | _CHANNELS | {"time_embed_dim": 16, "text_embed_dim": 16, "sample_width": 16, "sample_height": 16}
+_COGVIDEOX |= {"patch_size": 2, "max_text_seq_length": 32, "use_rotary_positional_embeddings": True}
+_IDENTITY = {"is_train_face": True, "cross_attn_dim_head": 8, "cross_attn_num_heads": 2, "LFE_id_dim": 10}
+_IDENTITY |= {"LFE_vit_dim": 12, "LFE_depth": 2, "LFE_dim_head": 8, "LFE_num_heads": 2, "LFE_num_id_token": 2}
+_IDENTITY |= {"LFE_num_querie": 4, "LFE_output_dim": 96, "LFE_num_scale": 2}
+_EASYANIMATE = {"attention_head_dim": 32, "in_channels": 7, "patch_size": 2, "time_embed_dim": 16}
+_EASYANIMATE |= {"text_embed_dim": 16, "text_embed_dim_t5": 12, "mmdit_layers": 1}
+_HUNYUANS = {"out_channels": 4, "num_refiner_layers": 1, "text_embed_dim": 16, "rope_axes_dim": (8, 8, 8)}
+_HUNYUANS |= _SIZES | {"patch_size": 1, "patch_size_t": 1}
+_HUNYUAN = _HUNYUANS | {"in_channels": 4, "num_single_layers": 2, "guidance_embeds": True, "pooled_projection_dim": 8}
 _FRAMEPACK = {"patch_size": 2, "has_image_proj": True, "image_proj_dim": 12, "has_clean_x_embedder": True}
-_HUNYUAN_SIZES = _SIZES | _HUNYUAN | {"in_channels": 4, "num_single_layers": 2, "guidance_embeds": True}
-_HUNYUAN_SIZES |= {"pooled_projection_dim": 8, "rope_axes_dim": (8, 8, 8)}
-_FLUX_SIZES = {"patch_size": 1, "pooled_projection_dim": 32, "guidance_embeds": False, "axes_dims_rope": (8, 8, 8)}
+_HUNYUAN_15 = _HUNYUANS | {"in_channels": 9, "text_embed_2_dim": 32, "image_embed_dim": 12, "target_size": 16}
+_LTX = _SIZES | {"in_channels": 8, "out_channels": 8, "cross_attention_dim": HEADS * WIDTH, "caption_channels": 16}
+_LTX2 = _LTX | {"num_attention_heads": 3, "cross_attention_dim": 3 * WIDTH, "audio_in_channels": 8}
+_LTX2 |= {"audio_out_channels": 8, "audio_num_attention_heads": 2, "audio_attention_head_dim": 12}
+_LTX2 |= {"audio_cross_attention_dim": 24}
+_LTX23 = _LTX2 | {"rope_type": "split", "use_keyframes_abs_pos_embedding": True, "perturbed_attn": True}
+_LTX23 |= dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn", "audio_cross_attn_mod"), True)
+_IMAGE = _SIZES | {"in_channels": 4, "num_single_layers": 2, "joint_attention_dim": 32}
+_FLUX = _IMAGE | _ROPE | {"patch_size": 1, "pooled_projection_dim": 32, "guidance_embeds": False}
+_FLUX2 = {"attention_head_dim": 32, "patch_size": 1, "timestep_guidance_channels": 32, "axes_dims_rope": (8,) * 4}
+_FLUX3 = _IMAGE | {"cond_in_channels": 4, "num_layers": 1, "timestep_channels": 16, "axes_dims_rope": (6, 6, 6, 6)}
+_KREA = {"in_channels": 4, "num_key_value_heads": 3, "intermediate_size": 64, "timestep_embed_dim": 16}
+_KREA |= {"text_hidden_dim": 16, "num_text_layers": 3, "text_num_attention_heads": 2, "text_num_key_value_heads": 2}
+_KREA |= {"text_intermediate_size": 32}
+_ERNIE = {"hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS, "num_layers": 2, "ffn_hidden_size": 64}
+_ERNIE |= {"patch_size": 2, "text_in_dim": 16, "rope_axes_dim": (8, 8, 8)}
+_QWEN = _SIZES | _ROPE | {"patch_size": 2, "in_channels": 16, "out_channels": 4, "joint_attention_dim": 16}
+_QWEN |= {"guidance_embeds": False}
+_COSMOS = _SIZES | _CHANNELS | {"mlp_ratio": 2, "text_embed_dim": 16, "concat_padding_mask": False}
+_COSMOS |= {"adaln_lora_dim": 4, "max_size": (4, 32, 32), "patch_size": (1, 2, 2)}
+_COSMOS_IMAGE = {"in_channels": 5, "extra_pos_embed_type": None, "img_context_dim_in": 12}
+_COSMOS_IMAGE |= {"img_context_num_tokens": 4, "img_context_dim_out": HEADS * WIDTH}
+_HUNYUAN_IMAGE = _SIZES | _CHANNELS | {"num_single_layers": 2, "num_refiner_layers": 1, "text_embed_dim": 16}
+_HUNYUAN_IMAGE |= {"guidance_embeds": True}
+_REFINER = {"in_channels": 8, "patch_size": (1, 1, 1), "rope_axes_dim": (8, 8, 8)}
+_Z_IMAGE = {"in_channels": 4, "dim": HEADS * WIDTH, "n_layers": 2, "n_refiner_layers": 1, "n_heads": HEADS}
+_Z_IMAGE |= {"n_kv_heads": HEADS, "cap_feat_dim": 16, "axes_dims": [8, 8, 8], "axes_lens": [128, 32, 32]}
+_MINIMAX_H3 = _SIZES | {"hidden_size": 48, "num_refiner_layers": 1, "ffn_dim": 64, "in_channels": 4}
+_MINIMAX_H3 |= {"audio_in_channels": 5, "patch_size": (1, 2, 2), "text_dim": 16, "freq_dim": 32}
+_MINIMAX_H3 |= {"time_embed_hidden_dim": 48, "time_embed_dim": 24, "rope_freq_dim": 4}
+_WAN_CLASS, _LTX_CLASS, _FLUX_CLASS = "WanTransformer3DModel", "LTXVideoTransformer3DModel", "FluxTransformer2DModel"
+_HUNYUAN_15_CLASS, _QWEN_CLASS = "HunyuanVideo15Transformer3DModel", "QwenImageTransformer2DModel"
+_IMAGE_CLASS, _KANDINSKY_CLASS = "HunyuanImageTransformer2DModel", "Kandinsky5Transformer3DModel"
 TINY = {
-    "wan": Tiny(_WAN_CLASS, _SIZES | _WAN, _wan),
-    "wan-i2v": Tiny(_WAN_CLASS, _SIZES | _WAN | {"image_dim": 20, "added_kv_proj_dim": HEADS * WIDTH}, _wan_image),
-    "wan-ti2v": Tiny(_WAN_CLASS, _SIZES | _WAN, _ti2v),
+    "wan": Tiny(_WAN_CLASS, _WAN, _wan),
+    "wan-i2v": Tiny(_WAN_CLASS, _WAN | _WITH_IMAGE, _wan_image),
+    "wan-ti2v": Tiny(_WAN_CLASS, _WAN, _ti2v),
     "vace": Tiny(
-        "WanVACETransformer3DModel",
-        _SIZES | _WAN | {"num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 6},
-        _vace,
+        "WanVACETransformer3DModel", _WAN | {"num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 6}, _vace
     ),
-    "animate": Tiny(
-        "WanAnimateTransformer3DModel",
-        _SIZES
-        | _WAN
-        | {"in_channels": 12, "latent_channels": 4, "image_dim": None, "inject_face_latents_blocks": 2}
-        | {"motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8}, "motion_encoder_size": 16}
-        | {"motion_style_dim": 8, "motion_dim": 4, "motion_encoder_dim": 8, "face_encoder_hidden_dim": 16},
-        _animate,
-    ),
-    "anyflow": Tiny("AnyFlowTransformer3DModel", _SIZES | _WAN, _anyflow),
-    "skyreels": Tiny("SkyReelsV2Transformer3DModel", _SIZES | _WAN, _wan),
-    "chronoedit": Tiny("ChronoEditTransformer3DModel", _SIZES | _WAN, _wan),
+    "animate": Tiny("WanAnimateTransformer3DModel", _WAN | _FACE, _animate),
+    "anyflow": Tiny("AnyFlowTransformer3DModel", _WAN, _anyflow),
+    "skyreels": Tiny("SkyReelsV2Transformer3DModel", _WAN, _wan),
+    "chronoedit": Tiny("ChronoEditTransformer3DModel", _WAN, _wan),
     "cogvideox": Tiny(
         "CogVideoXTransformer3DModel",
-        _COGVIDEOX_SIZES
-        | {"sample_frames": 9, "patch_size_t": 2, "patch_bias": False}
-        | {"max_text_seq_length": 32, "use_rotary_positional_embeddings": True},
+        _COGVIDEOX | {"sample_frames": 9, "patch_size_t": 2, "patch_bias": False},
         _cogvideox,
     ),
-    "consisid": Tiny(
-        "ConsisIDTransformer3DModel",
-        _COGVIDEOX_SIZES
-        | {"max_text_seq_length": 32, "use_rotary_positional_embeddings": True, "is_train_face": True}
-        | {"cross_attn_dim_head": 8, "cross_attn_num_heads": 2, "LFE_id_dim": 10, "LFE_vit_dim": 12, "LFE_depth": 2}
-        | {"LFE_dim_head": 8, "LFE_num_heads": 2, "LFE_num_id_token": 2, "LFE_num_querie": 4, "LFE_output_dim": 96}
-        | {"LFE_num_scale": 2},
-        _consisid,
-    ),
-    "easyanimate": Tiny(
-        "EasyAnimateTransformer3DModel",
-        _SIZES
-        | {
-            "attention_head_dim": 32,
-            "in_channels": 7,
-            "out_channels": 4,
-            "patch_size": 2,
-            "time_embed_dim": 16,
-            "text_embed_dim": 16,
-        }
-        | {"text_embed_dim_t5": 12, "mmdit_layers": 1},
-        _easyanimate,
-    ),
-    "hunyuan": Tiny(
-        "HunyuanVideoTransformer3DModel",
-        _HUNYUAN_SIZES,
-        _hunyuan,
-    ),
-    "framepack": Tiny("HunyuanVideoFramepackTransformer3DModel", _HUNYUAN_SIZES | _FRAMEPACK, _framepack),
-    "hunyuan1.5": Tiny(
-        "HunyuanVideo15Transformer3DModel", _H15_SIZES | {"rope_axes_dim": (8, 8, 8), "task_type": "t2v"}, _hunyuan_15
-    ),
-    "hunyuan1.5-i2v": Tiny(
-        "HunyuanVideo15Transformer3DModel",
-        _H15_SIZES | {"rope_axes_dim": (8, 8, 8), "task_type": "i2v"},
-        _hunyuan_15_image,
-    ),
-    "ltx": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx),
-    "ltx-i2v": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx_image),
-    "ltx-condition": Tiny("LTXVideoTransformer3DModel", _LTX_SIZES, _ltx_condition),
-    "ltx2": Tiny("LTX2VideoTransformer3DModel", _LTX2_SIZES, _ltx2),
-    "ltx2.3": Tiny("LTX2VideoTransformer3DModel", _LTX23_SIZES, _ltx23),
-    "flux": Tiny("FluxTransformer2DModel", _SIZES | _IMAGE | _FLUX_SIZES, _flux),
-    "flux-reference": Tiny("FluxTransformer2DModel", _SIZES | _IMAGE | _FLUX_SIZES, _flux_reference),
-    "flux2": Tiny(
-        "Flux2Transformer2DModel",
-        _SIZES
-        | _IMAGE
-        | {"attention_head_dim": 32, "patch_size": 1, "timestep_guidance_channels": 32, "axes_dims_rope": (8,) * 4},
-        _flux2,
-    ),
-    "flux3": Tiny("Flux3Transformer2DModel", _SIZES | _FLUX3_SIZES, _flux3),
-    "flux3-reference": Tiny("Flux3Transformer2DModel", _SIZES | _FLUX3_SIZES | {"flow_map": True}, _flux3_reference),
-    "longcat-image": Tiny(
-        "LongCatImageTransformer2DModel", _SIZES | _IMAGE | {"axes_dims_rope": [8, 8, 8]}, _flux_like
-    ),
-    "ovis": Tiny(
-        "OvisImageTransformer2DModel",
-        _SIZES | _IMAGE | {"out_channels": 4, "axes_dims_rope": (8, 8, 8)},
-        _flux_like,
-    ),
-    "krea2": Tiny(
-        "Krea2Transformer2DModel",
-        _SIZES
-        | {"in_channels": 4, "num_key_value_heads": 3, "intermediate_size": 64, "timestep_embed_dim": 16}
-        | {"text_hidden_dim": 16, "num_text_layers": 3, "text_num_attention_heads": 2, "axes_dims_rope": (8, 8, 8)}
-        | {"text_num_key_value_heads": 2, "text_intermediate_size": 32},
-        _krea,
-    ),
-    "ernie-image": Tiny(
-        "ErnieImageTransformer2DModel",
-        {"hidden_size": HEADS * WIDTH, "num_attention_heads": HEADS, "num_layers": 2, "ffn_hidden_size": 64}
-        | {"in_channels": 4, "out_channels": 4, "patch_size": 2, "text_in_dim": 16, "rope_axes_dim": (8, 8, 8)},
-        _ernie,
-    ),
-    "qwen": Tiny(
-        "QwenImageTransformer2DModel",
-        _QWEN_SIZES,
-        _qwen,
-    ),
-    "qwen-edit": Tiny("QwenImageTransformer2DModel", _QWEN_SIZES | {"zero_cond_t": True}, _qwen_edit),
+    "cogvideox1.0": Tiny("CogVideoXTransformer3DModel", _COGVIDEOX | {"sample_frames": 9}, _cogvideox_1_0),
+    "consisid": Tiny("ConsisIDTransformer3DModel", _COGVIDEOX | _IDENTITY, _consisid),
+    "easyanimate": Tiny("EasyAnimateTransformer3DModel", _SIZES | _CHANNELS | _EASYANIMATE, _easyanimate),
+    "hunyuan": Tiny("HunyuanVideoTransformer3DModel", _HUNYUAN, _hunyuan),
+    "framepack": Tiny("HunyuanVideoFramepackTransformer3DModel", _HUNYUAN | _FRAMEPACK, _framepack),
+    "hunyuan1.5": Tiny(_HUNYUAN_15_CLASS, _HUNYUAN_15 | {"task_type": "t2v"}, _hunyuan_15),
+    "hunyuan1.5-i2v": Tiny(_HUNYUAN_15_CLASS, _HUNYUAN_15 | {"task_type": "i2v"}, _hunyuan_15_image),
+    "ltx": Tiny(_LTX_CLASS, _LTX, _ltx),
+    "ltx-i2v": Tiny(_LTX_CLASS, _LTX, _ltx_image),
+    "ltx-condition": Tiny(_LTX_CLASS, _LTX, _ltx_condition),
+    "ltx2": Tiny("LTX2VideoTransformer3DModel", _LTX2, _ltx2),
+    "ltx2.3": Tiny("LTX2VideoTransformer3DModel", _LTX23, _ltx23),
+    "flux": Tiny(_FLUX_CLASS, _FLUX, _flux),
+    "flux-reference": Tiny(_FLUX_CLASS, _FLUX, _flux_reference),
+    "flux2": Tiny("Flux2Transformer2DModel", _IMAGE | _FLUX2, _flux2),
+    "flux3": Tiny("Flux3Transformer2DModel", _FLUX3, _flux3),
+    "flux3-reference": Tiny("Flux3Transformer2DModel", _FLUX3 | {"flow_map": True}, _flux3_reference),
+    "longcat-image": Tiny("LongCatImageTransformer2DModel", _IMAGE | {"axes_dims_rope": [8, 8, 8]}, _flux_like),
+    "ovis": Tiny("OvisImageTransformer2DModel", _IMAGE | _ROPE | {"out_channels": 4}, _flux_like),
+    "krea2": Tiny("Krea2Transformer2DModel", _SIZES | _ROPE | _KREA, _krea),
+    "ernie-image": Tiny("ErnieImageTransformer2DModel", _CHANNELS | _ERNIE, _ernie),
+    "qwen": Tiny(_QWEN_CLASS, _QWEN, _qwen),
+    "qwen-edit": Tiny(_QWEN_CLASS, _QWEN | {"zero_cond_t": True}, _qwen_edit),
     "qwen-layered": Tiny(
-        "QwenImageTransformer2DModel",
-        _QWEN_SIZES | {"use_layer3d_rope": True, "use_additional_t_cond": True},
-        _qwen_layered,
+        _QWEN_CLASS, _QWEN | {"use_layer3d_rope": True, "use_additional_t_cond": True}, _qwen_layered
     ),
-    "cosmos": Tiny("CosmosTransformer3DModel", _COSMOS_SIZES, _cosmos),
-    "cosmos2.5": Tiny(
-        "CosmosTransformer3DModel",
-        _COSMOS_SIZES
-        | {"in_channels": 5, "extra_pos_embed_type": None, "img_context_dim_in": 12, "img_context_num_tokens": 4}
-        | {"img_context_dim_out": HEADS * WIDTH},
-        _cosmos_image,
-    ),
+    "cosmos": Tiny("CosmosTransformer3DModel", _COSMOS, _cosmos),
+    "cosmos2.5": Tiny("CosmosTransformer3DModel", _COSMOS | _COSMOS_IMAGE, _cosmos_image),
     "hunyuan-image": Tiny(
-        "HunyuanImageTransformer2DModel",
-        _HUNYUAN_IMAGE_SIZES
-        | {"in_channels": 4, "out_channels": 4, "text_embed_2_dim": 32, "rope_axes_dim": (12, 12)},
-        _hunyuan_image,
+        _IMAGE_CLASS, _HUNYUAN_IMAGE | {"text_embed_2_dim": 32, "rope_axes_dim": (12, 12)}, _hunyuan_image
     ),
-    "hunyuan-image-refiner": Tiny(
-        "HunyuanImageTransformer2DModel",
-        _HUNYUAN_IMAGE_SIZES
-        | {"in_channels": 8, "out_channels": 4, "patch_size": (1, 1, 1), "rope_axes_dim": (8, 8, 8)},
-        _hunyuan_image_refiner,
-    ),
-    "z-image": Tiny(
-        "ZImageTransformer2DModel",
-        {"in_channels": 4, "dim": HEADS * WIDTH, "n_layers": 2, "n_refiner_layers": 1, "n_heads": HEADS}
-        | {"n_kv_heads": HEADS, "cap_feat_dim": 16, "axes_dims": [8, 8, 8], "axes_lens": [128, 32, 32]},
-        _z_image,
-    ),
-    "minimax-h3": Tiny(
-        "MiniMaxH3Transformer3DModel",
-        _SIZES
-        | {"hidden_size": 48, "num_refiner_layers": 1, "ffn_dim": 64, "in_channels": 4, "audio_in_channels": 5}
-        | {"patch_size": (1, 2, 2), "text_dim": 16, "freq_dim": 32, "time_embed_hidden_dim": 48}
-        | {"time_embed_dim": 24, "rope_freq_dim": 4},
-        _minimax_h3,
-    ),
-    "kandinsky5": Tiny("Kandinsky5Transformer3DModel", _KANDINSKY, _kandinsky, _open_gates),
-    "kandinsky5-nabla": Tiny("Kandinsky5Transformer3DModel", _KANDINSKY | _NABLA, _kandinsky_nabla, _open_gates),
+    "hunyuan-image-refiner": Tiny(_IMAGE_CLASS, _HUNYUAN_IMAGE | _REFINER, _hunyuan_image_refiner),
+    "z-image": Tiny("ZImageTransformer2DModel", _Z_IMAGE, _z_image),
+    "minimax-h3": Tiny("MiniMaxH3Transformer3DModel", _MINIMAX_H3, _minimax_h3),
+    "kandinsky5": Tiny(_KANDINSKY_CLASS, _KANDINSKY, _kandinsky, _open_gates),
+    "kandinsky5-nabla": Tiny(_KANDINSKY_CLASS, _KANDINSKY | _NABLA, _kandinsky_nabla, _open_gates),
 }
 """By a name for tests."""
 
 
 def make_tiny_transformer(name: str, seed: int = 0, **options: Any) -> Any:
-    """The same weights for the same seed, on every rank."""
+    """Returns a transformer with the same weights for the same seed, on every rank."""
     with _DRAWING, torch.random.fork_rng():
         import diffusers  # here: its names are not all there while another thread imports it
 
@@ -650,10 +515,20 @@ def make_tiny_transformer(name: str, seed: int = 0, **options: Any) -> Any:
 
 
 def tiny_inputs(name: str, thw: Thw = (3, 5, 7), batch: int = 1, seed: int = 1) -> dict[str, Any]:
-    """The arguments of a forward pass over a token grid; images have its rows and columns."""
-    generator = torch.Generator().manual_seed(seed)
+    """Returns the arguments of a forward pass over a token grid; images have its rows and columns."""
+    draw = Draw(thw, batch, torch.Generator().manual_seed(seed))
+    return TINY[name].inputs(draw) | {"return_dict": False}
 
-    def noise(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
 
-    return TINY[name].inputs(noise, thw, batch) | {"return_dict": False}
+_BY_NUMBER = ("vace", "animate", "consisid", "ltx2.3")
+"""Models whose configuration or inputs name layers by number."""
+_LAYERS = dict.fromkeys(("num_layers", "num_single_layers", "num_visual_blocks", "n_layers"), 1)
+
+
+def make_brief_transformer(name: str, **options: Any) -> Any:
+    """Returns a transformer with one layer of each kind, and with three heads where nothing else says six."""
+    sizes = TINY[name].sizes
+    fewer = {} if name in _BY_NUMBER else {part: count for part, count in _LAYERS.items() if part in sizes}
+    if "num_attention_heads" in sizes and HEADS * WIDTH not in sizes.values() and name != "consisid":
+        fewer["num_attention_heads"] = 3
+    return make_tiny_transformer(name, **fewer | options)

@@ -6,7 +6,7 @@ import os
 import subprocess
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from tests.support.programs.command import Command
 from tests.support.programs.ending import run_to_its_end
@@ -16,27 +16,14 @@ _PARAMETERS = 23  # of subprocess._fork_exec, from Python 3.11 on
 
 
 def fork_children(beginning: Beginning) -> None:
-    """From now on `subprocess` forks, and `os.execv` begins anew in the same process, where a program is known."""
-    real_start, real_exec = subprocess._fork_exec, {"execv": os.execv, "execve": os.execve}  # type: ignore[attr-defined]
+    """Makes `subprocess` fork from now on where a program is known."""
+    real_start = subprocess._fork_exec  # type: ignore[attr-defined]
 
     def start(*given: Any) -> int:
         todo = _Start.from_request(given, beginning)
-        if todo is None:
-            return int(real_start(*given))
-        return todo.fork(beginning)
-
-    def execute(path: Any, line: Sequence[Any], environment: dict[str, str] | None = None) -> NoReturn:
-        variables = dict(os.environ if environment is None else environment)
-        command = Command.from_line(line, [os.fsencode(path)])
-        if command is None or not beginning.can_be(variables) or len(os.listdir("/proc/self/task")) > 1:
-            given = (path, line) if environment is None else (path, line, environment)
-            real_exec["execv" if environment is None else "execve"](*given)  # type: ignore[operator]
-        close_files([0, 1, 2, *beginning.files, *_inheritable()])
-        run_to_its_end(lambda: run_program(beginning, command, variables), FOLDER)
+        return int(real_start(*given)) if todo is None else todo.fork(beginning)
 
     subprocess._fork_exec = start  # type: ignore[attr-defined]
-    os.execv = execute
-    os.execve = execute
 
 
 class _Start:

@@ -19,7 +19,7 @@ PRELOADED = (
     "dbsp_cli.cli",
     "dbsp_cli.generate.videos",
     "scripts.checks.stress.faults.programs",
-    "tests.support.models.transformers_for_tests",
+    "tests.support.models.tiny_transformers",
 )
 """What every process has from its birth."""
 

@@ -139,10 +139,10 @@ def session(values: Values) -> float:
 
 def transformer(values: Values) -> float:
     """Runs two passes of a tiny Wan transformer with db-SP enabled on it, and one after."""
-    from tests.support.models.transformers_for_tests import Inputs, make_transformer
+    from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 
-    model = make_transformer("wan")
-    inputs = Inputs.random("wan", (3, 6, 10), values.batch, 7).arguments
+    model = make_tiny_transformer("wan")
+    inputs = tiny_inputs("wan", (3, 6, 10), values.batch)
     generator = torch.Generator().manual_seed(values.latents_seed)
     inputs["hidden_states"] = torch.randn(inputs["hidden_states"].shape, generator=generator)
     with torch.no_grad():
