@@ -1,4 +1,4 @@
-"""Cases of long runs: generations of pipelines that stay attached or are of one case, and a census after each."""
+"""Cases of long runs: generations of pipelines that stay attached or are of one case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import dbsp_diffusers
 import dbsp_para
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_diffusers.patching import PatchSet
-from scripts.checks.stress.soak.census import census
 from tests.diffusers.cache_cases import CACHES
 from tests.support.oracle import largest_difference
 from tests.support.single_process import attach_single_process
@@ -91,13 +90,12 @@ def draw_generation(seed: int, number: int) -> Generation:
 
 @dataclass(frozen=True)
 class Measured:
-    """One rank's numbers after one case.
+    """One rank's numbers of one case.
 
-    error: of the last forward pass from one process, where that was compared
     result: the sum of the latents, which all ranks have identically
+    error: of the last forward pass from one process, where that was compared
     """
 
-    census: Mapping[str, float]
     result: float
     error: float = 0.0
 
@@ -161,7 +159,7 @@ def generate(rank: int, world: int, case: Generation, leak: bool = False) -> Mea
     seen.clear()
     if leak:
         _leaked.append((torch.ones(1 << 18), PatchSet(), open(os.devnull, encoding="utf-8")))  # noqa: SIM115
-    return Measured(census(), result, error)
+    return Measured(result, error)
 
 
 def _attach(setup: Setup, world: int, reports: Path) -> _Attached:
