@@ -16,7 +16,8 @@ import numpy as np
 
 from scripts.checks.engines.runs import environment_of, succeed
 
-MASK = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 8}
+OF_LIGHTX2V = {"source": "radial", "width": 0.4, "sink_frames": 0, "block_q": 16, "block_k": 8}
+"""Known masks: of random weights, rounding may decide whether a predicted block is active."""
 IN_ENVIRONMENT = {"DBSP_CONFIG": "sparge:cdf=0.6,block_q=16,block_k=8"}
 IN_FLOAT32 = [word for part in ("dit", "vae", "vae-decode") for word in (f"--{part}-precision", "fp32")]
 PROMPT, SIZE = "the sea at dusk", {"height": 64, "width": 96, "num-frames": 9, "num-inference-steps": 2, "seed": 3}
@@ -85,10 +86,10 @@ def _with_lightx2v(folder: Path, name: str, ranks: int, mask: bool, *options: st
     config |= {"rms_norm_type": "torch", "rope_type": "torch_complex_rope", "modulate_type": "torch"}
     config |= {"cpu_offload": False, "use_lightvae": True}
     if ranks > 1:
-        sharing = {"seq_p_attn_type": "dbsp", "dbsp": {"mask": MASK, "strategy": f"U1R{ranks}"}}
+        sharing = {"seq_p_attn_type": "dbsp", "dbsp": {"mask": OF_LIGHTX2V, "strategy": f"U1R{ranks}"}}
         config["parallel"] = {"seq_p_size": ranks, "vae_parallel": False} | sharing  # whose parts it pads
     elif mask:
-        config |= {"self_attn_1_type": "dbsp", "dbsp": {"mask": MASK}}
+        config |= {"self_attn_1_type": "dbsp", "dbsp": {"mask": OF_LIGHTX2V}}
     settings.write_text(json.dumps(config), encoding="utf-8")
     start = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), "-m"] if ranks > 1 else []
     command = [*start, "scripts.checks.engines.lightx2v_command", "--model_cls", "wan2.1", "--task", "t2v"]
