@@ -16,7 +16,7 @@ from tests.gpu_node.node import GpuNode
 from tests.kernels.packed_inputs import int8_and_back
 from tests.simulated.model_cases import own_device
 from tests.support.attention_cases import shards
-from tests.support.oracle import dense_attention
+from tests.support.oracle import dense_attention, largest_difference
 from tests.support.thread_ranks import once
 
 
@@ -56,15 +56,15 @@ def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
     group = SequenceGroup.from_group()
     out = dual_balanced_attention(*local, mask, case.strategy, layout=layout, group=group, **options)
     assert (out.device, out.dtype) == (device, case.dtype)
-    errors = [float((out.detach().cpu()[:, :, slots].double() - expected[0][:, :, mine]).abs().max())]
+    errors = [largest_difference(out.cpu()[:, :, slots].double(), expected[0][:, :, mine])]
     if case.gradients:
         ((weights,), _, _) = shards([weight.to(case.dtype)], layout, rank, padded=True)
         (out * weights.to(device)).sum().backward()
         for one, right in zip(local, expected[1:], strict=True):
             assert one.grad is not None
             assert one.grad.device == device
-            apart = one.grad.cpu()[:, :, slots].double() - right[:, :, mine]
-            errors.append(float(apart.abs().max() / right.abs().max()))
+            apart = largest_difference(one.grad.cpu()[:, :, slots].double(), right[:, :, mine])
+            errors.append(apart / float(right.abs().max()))
     return errors
 
 

@@ -18,6 +18,7 @@ from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from dbsp_core.utils.errors import UserError
 from scripts.checks.engines.reference import attend_under
+from tests.support.oracle import largest_difference
 from tests.support.shared import shared
 from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import ThreadRanks
@@ -74,11 +75,11 @@ def error_of(rank: int, world: int, name: str, mask: str, strategy: str) -> floa
             of_text, of_shard = (out[:, shard:], out[:, :shard]) if layout.text_last else out.split((slots, shard), 1)
             gathered = torch.cat(SequenceGroup.from_group().all_gather(of_shard), dim=1)[:, : sequence.shape[2]]
             expected = reference(layout, mask, layer)
-            worst = max(worst, float((gathered - expected[1]).abs().max()))
+            worst = max(worst, largest_difference(gathered, expected[1]))
             if with_text:
                 everyone = SequenceGroup.from_group().all_gather(of_text)
                 assert all(torch.equal(one, everyone[0]) for one in everyone), "the same text on all ranks"
-                worst = max(worst, float((of_text - expected[0]).abs().max()))
+                worst = max(worst, largest_difference(of_text, expected[0]))
     return worst
 
 
@@ -113,7 +114,7 @@ def error_of_h3(rank: int, world: int, strategy: str, heads: int) -> float:
     padded = F.pad(everywhere, (0, 0, 0, 0, 0, H3_SLOTS - everywhere.shape[2]), value=1e4)
     q, k, v, gate = padded[:, :, rank * shard : (rank + 1) * shard]
     out = torch.cat(group.all_gather(session.attend(0, q, k, v, gate=gate)), dim=1)[:, : everywhere.shape[2]]
-    return float((out - reference_of_h3(heads)).abs().max())
+    return largest_difference(out, reference_of_h3(heads))
 
 
 @shared

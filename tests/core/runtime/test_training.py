@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError
+from tests.support.oracle import largest_difference
 from tests.support.settings import session_of
 
 HEADS, LAYERS = 4, 2
@@ -41,7 +42,7 @@ def kept_from_inference(
     q, k, v = (torch.tensor(one, requires_grad=True) for one in given)
     out = session.attend(0, q, k, v)
     out.square().sum().backward()
-    apart = float((out.detach() - torch.tensor(first)).abs().max())
+    apart = largest_difference(out, torch.tensor(first))
     rejected = sum(one.is_inference() for one in kept)
     return len(kept), rejected, apart, all(t.grad is not None for t in (q, k, v))
 
@@ -104,8 +105,8 @@ def checkpointing_turned_on_later(rank: int, world: int, reentrant: bool) -> flo
         graphs[-1][1].backward()
     for seed in (8, 9):
         expected = plain.gradient(seed)
-        errors.append((training.gradient(seed, reentrant) - expected).abs().max() / expected.abs().max())
-    return float(max(errors))
+        errors.append(largest_difference(training.gradient(seed, reentrant), expected) / float(expected.abs().max()))
+    return max(errors)
 
 
 def retained_graph(rank: int, world: int, reentrant: bool, between: int = 0) -> float | str:
@@ -122,7 +123,7 @@ def retained_graph(rank: int, world: int, reentrant: bool, between: int = 0) -> 
         loss.backward()
     except UserError as error:
         return str(error)
-    return float((grad_of(q) - first).abs().max())
+    return largest_difference(grad_of(q), first)
 
 
 def executors_alive(rank: int, world: int) -> tuple[int, int]:

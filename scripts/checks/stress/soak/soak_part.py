@@ -12,7 +12,7 @@ ROUND = 80
 """Cases until they come again, in the same order."""
 MOST_MORE = {IN_USE: 0.5, RESIDENT: 6.0, "entries": 4, "everything": 50}
 """More after a round than after the one before; of what is not here, none. Resident memory, of a heap whose holes fill
-late, is less precise. The passes that a step clock tells apart, four at most, depend on all that came before. Python
+late, is less precise. The passes that a step clock distinguishes, four at most, depend on all that came before. Python
 keeps eleven objects where a folder of its path has changed."""
 WORLD = 2
 BOUND = 1e-5

@@ -15,6 +15,7 @@ from dbsp_core.masks.block_mask import CoarseBranch
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 from tests.support.attention_cases import at_padding, shards
+from tests.support.oracle import largest_difference
 
 BLOCKS = {"tile": [2, 3, 4], "block_q": 24, "block_k": 24}
 
@@ -111,7 +112,7 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
     mask = case.source.mask(case.request, replace(tokens, gate=gate, v=v))
     branch = branch_of(mask.coarse, tokens.q)
     assert not at_padding(branch[None], slots).any()
-    return mask.fingerprint, float((branch[:, slots] - written_out(case)[1][:, mine]).abs().max())
+    return mask.fingerprint, largest_difference(branch[:, slots], written_out(case)[1][:, mine])
 
 
 @pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")])
