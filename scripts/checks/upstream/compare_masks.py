@@ -44,7 +44,7 @@ def main() -> None:
         print(f"{one.project}: {one.what}: {one.compared} {one.unit}: {apart}")
     if options.out is not None:
         with options.out.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(Finding.__dataclass_fields__))
+            writer = csv.DictWriter(file, list(Finding.__dataclass_fields__), lineterminator="\n")
             writer.writeheader()
             writer.writerows(_printable(one) for one in found)
 
