@@ -28,6 +28,7 @@ from dbsp_diffusers import LocalPredictions, PackedSample, packed_forward_local
 from scripts.bench.nodes import NODES, add_rank_options, run_on_two_nodes, sent_bytes
 from scripts.reproduce.knapformer.counted import moved_tokens
 from scripts.results.result import FOLDER, print_table, write_csv
+from tests.support.oracle import largest_difference
 
 HEADS, WIDTH, LAYERS, PROMPT, TEXT, CHANNELS = 8, 32, 4, 16, 32, 16
 LOADERS = (((6, 16, 24),), ((1, 16, 24),) * 3, ((3, 16, 24), (1, 12, 16)), ((1, 24, 24),) * 2)
@@ -108,7 +109,7 @@ def run_rank(rank: int, ranks_per_node: int, link: str, store: str, steps: int) 
     rows = []
     for way in ways:
         own = zip(found[way].pop("outputs", expected), expected, strict=True)
-        differs = torch.tensor(max((float((a - b).abs().max()) for a, b in own), default=0.0))
+        differs = torch.tensor(max((largest_difference(a, b) for a, b in own), default=0.0))
         dist.all_reduce(differs, op=dist.ReduceOp.MAX)
         times = np.array(seconds[way])
         medians = {"seconds": float(np.median(times)), "ratio": float(np.median(times / base))}
