@@ -1,4 +1,4 @@
-"""What a request for a video means, and what is rejected before anything is made: prompts and paths."""
+"""Requests for a video: their prompts and paths, and what is rejected before anything is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plans for several sequences make ranks compute and send, against plans and routes of packed masks."""
+"""Work and bytes of plans for several sequences, against plans and routes of packed masks."""
 
 from __future__ import annotations
 

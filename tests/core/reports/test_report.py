@@ -1,4 +1,4 @@
-"""What a run leaves behind: numbers equal to what masks and plans say, gathered from all ranks, in both forms."""
+"""Reports of a run: numbers equal to what masks and plans say, gathered from all ranks, in both forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a steady attention costs: collectives, frames, files; host waits are in tests/simulated/test_waits.py."""
+"""Costs of a steady attention: collectives, frames, files; host waits are in tests/simulated/test_waits.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong: phases of an attention and of a run, and divergences: values that differ on one rank."""
+"""Phases of an attention and of a run in which something goes wrong, and values that differ on one rank."""
 
 from __future__ import annotations
 
