@@ -33,7 +33,6 @@ from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.reports.page import report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.files import write_atomically
-from dbsp_diffusers.patching import in_float64
 from dbsp_kernels.errors import install_command
 from scripts.training.trained_model.side_by_side import decode_video, save_side_by_side
 from tests.support.ports import free_port
@@ -197,8 +196,6 @@ def single_process_latents(model: Path, settings: Settings, device: str, sparse:
 
     dtype = getattr(torch, settings.dtype) if sparse else torch.float32
     pipe = WanPipeline.from_pretrained(model, torch_dtype=dtype, local_files_only=True).to(device)
-    if dtype == torch.float64:
-        pipe = in_float64(pipe)  # as in the parallel run
     pipe.set_progress_bar_config(disable=True)
     pipe.scheduler.config.flow_shift = settings.flow_shift  # as xfuser's runner sets it
     if sparse:
