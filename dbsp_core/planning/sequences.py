@@ -170,9 +170,13 @@ def _greedy_bags(
     chosen = np.empty(len(cost), dtype=np.int64)
     for sequence in np.lexsort((loader, tokens, -cost)).tolist():
         own, length, first = int(cost[sequence]), int(tokens[sequence]), int(unit[sequence])
-        # 1. Of each size of bags the emptiest that has room for the tokens.
-        fits = [bag for bag in range(first * bags, (first + 1) * bags) if room[bag] >= length]
-        emptiest = {sizes[bag]: bag for bag in sorted(fits, key=lambda one: (load[one], one), reverse=True)}
+        # 1. Of each size of bags the emptiest that has room for the tokens; of equals, the first.
+        emptiest: dict[int, int] = {}
+        for bag in range(first * bags, (first + 1) * bags):
+            if room[bag] < length:
+                continue
+            if load[bag] < load[emptiest.setdefault(sizes[bag], bag)]:
+                emptiest[sizes[bag]] = bag
         if not emptiest:
             most = max(room[first * bags : (first + 1) * bags])
             raise UserError(
