@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import CallableSource, MaskRequest
+from dbsp_core.utils.errors import UserError
 from tests.support import user_masks
 
 REQUEST = MaskRequest(layer=2, heads=3, thw=(3, 4, 5), text_tokens=7, step=4, cfg_branch=1)
@@ -87,7 +89,5 @@ def test_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
     ],
 )
 def test_mistake_of_a_function_is_one_line(name, keys, message):
-    with pytest.raises(ValueError) as raised:  # noqa: PT011
+    with pytest.raises(UserError, match=re.escape(message)):
         source(name, **keys).mask(REQUEST)
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
