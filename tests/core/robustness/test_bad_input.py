@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.autograd import forward_ad
 
 from dbsp_core import (
@@ -87,7 +86,6 @@ def _with_forward_derivative(attend: Attend, q: torch.Tensor) -> None:
 TRANSFORM = "inside a transform of torch.func"
 UNFIT: dict[str, tuple[Callable[[Attend, torch.Tensor], object], str]] = {
     "forward mode": (_with_forward_derivative, "carries a forward-mode derivative (torch.autograd.forward_ad)"),
-    "jvp": (lambda attend, q: torch.func.jvp(lambda k: attend(q, k, q), (q,), (q,)), TRANSFORM),
     "grad": (lambda attend, q: torch.func.grad(lambda v: attend(q, q, v).sum())(q), TRANSFORM),
     "vmap": (lambda attend, q: torch.func.vmap(lambda one: attend(one, one, one))(q[None]), TRANSFORM),
     "dtype": (
@@ -149,17 +147,6 @@ def call_with_other_arguments(rank: int, world: int, what: str) -> None:
     }
     chosen = given[what] if rank == 1 else (mask, strategy)
     dual_balanced_attention(*local_inputs(rank, world), *chosen)
-
-
-def equal_by_process_group(rank: int, world: int) -> bool:
-    """Returns whether the function and an executor answer identically, given torch's process group or ours."""
-    mask, inputs, layout = a_mask(), local_inputs(rank, world), SequenceLayout.contiguous(TOKENS, world)
-    plan, found = make_plan(mask, f"U1R{world}", layout=layout), []
-    for group in (SequenceGroup.from_group(), dist.group.WORLD, None):
-        found.append(dual_balanced_attention(*inputs, mask, f"U1R{world}", group=group))
-        attend = DualBalancedAttention.prepare(plan, mask, layout, group, n_local=inputs[0].shape[2])
-        found.append(attend(*inputs))
-    return all(torch.equal(one, found[0]) for one in found)
 
 
 WORLD = 3
@@ -260,10 +247,6 @@ NO_STRATEGY = "a strategy is needed here, of the form UxRy, for example U4R2 for
 def test_plan_with_other_arguments_raises(mask, strategy, options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         make_plan(mask, strategy, **options)
-
-
-def test_process_group_of_torch_is_accepted(pool):
-    assert pool(WORLD).run(equal_by_process_group) == [True] * WORLD
 
 
 @pytest.mark.parametrize(
