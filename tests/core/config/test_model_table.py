@@ -17,7 +17,6 @@ def test_model_table_has_the_sizes_of_the_paper():
     assert (cog.tokens, cog.attention_dim) == (21 * 4080 + 226, 3072)
     keys = 2 * 40 * 5120**2  # of cross-attention, which are left out
     assert 12e9 < linear_flops(wan) / 2 / wan.tokens < 14.3e9 - keys + 1e9
-    assert MODEL_SPECS["wan2.1-t2v-1.3b"].tokens == 32760
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
 from dbsp_core.utils.errors import UserError
-from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens, predict_together
+from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, assert_identical_bits, local_tokens
 from tests.support.settings import session_of
 from tests.support.workers import assert_all_raise
 
@@ -58,10 +58,10 @@ def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, fo
 def predict_with_another_group_before(rank: int, world: int, case: LowRankCase, other: str) -> None:
     """Predicts on each rank in a group of its own, and then on all ranks together."""
     source = replace(case, path=other if rank == 1 else case.path).source
-    alone = [dist.new_group([one]) for one in range(world)][rank]
+    own = [dist.new_group([one]) for one in range(world)][rank]
     order = SequenceLayout.contiguous(case.request.tokens, 1)
     tokens = local_tokens(rank, world, case, Strategy(1, world))
-    source.mask(case.request, LocalQK(*case.tensors(), order, SequenceGroup.from_group(alone), tokens.scale))
+    source.mask(case.request, LocalQK(*case.tensors(), order, SequenceGroup.from_group(own), tokens.scale))
     source.mask(case.request, tokens)
 
 
@@ -159,11 +159,9 @@ def test_moments_that_cannot_be_are_rejected(tmp_path, name, count, moments):
 @pytest.mark.parametrize("text", [0, 21])
 def test_bits_do_not_depend_on_ranks_and_layout(threads, fitted, settings, text):
     case = LowRankCase(path=fitted, text_tokens=text, batch=2, settings=settings)
-    alone = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
-    assert 0 < alone.density < 0.9
-    for world, layout in ((2, "contiguous"), (3, "shuffled"), (4, "striped")):
-        answers = threads(world).run(predict_together, replace(case, layout=layout), f"U1R{world}")
-        assert {fingerprint for fingerprint, _ in answers} == {alone.fingerprint}, (world, layout)
+    assert 0 < alone(case).density < 0.9
+    for number, world in enumerate((2, 3, 4)):
+        assert_identical_bits(threads(world), case, number)
 
 
 def test_full_rank_chooses_the_blocks_of_most_attention(fitted, tmp_path):
