@@ -1,4 +1,4 @@
-"""What the workers run: ranks whose torch says that it has GPUs, and that use none."""
+"""Functions that workers run: ranks whose torch says that it has GPUs, and that use none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPU is current on each rank: the launcher's for programs that db-SP starts, the model's after `enable`."""
+"""The GPU that is current on each rank: the launcher's for programs that db-SP starts, the model's after `enable`."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_fastest_bags_take_least_and_hold_everything():
 
 
 def test_bags_without_constants_are_the_smallest_with_nearly_the_least_flop():
-    """Costs are FLOP alone, so that larger bags only ever gain; what their exchanges take is not known."""
+    """Takes FLOP alone for costs, so that larger bags only ever gain; what their exchanges take is not known."""
     layer = LayerSize(HEADS, 64, 1e7)
     cost = sequence_cost(layer, FLOP_COUNTS)
     assert cost.token_s / cost.block_s == pytest.approx(1e7 / (4 * 64 * 64 * 64))

@@ -61,7 +61,7 @@ def works() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("ulysses", "ring"), GRIDS)
 @pytest.mark.parametrize("name", works())
 def test_plans_without_a_price_reach_1_002_or_what_whole_rows_allow(name, ulysses, ring):
-    """Layouts alternate."""
+    """Alternates layouts."""
     work, ranks = works()[name], ulysses * ring
     layout = ("striped", "contiguous")[(list(works()).index(name) + GRIDS.index((ulysses, ring))) % 2]
     owner = plan_rows(work, source_rings(work.shape[1], ring, layout), ulysses, ring)

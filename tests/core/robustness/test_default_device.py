@@ -65,7 +65,7 @@ MADE = {
     *("tensor", "as_tensor", "asarray", "zeros", "ones", "full", "empty", "empty_strided", "arange", "range", "eye"),
     *("linspace", "logspace", "rand", "randn", "randint", "randperm", "scalar_tensor", "tril_indices", "triu_indices"),
 }
-"""What torch makes on its default device where no device is named."""
+"""Functions of torch that make tensors on its default device where no device is named."""
 
 
 def test_every_tensor_is_made_on_a_named_device():

@@ -24,7 +24,7 @@ GRID = BlockGrid.uniform(8 * 16, 16)
 
 
 def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
-    """Heads with so many active blocks, from the top left on."""
+    """Returns a mask whose heads have so many active blocks, from the top left on."""
     bits = np.zeros((len(work), grid.nq * grid.nk), dtype=bool)
     for head, dense in zip(bits, work, strict=True):
         head[:dense] = True
@@ -198,7 +198,7 @@ class TestPredictedMasks:
         ids=["one call later", "threshold", "back", "next generation begins as the last", "changed first mask"],
     )
     def test_plans_are_those_that_the_counts_before_settled(self, keeper, masks, steps, plans, new):
-        """A generation begins with the plan after the last one's first mask, which is no new plan."""
+        """Begins a generation with the plan after the last one's first mask, which is no new plan."""
         make = plans_on(GRID, "U2R1")
         uses = [keeper.plan_predicted(0, mask, make, call % steps) for call, mask in enumerate(masks)]
         keeper.settle()

@@ -13,7 +13,7 @@ from dbsp_kernels import KERNELS
 from tests.support.interpreter import interpreted
 
 KEYS = {2: (0, 7), 3: (5, 1, 30), 4: (9, 0, 0, 2)}
-"""How many each rank has, by the number of ranks."""
+"""Numbers of keys of each rank, by the number of ranks."""
 SCALE = 0.3
 
 

@@ -24,7 +24,7 @@ from tests.support.workers import assert_all_raise
 
 @dataclass(frozen=True)
 class LowRankCase(SpargeCase):
-    """path: of a fitted file"""
+    """A prediction by the fitted file at `path`."""
 
     path: str = ""
     settings: dict[str, Any] = field(default_factory=lambda: {"topk": 0.3})
