@@ -80,7 +80,7 @@ def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list
     session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
     raised = []
     for call in range(4):
-        patched = _faulty(fault) if (rank, call) == (odd, 2) else plan_from_counts
+        patched = FAULTY_PLANNERS[fault] if (rank, call) == (odd, 2) else plan_from_counts
         with mock.patch("dbsp_core.runtime.size_context.plan_from_counts", patched):
             try:
                 session.attend(900.0 - call)
@@ -91,13 +91,10 @@ def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list
     return raised
 
 
-def _faulty(fault: str) -> Callable[..., Plan]:
-    def make(*args: Any, **options: Any) -> Plan:
-        if fault == "raises":
-            raise ZeroDivisionError("no planner today")
-        return plan_from_counts(*args, **(options | {"planner": "contiguous"}))
-
-    return make
+FAULTY_PLANNERS: dict[str, Callable[..., Plan]] = {
+    "raises": mock.Mock(side_effect=ZeroDivisionError("no planner today")),
+    "differs": lambda *args, **options: plan_from_counts(*args, **(options | {"planner": "contiguous"})),
+}
 
 
 def two_generations(rank: int, world: int, steps: int, threshold: float) -> list[tuple[bool, float, bool]]:

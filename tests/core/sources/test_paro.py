@@ -91,8 +91,6 @@ class TestOneRank:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"heads": 12}, "is for 6 heads and 105 tokens"),
-            ({"thw": (3, 5, 8)}, "the model runs 6 heads and 120 tokens"),
             ({"thw": (5, 3, 7)}, r"is for a token grid of \(3, 5, 7\), the video's is \(5, 3, 7\)"),
             ({"layers": 40}, "is for 2 layers, the model has 40"),
             ({"step": 3}, r"has masks for steps 1 to 2 \(groups 1-1,2-2\), none for step 3; run fewer steps"),
