@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core.config import DbspConfig
 from dbsp_core.sources import CallableSource, MaskRequest
 from dbsp_core.utils.errors import UserError
 from tests.support import user_masks
@@ -46,21 +45,6 @@ def test_bits_changed_later_do_not_change_the_mask(monkeypatch, bits):
     mask = source("shared").mask(REQUEST)
     bits[:] = False
     assert mask.bits.all()
-
-
-def test_parameters_and_orders_are_read_from_yaml(tmp_path):
-    file = tmp_path / "dbsp.yaml"
-    file.write_text(
-        "mask: {source: callable, function: 'tests.support.user_masks:band', parameters: {blocks: 2}, "
-        "depends_on: nothing, token_orders: [thw, hwt, 'tile:2x2x2'], block_q: 16, block_k: 8}"
-    )
-    mine = DbspConfig.load(file).mask
-    assert mine == source(
-        "band", parameters={"blocks": 2}, depends_on="nothing", token_orders=("thw", "hwt", "tile:2x2x2")
-    )
-    mask = mine.mask(REQUEST)
-    assert mask.grid.orders == ("thw", "hwt", "tile:2x2x2")
-    assert mask.density > source("band", depends_on="nothing").mask(REQUEST).density
 
 
 def test_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):

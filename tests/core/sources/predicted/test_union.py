@@ -9,7 +9,7 @@ import torch
 
 from dbsp_core import BlockMask
 from dbsp_core.config import DbspConfig
-from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, SpargeSource, UnionSource, WindowSource, packed_mask
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, SpargeSource, UnionSource, WindowSource
 from dbsp_core.sources.spec import mask_in_words, mask_settings
 from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import Session
@@ -106,16 +106,6 @@ def test_union_equals_its_parts_joined(case):
         found = source.mask(request, LocalQK.alone(q, k)) if predicted else source.mask(request)
         assert torch.equal(found.bits, joined(parts, case.batch if predicted else 1).bits)
         assert max(part.density for part in parts) + 0.01 < found.density < 0.95, "no part may hold the others"
-
-
-def test_packed_sequences_have_unions_of_their_own():
-    case = UnionCase(thw=(2, 5, 6))
-    q, k = case.tensors()
-    grid = case.source.grid(case.request)
-    both = LocalQK.alone(torch.cat([q, q], dim=2), torch.cat([k, k], dim=2))
-    packed = packed_mask([(grid, case.source)] * 2, case.request, both)
-    alone = case.source.mask(case.request, LocalQK.alone(q, k))
-    assert [part.fingerprint for part in packed.parts] == [alone.fingerprint] * 2
 
 
 def test_written_in_yaml_and_in_one_word_it_is_the_same():
