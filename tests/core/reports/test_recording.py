@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,7 +22,7 @@ from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size
 from tests.core.runtime.session_cases import Session
-from tests.support.generators import SEEDS, examples, random_bits
+from tests.support.generators import examples, random_bits
 
 GRID = BlockGrid(105, 0, 8, 8, (3, 5, 7))
 MOMENTS = [DenoisingStep(step, branch) for step in range(3) for branch in range(2)]
@@ -248,20 +246,6 @@ class TestSettings:
 
     def test_sizes(self):
         assert [parse_size(text) for text in ("10", "1 KiB", "0.5GiB")] == [10, 1024, 2**29]
-
-
-@given(SEEDS)
-@examples(10)
-def test_fingerprints_distinguish_masks(seed):
-    bits = np.random.default_rng(seed).random((2, GRID.nq, GRID.nk)) < 0.5
-    other = bits.copy()
-    other[1, 3, 4] ^= True
-    names = {
-        BlockMask(bits, GRID).fingerprint,
-        BlockMask(other, GRID).fingerprint,
-        BlockMask(bits, replace(GRID, orders=("hwt",))).fingerprint,
-    }
-    assert len(names) == 3
 
 
 def recorded(rank: int, world: int, settings: dict[str, Any], strategy: str) -> float:
