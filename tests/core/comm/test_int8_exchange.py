@@ -156,13 +156,6 @@ def test_equals_dense_attention_of_rounded_inputs(threads, world, strategy):
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
-def test_triton_kernels_equal_dense_attention_of_rounded_inputs(pool, strategy):
-    pytest.importorskip("triton")
-    case = Case(strategy, heads=3, tokens=99, kernel="triton", precision="int8", planner="random")
-    assert max(pool(2).run(run_case, case)) <= TOLERANCE
-
-
 BITS = Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2, head_dim=24, precision="int8")
 
 
