@@ -45,16 +45,12 @@ def qkv(gradients: bool = False) -> torch.Tensor:
     return torch.randn(1, HEADS, shard, WIDTH, requires_grad=gradients)
 
 
-def loss_after_backward() -> torch.Tensor:
+def loss(strategy: str, with_backward: bool) -> torch.Tensor:
     q = qkv(gradients=True)
-    loss = dual_balanced_attention(q, q, q, MASK, "U1R2").sum()
-    loss.backward()
-    return loss
-
-
-def loss_before_backward() -> torch.Tensor:
-    q = qkv(gradients=True)
-    return dual_balanced_attention(q, q, q, MASK, "U2R1").sum()
+    found = dual_balanced_attention(q, q, q, MASK, strategy).sum()
+    if with_backward:
+        found.backward()
+    return found
 
 
 def executor(group: dist.ProcessGroup | None = None) -> DualBalancedAttention:
@@ -185,8 +181,8 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
 @pytest.mark.parametrize(
     ("groups", "use", "args"),
     [
-        (1, loss_after_backward, ()),
-        (1, loss_before_backward, ()),
+        (1, loss, ("U1R2", True)),
+        (1, loss, ("U2R1", False)),
         (1, executor, ()),
         (1, redistribution, ()),
         (1, gathered, ()),
