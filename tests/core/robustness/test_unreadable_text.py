@@ -87,7 +87,6 @@ LONG = "9" * 5000
         (parse_thw, "\x1c1,45,80"),  # a space to a pattern of Unicode, none to int()
         (parse_size, f"{LONG}GiB"),
         (mask_settings, f"sparge:cdf={LONG}"),
-        (mask_settings, "sparge:cdf=2026-99-99"),
         (mask_settings, "sparge:cdf=!!bool maybe"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else "",
