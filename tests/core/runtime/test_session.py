@@ -272,13 +272,11 @@ def test_layout_is_independent_of_the_kernel(monkeypatch):
 
 
 LAYERS = PASSES = 2
-EVEN = 1.02
-"""The masks here have plans of their own that are more even, and are less even under others'."""
 
 
-def steps(count: int, passes: int = 1, **options: object) -> list[dict[str, object]]:
+def steps(count: int, passes: int = 1) -> list[dict[str, object]]:
     """Returns arguments of `count` steps of `passes` passes each."""
-    return [{"timestep": 900.0 - step} | options for step in range(count) for _ in range(passes)]
+    return [{"timestep": 900.0 - step} for step in range(count) for _ in range(passes)]
 
 
 @pytest.mark.parametrize(
@@ -341,18 +339,6 @@ class TestSizes:
         passes = [one | {"text_tokens": text} for one in steps(4) for text in (7, 20)]
         for found in threads(2).run(run_passes, settings, "U2R1", passes, 1):
             assert (found.worst <= 1e-5, found.plans[-1]) == (True, 2)
-
-    def test_videos_of_two_sizes_make_the_plans_of_each(self, threads):
-        count = 6
-
-        def made(*texts: int) -> list[int]:
-            passes = [one for text in texts for one in steps(count, text_tokens=text, settle=True)]
-            found = threads(2).run(run_passes, PREDICTED | {"reuse": EVEN}, "U2R1", passes)
-            assert max(one.worst for one in found) <= 1e-5
-            return found[0].plans[count - 1 :: count]
-
-        one, other = made(7)[0], made(20)[0]
-        assert made(7, 20, 7, 20)[:2] == [one, one + other]
 
     def test_cache_keys_of_dropped_sizes_are_dropped(self, threads):
         settings = {"mask": {"source": "callable", "function": "tests.support.user_masks:band", "depends_on": "step"}}
