@@ -1,4 +1,4 @@
-"""What the workers run: ranks whose torch says that it has GPUs, and that use none."""
+"""Functions that workers run: ranks whose torch says that it has GPUs, and that use none."""
 
 from __future__ import annotations
 
@@ -97,39 +97,26 @@ def splits_of_the_default_group(rank: int, world: int) -> tuple[bool, str, list[
 def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
     """Returns (group, device) of each collective while a part on `backend` and an auxiliary are made."""
     uses: list[tuple[str, str]] = []
-    group = dist.new_group(list(range(world)))
-    config, zeros, all_reduce, barrier = dist.get_backend_config, torch.zeros, dist.all_reduce, dist.barrier
+    group, config, barrier = dist.new_group(list(range(world))), dist.get_backend_config, dist.barrier
 
     def noted(kind: str, group: dist.ProcessGroup) -> None:
         uses.append((group.group_name.partition("/dbsp-")[2], kind))
 
-    def reduce(tensor: object, group: dist.ProcessGroup) -> None:
-        noted(str(tensor.device), group)
-        if isinstance(tensor, torch.Tensor):
-            all_reduce(tensor, group=group)
-
-    def meet(group: dist.ProcessGroup) -> None:
-        noted("barrier", group)
-        barrier(group)
-
-    def zeros_on(*size: int, device: object) -> object:
-        target = torch.device(device)
-        return zeros(*size) if target.type == "cpu" else SimpleNamespace(device=target)
-
     with (
         gpus(world, {}, current=rank),
         mock.patch.object(torch.cuda, "current_stream"),
-        mock.patch.object(torch, "zeros", zeros_on),
+        mock.patch.object(torch, "zeros", lambda size, device: SimpleNamespace(device=torch.device(device))),
         mock.patch.multiple(
             dist,
             get_backend_config=lambda one: backend if "ranks" in one.group_name else config(one),
-            all_reduce=reduce,
-            barrier=meet,
+            all_reduce=lambda tensor, group: noted(str(tensor.device), group),
+            barrier=lambda group: noted("barrier", group),
         ),
     ):
         ranks = SequenceGroup.from_group(group)
         for _ in range(2):
             ranks.part(rank // 2 * 2, 2)
             ranks.auxiliary("reports")
+    barrier()  # or the group would go while others connect
     dist.destroy_process_group(group)
     return uses

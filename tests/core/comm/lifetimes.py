@@ -1,4 +1,4 @@
-"""Which process groups of a worker live on once torch has destroyed them, for what is still in scope."""
+"""Process groups of a worker that live on once torch has destroyed them, for what is still in scope."""
 
 from __future__ import annotations
 

@@ -34,14 +34,6 @@ def test_attention_on_processes_equals_the_oracle(pool, world):
             assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
-def test_triton_kernel_equals_dense_attention(pool, world, strategy):
-    """Runs in Triton's interpreter, on rings with results that accumulate."""
-    pytest.importorskip("triton")
-    case = Case(strategy, "dbsp", heads=3, tokens=104, text_tokens=21, batch=2, kernel="triton", seed=world)
-    assert all(error <= TOLERANCE for error in pool(world).run(run_case_apart, case))
-
-
 ORDERS = {"orders": ("thw", "hwt", "wht", "twh")}
 NEEDED = {"planner": "dbsp", "heads": 5, "keys": "needed", "band": True}
 ALL = {"planner": "dbsp", "heads": 5, "layout": "striped"}

@@ -45,16 +45,12 @@ def qkv(gradients: bool = False) -> torch.Tensor:
     return torch.randn(1, HEADS, shard, WIDTH, requires_grad=gradients)
 
 
-def loss_after_backward() -> torch.Tensor:
+def loss(strategy: str, with_backward: bool) -> torch.Tensor:
     q = qkv(gradients=True)
-    loss = dual_balanced_attention(q, q, q, MASK, "U1R2").sum()
-    loss.backward()
-    return loss
-
-
-def loss_before_backward() -> torch.Tensor:
-    q = qkv(gradients=True)
-    return dual_balanced_attention(q, q, q, MASK, "U2R1").sum()
+    found = dual_balanced_attention(q, q, q, MASK, strategy).sum()
+    if with_backward:
+        found.backward()
+    return found
 
 
 def executor(group: dist.ProcessGroup | None = None) -> DualBalancedAttention:
@@ -100,7 +96,7 @@ def use_after_the_end(rank: int, world: int, what: str) -> None:
         use = functools.partial(executor(group), *[qkv()] * 3)
     else:
         q = qkv(gradients=True)
-        use = dual_balanced_attention(q, q, q, MASK, "U1R2", group=SequenceGroup.from_group(group)).sum().backward
+        use = dual_balanced_attention(q, q, q, MASK, "U1R2", group=group).sum().backward
     dist.destroy_process_group(group)
     del group
     use()
@@ -159,23 +155,16 @@ def outside(rank: int, world: int) -> str:
     return ""
 
 
-def timeouts_of_auxiliary_groups(rank: int, world: int, seconds: float) -> list[float | None]:
-    """Returns the timeouts of groups made from one that has `seconds`, in seconds."""
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
-    own = SequenceGroup.from_group(group)
-    limits = [one.timeout for one in (own, own.control(), own.auxiliary("reports"), own.part(rank // 2 * 2, 2))]
-    dist.destroy_process_group(group)
-    return [None if limit is None else limit.total_seconds() for limit in limits]
-
-
 def parts(rank: int, world: int, first: int, size: int) -> tuple[list[int], list[int], bool]:
-    """Ranks of a part by what it gathers, those of its control group, and whether it has ended with its group."""
+    """Returns a part's ranks by what it gathers, those of its control group, and whether it ended with its group."""
     group = dist.new_group(timeout=timedelta(seconds=77))
     whole = SequenceGroup.from_group(group)
     part = whole.part(first, size) if first <= rank < first + size else whole.part(rank, 1)
     gathered = [rank for (rank,) in part.gather_integers([rank])]
     inner = part.control().gather_integers([rank])
     assert whole.part(0, world) is whole
+    made = [one for one in (whole, whole.control(), whole.auxiliary("reports"), part) if one.size > 1]
+    assert {one.timeout for one in made} == {timedelta(seconds=77)}
     dist.barrier()
     dist.destroy_process_group(group)
     del group
@@ -192,8 +181,8 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
 @pytest.mark.parametrize(
     ("groups", "use", "args"),
     [
-        (1, loss_after_backward, ()),
-        (1, loss_before_backward, ()),
+        (1, loss, ("U1R2", True)),
+        (1, loss, ("U2R1", False)),
         (1, executor, ()),
         (1, redistribution, ()),
         (1, gathered, ()),
@@ -230,11 +219,7 @@ def test_rank_outside_the_group_raises(pool):
     assert last.startswith("UserError: this rank is outside the process group")
 
 
-def test_auxiliary_groups_have_the_timeout_of_their_group(pool):
-    assert pool(4).run(timeouts_of_auxiliary_groups, 77.0) == [[77.0] * 4] * 4
-
-
-def test_part_of_a_group_ends_with_its_group(pool):
+def test_part_of_a_group_has_its_timeout_and_ends_with_it(pool):
     alone, *inside = pool(4).run(parts, 1, 3)
     assert inside == [([1, 2, 3], [1, 2, 3], True)] * 3
     assert alone[:2] == ([0], [0])

@@ -1,4 +1,4 @@
-"""On which node each rank is, which every rank has to see identically: plans depend on it."""
+"""Nodes of ranks, which every rank has to see identically: plans depend on them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.groups import gather_shards
 from dbsp_core.utils.errors import UserError
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.workers import SAFETY_NET_S, WorkerError
@@ -39,18 +38,6 @@ def all_to_alls(rank: int, world: int) -> list[torch.Tensor]:
     return found
 
 
-def several_in_flight(rank: int, world: int) -> list[torch.Tensor]:
-    """Waits in another order than that of starting, with a collective in between, and for one transfer twice."""
-    group, pending = SequenceGroup.from_group(), []
-    for seed in range(4):
-        received, sent = _splits(world, rank, seed)
-        pending.append(group.start_all_to_all(numbers(rank + 9 * seed, sum(sent), 2), received, sent))
-    between = group.all_gather(numbers(rank, 3))
-    order = [2, 0, 3, 1] if rank % 2 else [1, 3, 2, 0]
-    found = {index: pending[index].wait() for index in order}
-    return [*between, *(found[index] for index in range(4)), pending[0].wait()]
-
-
 def gathers(rank: int, world: int) -> list[Any]:
     group, found = SequenceGroup.from_group(), []
     for dtype in DTYPES:
@@ -58,41 +45,6 @@ def gathers(rank: int, world: int) -> list[Any]:
         found += [group.all_gather(mine.T), group.all_gather_along(mine)]
     found += [group.all_gather(torch.zeros(0, 2)), group.all_gather(torch.tensor(float(rank)))]
     return [*found, group.gather_integers([rank, 2**62 + rank])]
-
-
-def auxiliary_groups(rank: int, world: int) -> list[Any]:
-    """Calls in one do not count in another."""
-    group = SequenceGroup.from_group()
-    pending = group.start_all_to_all(numbers(rank, world), [1] * world, [1] * world)
-    control = group.control().gather_integers([rank])
-    group.auxiliary("reports").barrier()
-    other = group.auxiliary("other").auxiliary("inner").all_gather(numbers(rank, 2))
-    again = group.control().all_gather_along(numbers(rank, 3))
-    assert group.control().timeout == group.timeout
-    assert (group.alone, group.rank, group.size) == (False, rank, world)
-    assert SequenceGroup.from_group(group) == SequenceGroup.from_group()
-    return [control, other, again, pending.wait()]
-
-
-def gradients(rank: int, world: int) -> list[torch.Tensor]:
-    """Returns shards gathered along dim 1, and the gradient of this rank's."""
-    mine = numbers(rank, 2, 3).requires_grad_()
-    whole = gather_shards(mine, 1, SequenceGroup.from_group())
-    (whole * torch.arange(whole.numel()).view(whole.shape)).sum().backward()
-    assert mine.grad is not None
-    return [whole.detach(), mine.grad]
-
-
-def a_sender_waits_alone(rank: int, world: int) -> list[torch.Tensor]:
-    """Changes what was sent once its sender has waited, and the receiver has not."""
-    group = SequenceGroup.from_group()
-    sent = numbers(rank, world)
-    pending = group.start_all_to_all(sent, [1] * world, [1] * world)
-    if rank == 0:
-        pending.wait()
-        sent.fill_(-1)
-    group.all_gather(torch.zeros(1))
-    return [pending.wait()]
 
 
 def read_before_wait(rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -139,34 +91,16 @@ def calls_otherwise(rank: int, world: int, odd: int, what: str) -> None:
 BROKE_OFF = "communication between the ranks of the sequence broke off"
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(
-    "case",
-    [
-        all_to_alls,
-        several_in_flight,
-        gathers,
-        auxiliary_groups,
-        gradients,
-        a_sender_waits_alone,
-    ],
-)
+@pytest.mark.parametrize("case", [all_to_alls, gathers])
 def test_collectives_of_threads_equal_gloo(threads, pool, world, case):
-    assert same(threads(world).run(case), pool(world).run(case))
+    torch.testing.assert_close(threads(world).run(case), pool(world).run(case), rtol=0, atol=0)
 
 
 class TestAsynchronous:
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_received_values_are_not_there_before_wait(self, threads, dtype):
-        for ((received,),) in zip(threads(2).run(read_before_wait, dtype), strict=True):
+        for (received,) in threads(2).run(read_before_wait, dtype):
             if dtype == torch.bool:
                 assert received.all()
             elif dtype.is_floating_point:

@@ -1,7 +1,9 @@
-"""configs/: every file loads, by path and by name, is for its model, and has blocks that fit its video."""
+"""configs/: every file loads, by path and by name, is for its model, and has blocks that fit its video; and the models
+in the table, whose sizes are those of the paper, of diffusers and of the models' cards."""
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from dbsp_cli.generate.checks import require_video
+from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.models.settings import GenerateSettings
@@ -179,8 +182,6 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
 def test_models_agree_with_the_pipelines_defaults():
     """Compares with the defaults of diffusers' pipelines and with their documented examples."""
     diffusers = pytest.importorskip("diffusers")
-    import inspect
-
     for spec in MODEL_SPECS.values():
         video = spec.video
         if spec.name.startswith("wan2.2"):  # settings of its own repository, which the pipelines don't repeat
@@ -194,6 +195,47 @@ def test_models_agree_with_the_pipelines_defaults():
             if spec.pipeline == "WanPipeline":
                 assert f"{video.flow_shift} for {video.height}P" in examples
             assert call["num_frames"].default == video.num_frames
+
+
+def test_model_table_has_the_sizes_of_the_paper():
+    wan, cog = MODEL_SPECS["wan2.1-t2v-14b"], MODEL_SPECS["cogvideox1.5-5b"]
+    assert (wan.tokens, wan.attention_dim, passes(wan)) == (21 * 3600, 5120, 100)
+    assert (cog.tokens, cog.attention_dim) == (21 * 4080 + 226, 3072)
+    keys = 2 * 40 * 5120**2  # of cross-attention, which are left out
+    assert 12e9 < linear_flops(wan) / 2 / wan.tokens < 14.3e9 - keys + 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("hunyuanvideo", "HunyuanVideoTransformer3DModel"), ("minimax-h3", "MiniMaxH3Transformer3DModel")],
+)
+def test_models_that_are_only_modelled_have_the_sizes_of_diffusers_classes(name, kind):
+    diffusers = pytest.importorskip("diffusers")
+    if not hasattr(diffusers, kind):
+        pytest.skip(f"this diffusers lacks {kind}")
+    spec, built = MODELLED_ONLY[name], getattr(diffusers, kind)
+    given = {key: one.default for key, one in inspect.signature(built).parameters.items()}
+    assert (spec.heads, spec.head_dim) == (given["num_attention_heads"], given["attention_head_dim"])
+    assert spec.layers == given["num_layers"] + given.get("num_single_layers", 0)
+    assert (spec.hidden or spec.attention_dim) == given.get("hidden_size", spec.attention_dim)
+    with torch.device("meta"):
+        assert spec.parameters == sum(one.numel() for one in built().parameters())
+    weights = linear_flops(spec) / spec.tokens / 2 / spec.layers
+    gated = 4 * 5376 * 7168 + 3 * 5376 * given.get("ffn_dim", 0)
+    assert weights == (gated if name == "minimax-h3" else 12 * spec.attention_dim**2)
+    assert passes(spec) == 50
+
+
+def test_video_of_minimax_h3_has_the_tokens_of_its_pipeline():
+    pipeline = pytest.importorskip("diffusers.modular_pipelines.minimax_h3.modular_pipeline")
+    spec = MODELLED_ONLY["minimax-h3"]
+    video = spec.video
+    assert pipeline.resolve_canvas_size(16, 9, 32, 768, 768 * 1344) == (video.height, video.width)
+    assert pipeline.align_num_frames(video.num_frames, 17, 5) == video.num_frames
+    frames = pipeline.video_latent_num_frames(video.num_frames, 17, 5)
+    assert spec.thw == (frames, video.height // 32, video.width // 32)
+    sound = 2 * pipeline.audio_latent_num_frames(video.num_frames)
+    assert 0 <= spec.text_tokens - 512 - sound < 16
 
 
 @pytest.mark.parametrize("source", SOURCES)

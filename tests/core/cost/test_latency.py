@@ -51,14 +51,6 @@ class TestCompute:
         assert found.attention_s == pytest.approx(expected.max())
         assert found.total_s == pytest.approx(expected.max())
 
-    def test_speedup_of_compute_alone_equals_the_ratio_of_imbalances(self):
-        before, mask, _ = a_plan("U4R1", "contiguous")
-        after = make_plan(mask, "U4R1", "dbsp")
-        free = machine(flops_per_s=1e9)
-        times = [predict(plan, shape_of(plan), free).total_s for plan in (before, after)]
-        assert times[0] / times[1] == pytest.approx(after.rho_before / after.rho)
-        assert after.rho < after.rho_before
-
     def test_rows_scores_and_merges_are_counted(self):
         plan, _, _ = a_plan("U1R4")
         rows = np.bincount(plan.owner.ravel(), minlength=4)

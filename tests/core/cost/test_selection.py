@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -19,7 +18,6 @@ from dbsp_core.cost.prediction import AttentionShape, StrategySelector, by_rule,
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.process import log
-from tests.core.cost.latency_cases import machine
 from tests.core.runtime.session_cases import Session
 from tests.support.workers import assert_all_raise
 
@@ -65,20 +63,6 @@ def selector(**constants: float) -> StrategySelector:
 
 def planned(mask: BlockMask):
     return lambda strategy: make_plan(mask, strategy, layout=LAYOUT)
-
-
-def test_int8_makes_another_strategy_the_fastest():
-    """Compares a ring, all of whose transfers shrink, with Ulysses, whose output does not."""
-    grid = BlockGrid.uniform(4096, 64)
-    mask = BlockMask(np.ones((8, grid.nq, grid.nk), dtype=bool), grid)
-    known = machine(exchange_bytes_per_s=1.0, p2p_bytes_per_s=0.9)
-    layout, shape = SequenceLayout.contiguous(4096, 2), AttentionShape(1, 8, 128)
-    chosen = {}
-    for precision in ("model", "int8"):
-        make = functools.partial(make_plan, mask, planner="contiguous", layout=layout, precision=precision)
-        chooser = StrategySelector((Strategy(2, 1), Strategy(1, 2)), known, (0, 0), layout)
-        chosen[precision] = str(chooser.choose(lambda one, make=make: make(strategy=one), shape, None).strategy)
-    assert chosen == {"model": "U2R1", "int8": "U1R2"}
 
 
 @pytest.mark.parametrize("seed", range(5))

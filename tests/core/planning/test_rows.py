@@ -15,7 +15,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.heads import assign_heads, contiguous_heads
-from dbsp_core.planning.planners import KEY_PRICE, bins_bound, head_price, plan_rows
+from dbsp_core.planning.planners import KEY_PRICE, bins_bound, head_price, imbalance_ratio, plan_rows
 
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (16, 1), (4, 4), (1, 16), (3, 2)]
 
@@ -28,11 +28,6 @@ def loads(work: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
 def split(owner: np.ndarray) -> bool:
     """Returns whether some head is on several ranks, without a ring."""
     return bool((owner != owner[:, :1]).any())
-
-
-def rho(work: np.ndarray, owner: np.ndarray, ranks: int) -> float:
-    of_rank = loads(work, owner, ranks)
-    return float(of_rank.max() / of_rank.mean()) if of_rank.any() else 1.0
 
 
 def source_rings(blocks: int, ring: int, layout: str) -> np.ndarray:
@@ -66,7 +61,7 @@ def works() -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("ulysses", "ring"), GRIDS)
 @pytest.mark.parametrize("name", works())
 def test_plans_without_a_price_reach_1_002_or_what_whole_rows_allow(name, ulysses, ring):
-    """Layouts alternate."""
+    """Alternates layouts."""
     work, ranks = works()[name], ulysses * ring
     layout = ("striped", "contiguous")[(list(works()).index(name) + GRIDS.index((ulysses, ring))) % 2]
     owner = plan_rows(work, source_rings(work.shape[1], ring, layout), ulysses, ring)
@@ -190,7 +185,7 @@ class TestPrice:
         price = head_price(BlockGrid.uniform(600 * 64), Strategy(8, 1))
         owner = plan_rows(work, source_rings(600, 1, "striped"), 8, 1, price)
         assert columns_of_heads(owner, 8).sum(axis=0).tolist() == [5] * 8
-        assert rho(work, owner, 8) <= 1.003
+        assert imbalance_ratio(loads(work, owner, 8)) <= 1.003
 
     def test_by_hand(self):
         # 128 tokens in blocks of 64 are two KV blocks, half of which come from the other rank: 2048 · 64 / 64² = 32.

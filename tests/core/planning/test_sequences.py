@@ -92,8 +92,6 @@ class TestStreams:
     @pytest.mark.parametrize(
         ("codes", "world", "message"),
         [
-            ("", 8, "not of the form g"),
-            ("g8", 8, "not of the form g"),
             ("g8b1i256f1s2", 8, "not of the form g"),
             ("g0b1i256", 8, "at least one GPU"),
             ("g8b1i8", 8, "16 pixels"),

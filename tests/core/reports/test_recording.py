@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
@@ -21,9 +17,10 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings, parse_layers
 from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size
 from tests.core.runtime.session_cases import Session
-from tests.support.generators import SEEDS, examples, random_bits
+from tests.support.generators import examples, random_bits
 
 GRID = BlockGrid(105, 0, 8, 8, (3, 5, 7))
 MOMENTS = [DenoisingStep(step, branch) for step in range(3) for branch in range(2)]
@@ -179,9 +176,8 @@ class TestReading:
     )
     def test_bad_index_raises_one_line(self, tmp_path, changes):
         self.index(tmp_path, **changes)
-        with pytest.raises(ValueError, match="is no recording of masks") as raised:
+        with pytest.raises(UserError, match="is no recording of masks"):
             Recording.read(tmp_path)
-        assert "\n" not in str(raised.value)
 
     def test_folder_without_a_recording_raises(self, tmp_path):
         for folder in (tmp_path, tmp_path / "none"):
@@ -198,17 +194,6 @@ class TestReading:
         for file in files:
             file.unlink()
         with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, DenoisingStep())
-
-    @pytest.mark.parametrize("key", ["tokens", "block_k"])
-    def test_mask_file_with_absurd_numbers_raises(self, tmp_path, key):
-        self.index(tmp_path)
-        for file in tmp_path.glob("*.safetensors"):
-            with safe_open(file, framework="pt") as content:
-                metadata = content.metadata() | {key: str(10**15)}
-            metadata.pop("thw")
-            save_file(load_file(file), file, metadata)
-        with pytest.raises(ValueError, match=r"is damaged.* does not fit"):
             Recording.read(tmp_path).mask(0, DenoisingStep())
 
     def test_files_outside_the_folder_are_not_read(self, tmp_path):
@@ -248,20 +233,6 @@ class TestSettings:
 
     def test_sizes(self):
         assert [parse_size(text) for text in ("10", "1 KiB", "0.5GiB")] == [10, 1024, 2**29]
-
-
-@given(SEEDS)
-@examples(10)
-def test_fingerprints_distinguish_masks(seed):
-    bits = np.random.default_rng(seed).random((2, GRID.nq, GRID.nk)) < 0.5
-    other = bits.copy()
-    other[1, 3, 4] ^= True
-    names = {
-        BlockMask(bits, GRID).fingerprint,
-        BlockMask(other, GRID).fingerprint,
-        BlockMask(bits, replace(GRID, orders=("hwt",))).fingerprint,
-    }
-    assert len(names) == 3
 
 
 def recorded(rank: int, world: int, settings: dict[str, Any], strategy: str) -> float:

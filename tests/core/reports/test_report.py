@@ -33,6 +33,7 @@ from dbsp_core.runtime import session as sessions
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import UserError
 from tests.diffusers.test_compile import run_compiled
 from tests.support.models.tiny_pipelines import latents, load
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
@@ -403,7 +404,6 @@ def test_json_is_read_back_equal(tmp_path):
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": ["a"] * 6}}), "'rho' is no Sequence"),
         (lambda v: json.dumps(v | {"seconds": "long"}), "'seconds' is no float"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"bytes_usp": [2**64] * 6}}), "'bytes_usp' is no Sequence"),
-        (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [None] * 6}}), "'rho' is no Sequence"),
         (lambda v: json.dumps(v | {"calls": 3}), "has 3 where CallColumns belongs"),
         (lambda v: "[" * 100_000, "recursion"),
         (lambda v: json.dumps(v | {"seconds": float("nan")}), "NaN is no number"),
@@ -414,10 +414,8 @@ def test_json_is_read_back_equal(tmp_path):
 def test_file_that_is_not_a_report_is_rejected(tmp_path, change, message):
     path = tmp_path / "report.json"
     path.write_text(change(json.loads(small_report().to_json())))
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(UserError, match=rf"is not a db-SP report.*{message}"):
         RunReport.read(path)
-    assert "is not a db-SP report" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 class Page(HTMLParser):

@@ -1,4 +1,4 @@
-"""What a notebook or a debugger prints of db-SP's objects: one short line, which asks nothing of other ranks."""
+"""Representations of db-SP objects in a notebook or a debugger: one short line, which asks nothing of other ranks."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -108,32 +107,21 @@ def inference_tensors(rank: int, world: int) -> None:
     attend(case, given.mask, given.layout, [given.local[0].requires_grad_(True), k, given.local[2]])
 
 
-@contextlib.contextmanager
-def sabotaged(how: str) -> Iterator[None]:
-    """Makes backward wrong in this way on all ranks, which are threads, within a block."""
-    attend = chunk_attention._attend
-
-    def none_but_the_first(self, number, dkv):
-        pass
-
-    def another_lse(*args, **kwargs):
-        out, lse = attend(*args, **kwargs)
-        return out, lse + 0.1
-
-    readers = exchange._readers
-
-    def one_reader(segments):
-        return readers(segments)[:1]
-
-    patches = {
-        "a chunk that does not return": lambda: patch.object(LocalGradients, "add_chunk", none_but_the_first),
-        "a wrong log-sum-exp": lambda: patch.object(chunk_attention, "_attend", another_lse),
-        "one reader of a split head": lambda: patch.object(exchange, "_readers", one_reader),
-    }
-    with patches[how]():
-        yield
+def another_lse(*args, attend=chunk_attention._attend, **kwargs):
+    out, lse = attend(*args, **kwargs)
+    return out, lse + 0.1
 
 
+def one_reader(segments, readers=exchange._readers):
+    return readers(segments)[:1]
+
+
+SABOTAGES = {
+    "a chunk that does not return": patch.object(LocalGradients, "add_chunk"),
+    "a wrong log-sum-exp": patch.object(chunk_attention, "_attend", another_lse),
+    "one reader of a split head": patch.object(exchange, "_readers", one_reader),
+}
+"""Patches that make backward wrong on all ranks, which are threads."""
 WORLDS = (1, 2, 3, 4, 6, 8)
 LONG = ("U1R6", "U6R1", "U1R8", "U2R4", "U4R2", "U3R2")
 
@@ -175,7 +163,7 @@ def test_gradients_of_other_kernels_equal_those_of_dense_attention(pool, world, 
 def test_negative_controls_fail(threads, sabotage, world, strategy):
     case = Case(strategy, "random", heads=3, tokens=128 * world, seed=1)
     assert all(max(errors) <= 1e-5 for errors in threads(world).run(run_gradients, case))
-    with sabotaged(sabotage):
+    with SABOTAGES[sabotage]:
         errors = threads(world).run(run_gradients, case)
     assert max(gradients for _, gradients in errors) > 1e-3
     assert all(out <= 1e-5 for out, _ in errors), "the forward is not what is sabotaged"

@@ -24,7 +24,7 @@ GRID = BlockGrid.uniform(8 * 16, 16)
 
 
 def mask_of(*work: int, grid: BlockGrid = GRID) -> BlockMask:
-    """Heads with so many active blocks, from the top left on."""
+    """Returns a mask whose heads have so many active blocks, from the top left on."""
     bits = np.zeros((len(work), grid.nq * grid.nk), dtype=bool)
     for head, dense in zip(bits, work, strict=True):
         head[:dense] = True
@@ -80,7 +80,7 @@ def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list
     session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
     raised = []
     for call in range(4):
-        patched = _faulty(fault) if (rank, call) == (odd, 2) else plan_from_counts
+        patched = FAULTY_PLANNERS[fault] if (rank, call) == (odd, 2) else plan_from_counts
         with mock.patch("dbsp_core.runtime.size_context.plan_from_counts", patched):
             try:
                 session.attend(900.0 - call)
@@ -91,13 +91,10 @@ def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list
     return raised
 
 
-def _faulty(fault: str) -> Callable[..., Plan]:
-    def make(*args: Any, **options: Any) -> Plan:
-        if fault == "raises":
-            raise ZeroDivisionError("no planner today")
-        return plan_from_counts(*args, **(options | {"planner": "contiguous"}))
-
-    return make
+FAULTY_PLANNERS: dict[str, Callable[..., Plan]] = {
+    "raises": mock.Mock(side_effect=ZeroDivisionError("no planner today")),
+    "differs": lambda *args, **options: plan_from_counts(*args, **(options | {"planner": "contiguous"})),
+}
 
 
 def two_generations(rank: int, world: int, steps: int, threshold: float) -> list[tuple[bool, float, bool]]:
@@ -198,7 +195,7 @@ class TestPredictedMasks:
         ids=["one call later", "threshold", "back", "next generation begins as the last", "changed first mask"],
     )
     def test_plans_are_those_that_the_counts_before_settled(self, keeper, masks, steps, plans, new):
-        """A generation begins with the plan after the last one's first mask, which is no new plan."""
+        """Begins a generation with the plan after the last one's first mask, which is no new plan."""
         make = plans_on(GRID, "U2R1")
         uses = [keeper.plan_predicted(0, mask, make, call % steps) for call, mask in enumerate(masks)]
         keeper.settle()

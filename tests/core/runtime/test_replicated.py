@@ -13,7 +13,7 @@ from dbsp_kernels import KERNELS
 from tests.support.interpreter import interpreted
 
 KEYS = {2: (0, 7), 3: (5, 1, 30), 4: (9, 0, 0, 2)}
-"""How many each rank has, by the number of ranks."""
+"""Numbers of keys of each rank, by the number of ranks."""
 SCALE = 0.3
 
 
@@ -76,8 +76,7 @@ def test_kernels_for_gpus_give_the_same(monkeypatch, dtype):
             out = attend_shared_keys(*leaves, SCALE, SequenceGroup(0, 1))
             (out * weights).sum().backward()
         found.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)
+    torch.testing.assert_close(*found, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)
 
 
 def test_inference_tensors_are_rejected():

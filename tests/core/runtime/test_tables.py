@@ -31,7 +31,7 @@ def test_bits_are_packed_eight_to_a_byte(rows, width, seed):
 
 @st.composite
 def bit_rows(draw: st.DrawFn) -> dict:
-    """Rows of several heads, whose packed blocks follow one another, some of them short."""
+    """Draws rows of several heads, whose packed blocks follow one another, some of them short."""
     rng = np.random.default_rng(draw(SEEDS))
     width, heads = draw(st.integers(1, 40)), draw(st.integers(1, 3))
     per_head = rng.integers(0, width + 1, heads)

@@ -90,14 +90,16 @@ def test_sparse_masks_of_many_sequences_are_even_over_a_node(strategy):
     assert plan.rho <= 1.01 < plan.rho_before
 
 
-def test_fingerprints_differ_by_bits_and_by_where_sequences_end():
+def test_fingerprints_differ_by_bits_orders_and_where_sequences_end():
     first, second, third = packed_sequences()
     other = BlockMask(second.bits ^ (torch.arange(second.grid.nk) == 0), second.grid)
+    reordered = BlockMask(second.bits, replace(second.grid, orders=second.grid.orders[::-1]))
+    assert len({one.fingerprint for one in (second, other, reordered)}) == 3
     fingerprints = [
         BlockMask.packed(each).fingerprint
-        for each in ([first, second, third], [second, first, third], [first, other, third])
+        for each in ([first, second, third], [second, first, third], [first, other, third], [first, reordered, third])
     ]
-    assert len(set(fingerprints)) == 3
+    assert len(set(fingerprints)) == 4
     assert BlockMask.packed([first, second, third]).fingerprint == fingerprints[0]
 
 

@@ -45,7 +45,7 @@ def sliding_tiles(thw: Position, window: Position, tile: Position) -> Rule:
 
 
 def tiles_near(thw: Position, window: Position, tile: Position) -> Rule:
-    """Tiles at most ⌊window / 2⌋ away along each axis, as NABLA's window has them: cut off at borders."""
+    """Returns tiles at most ⌊window / 2⌋ away along each axis, as NABLA's window has them: cut off at borders."""
     return lambda q, k: all(abs(a // t - b // t) <= w // 2 for a, b, w, t in zip(q, k, window, tile, strict=True))
 
 

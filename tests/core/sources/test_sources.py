@@ -47,10 +47,6 @@ def test_mask_is_on_the_grid_of_its_source(source, orders):
     assert mask.heads == 3
 
 
-def test_dense_has_every_block():
-    assert DenseSource(16, 8).mask(REQUEST).bits.all()
-
-
 class TestFile:
     GRID = BlockGrid(tokens=67, text_tokens=7, block_q=16, block_k=8)
 

@@ -63,7 +63,7 @@ def test_equal_requests_give_identical_bits():
 
 
 def test_known_bits():
-    """Masks are part of published results: a change of this number is a change of all of them."""
+    """Guards published results, of which these masks are part: a change of this number is a change of all of them."""
     mask = bits(SyntheticSource(block_q=32, block_k=32))
     weights = np.arange(mask.size, dtype=np.int64) % 9973
     assert int(weights[mask.ravel()].sum()) == KNOWN

@@ -1,4 +1,4 @@
-"""What the workers run: predictors from pooled queries and keys, SpargeAttn's or another's, on shared tokens."""
+"""Functions that workers run: predictors from pooled queries and keys, SpargeAttn's or another's, on shared tokens."""
 
 from __future__ import annotations
 
