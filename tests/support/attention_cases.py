@@ -26,7 +26,7 @@ class Case:
 
     planner: a planner's name, or "random" for any owner and any chunk, per head
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
-    whole_tiles: see `BlockGrid`
+    whole_tiles: see `BlockGrid`;  dense_heads: number of heads, the last ones, whose every block is active
     """
 
     strategy: str
@@ -53,6 +53,7 @@ class Case:
     precision: str = "model"
     whole_tiles: bool = False
     debug: bool = True
+    dense_heads: int = 0
 
     @property
     def grid(self) -> BlockGrid:
@@ -84,6 +85,7 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
         bits = (behind > 0) & (behind < case.density * head)
     bits[rng.random((case.heads, grid.nq)) < 0.1] = False
     bits[:, :, rng.integers(grid.nk)] = False
+    bits[case.heads - case.dense_heads :] = True
     return BlockMask(bits, grid)
 
 
