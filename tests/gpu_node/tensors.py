@@ -134,6 +134,18 @@ def set_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
         torch_data.__set__(tensor, values)
 
 
+def require_taken(what: str, tensors: list[torch.Tensor], *, over_nccl: bool, over_gloo: bool) -> None:
+    """Raises DeviceFault for a tensor that a group does not take: NCCL takes the current device's, gloo the host's."""
+    for tensor in tensors:
+        if not isinstance(tensor, DeviceTensor):
+            if not over_gloo:
+                raise DeviceFault(f"{what}: CPU tensor given to NCCL")
+        elif not over_nccl:
+            raise DeviceFault(f"{what}: {tensor.device} tensor given to gloo, which copies it through the host")
+        elif tensor.device.index != (current := streams.current_device()):
+            raise DeviceFault(f"{what}: tensor on {tensor.device} given to NCCL while the current device is {current}")
+
+
 def _allocated(values: torch.Tensor, device: int) -> Memory:
     streams.require_own(device, "an allocation")
     memory = Memory(device, values.untyped_storage().nbytes())

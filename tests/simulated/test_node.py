@@ -1,4 +1,4 @@
-"""The simulated node itself: it finds what it is there to find, and lets right programs pass."""
+"""The simulated node itself: it finds what it is there to find; all other tests here are right programs."""
 
 from __future__ import annotations
 
@@ -156,27 +156,6 @@ def test_node_rejects_what_cuda_rejects(gpu_node: GpuNode, name: str) -> None:
     assert text in gpu_node.run(2, rejected, name)[rank]
 
 
-def right(rank: int, world: int) -> None:
-    """Does everything of the above as CUDA wants it."""
-    device = own_device(rank)
-    values, side, event = torch.ones(16, device=device), torch.cuda.Stream(device), torch.cuda.Event()
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        doubled = values + 1
-        event.record(side)
-    torch.cuda.current_stream(device).wait_event(event)
-    double_kernel[(1,)](doubled, doubled, 16, SIZE=16)
-    assert doubled.cpu().tolist() == [4.0] * 16
-    group = SequenceGroup.from_group()
-    found = group.all_to_all(torch.full((2,), float(device.index), device=device), [1, 1], [1, 1])
-    assert found.cpu().tolist() == [0.0, 1.0]
-    assert torch.equal(values.index_select(0, torch.zeros(1, dtype=torch.int64, device=device)).cpu(), torch.ones(1))
-
-
-def test_node_runs_a_right_program(gpu_node: GpuNode) -> None:
-    gpu_node.run(2, right)
-
-
 def waits(rank: int, world: int) -> dict[str, int]:
     """Returns the host waits of one line each, by what waits and its line's number within the function."""
     device = torch.device("cuda", 0)
@@ -248,24 +227,6 @@ def gradients(rank: int, world: int) -> None:
 
 def test_backward_runs_on_the_device_of_its_tensors(gpu_node: GpuNode) -> None:
     gpu_node.run(2, gradients)
-
-
-def peaks(rank: int, world: int) -> tuple[int, int]:
-    """Returns the bytes that are allocated at most, and at the end, beyond those at the beginning."""
-    device = torch.device("cuda", rank)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    one = torch.empty(1000, dtype=torch.uint8, device=device)
-    two = torch.empty(500, dtype=torch.uint8, device=device)
-    view = two[:100]
-    del two
-    del one
-    most, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    return most - before, now - before + 0 * view.numel()
-
-
-def test_peak_bytes_are_counted_and_views_keep_memory(gpu_node: GpuNode) -> None:
-    assert gpu_node.run(1, peaks) == [(1500, 500)]
 
 
 def variants(rank: int, world: int) -> tuple[int, int]:
