@@ -16,15 +16,12 @@ import dbsp_para
 from dbsp_core.comm import groups
 from dbsp_core.comm.exchange import Route
 from dbsp_core.utils.errors import UserError
-from tests.core.comm.device_cases import gpus
 from tests.core.comm.lifetimes import left_alive
-from tests.diffusers.cache_cases import Denoising
 from tests.support.models import tiny_pipelines
 from tests.support.models.tiny_pipelines import fingerprint, latents, load, state_of
-from tests.support.models.tiny_transformers import Thw, make_tiny_transformer, tiny_inputs
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, apart, assert_near, outputs, said
 from tests.support.references import by_first_rank
-from tests.support.single_process import attach_single_process
 from tests.support.user_masks import MOMENTS
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
@@ -90,21 +87,6 @@ def test_pipeline_equals_one_process(pool, folder, world):
     assert len(set(on_ranks(pool, world, run_pipeline, folder))) == 1, "ranks must share their noise"
 
 
-@by_first_rank
-def steps_alone(model: str, thw: Thw, mask: dict[str, Any]) -> list[torch.Tensor]:
-    steps = Denoising(make_tiny_transformer(model), tiny_inputs(model, thw), 3, counts=False)
-    attach_single_process(steps.transformer, {"mask": mask})
-    return steps.run()[0]
-
-
-def run_steps(rank: int, world: int, model: str, thw: Thw, config: dict[str, Any]) -> None:
-    """Compares denoising steps of a transformer with one process."""
-    steps = Denoising(make_tiny_transformer(model), tiny_inputs(model, thw), 3, counts=False)
-    dbsp_diffusers.enable(steps.transformer, config)
-    assert_near(steps.run()[0], steps_alone(model, thw, config["mask"]))
-    dbsp_diffusers.disable(steps.transformer)
-
-
 def run_repeated_timesteps(rank: int, world: int, folder: str, steps: int) -> None:
     """Runs a pipeline with a scheduler that gives all timesteps but the first twice."""
     from diffusers import FlowMatchHeunDiscreteScheduler
@@ -127,19 +109,6 @@ def run_repeated_timesteps(rank: int, world: int, folder: str, steps: int) -> No
 
 def test_repeated_timestep_is_another_step_and_not_a_cfg_pass(pool, folder):
     pool(2).run(run_repeated_timesteps, folder, 3)
-
-
-def current_gpu(rank: int, world: int) -> int:
-    """Returns the GPU that is current after `enable`, of four that torch says there are, for a model on the CPU."""
-    transformer = make_tiny_transformer("wan")
-    with gpus(4, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) as seen:
-        dbsp_diffusers.enable(transformer, CONFIG)
-        dbsp_diffusers.disable(transformer)
-    return seen[-1]
-
-
-def test_each_rank_has_its_own_gpu_as_the_current_one(pool):
-    assert pool(2).run(current_gpu) == [0, 1]
 
 
 def exchanges_before_the_first_attention(
@@ -194,16 +163,6 @@ def test_transformer_compiled_after_enable_has_its_session():
     session = dbsp_diffusers.enable(compiled, CONFIG)
     assert dbsp_diffusers.session_of(transformer) is session
     dbsp_diffusers.disable(compiled)
-
-
-@pytest.mark.parametrize("enable", [dbsp_diffusers.enable, dbsp_para.parallelize_transformer])
-def test_ranks_that_have_not_met_are_rejected(monkeypatch, enable):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    transformer = make_tiny_transformer("wan")
-    with pytest.raises(UserError, match=r"torchrun started 8 processes, but torch.distributed is not initialised"):
-        enable(transformer, config=CONFIG)
-    assert dbsp_diffusers.session_of(transformer) is None
 
 
 @pytest.mark.parametrize(
