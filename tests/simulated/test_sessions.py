@@ -76,12 +76,6 @@ BY_SOURCE = {
     "dense": "U2R1", "window": "U1R2", "radial": "U2R1", "svg": "U1R2", "sparge": "U2R2", "sol": "U2R1",
     "vsa": "U2R1", "nabla": "U1R2", "union": "U2R1", "callable": "U2R1", "synthetic": "U1R2",
 }  # fmt: skip
-OTHER_STRATEGIES = [
-    ("sparge", "U4R1"), ("sparge", "U4R2"), ("sparge", "U2R4"), ("sparge", "U1R4"), ("sparge", "U1R8"),
-    ("sol", "U8R1"), ("svg", "U2R2"), ("window", "U1R4"), ("radial", "U4R1"),
-    ("window", "U8R1"), ("window", "U4R2"), ("window", "U2R4"), ("window", "U1R8"),
-]  # fmt: skip
-"""With `BY_SOURCE`, every UxRy with a static mask and with a predicted one."""
 LONG = pytest.mark.long
 
 
@@ -97,12 +91,6 @@ def test_source_with_file_on_gpus_equals_one_process(
     gpu_node: GpuNode, tmp_path: Path, name: str, strategy: str
 ) -> None:
     check(gpu_node, SessionCase({"mask": source_with_file(name, tmp_path)}, strategy))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "strategy"), OTHER_STRATEGIES)
-def test_strategy_on_gpus_equals_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
-    check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy, (Call(900.0),)))
 
 
 @pytest.mark.parametrize(
