@@ -144,7 +144,7 @@ def exchanges_before_the_first_attention(
     "mask", [{"source": "window"}, {"source": "synthetic", "density": 0.3}], ids=["static", "step"]
 )
 def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, folder, mask):
-    """When db-SP is enabled, when the pipeline is called, and at the attention; then twice a call."""
+    """Expects comparisons when db-SP is enabled, when the pipeline is called and at the attention; then two a call."""
     settings = {"mask": mask | {"block_q": 16, "block_k": 16}}
     for first, second in pool(2).run(exchanges_before_the_first_attention, folder, settings):
         assert [name for name in first if name != "broadcast"] == ["enable", *["all_gather"] * 3, "q"]
@@ -203,7 +203,7 @@ def enabled_pipeline(framework: str, folder: str, mask: dict[str, Any]) -> Any:
     ids=["diffusers", "para"],
 )
 def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder, framework, mask):
-    """Nobody has to disable it first: a group that is left when Python ends may abort it."""
+    """Disables nothing first: a group that is left when Python ends may abort it."""
     mask = mask | {"block_q": 16, "block_k": 16}
     for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, framework, folder, mask):
         assert (there, left) == (2, []), "one to attend in and one to agree in"

@@ -247,7 +247,7 @@ def on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reads_booleans(name: str, args: tuple[Any, ...]) -> bool:
-    """True if an index is a mask, whose number of entries the host needs."""
+    """Returns whether an index is a mask, whose number of entries the host needs."""
     if name not in _INDEXING:
         return False
     return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
@@ -270,7 +270,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[D
 
 
 def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """copy_: within a device, between devices, and between device and host."""
+    """Runs copy_: within a device, between devices, and between device and host."""
     to, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if not isinstance(source, DeviceTensor):
@@ -290,7 +290,7 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """_to_copy: `Tensor.to` with another device or dtype."""
+    """Runs _to_copy: `Tensor.to` with another device or dtype."""
     source, asked = args[0], kwargs.get("device")
     device = source.device if asked is None else torch.device(asked)
     options = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
@@ -355,7 +355,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _attention_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """What torch chooses: cuDNN from Hopper on, FlashAttention before, and no fused kernel for other dtypes."""
+    """Returns torch's choice: cuDNN from Hopper on, FlashAttention before, and no fused kernel for other dtypes."""
     if args[0].dtype not in (torch.float16, torch.bfloat16):
         return SDPBackend.MATH.value
     fused = SDPBackend.CUDNN_ATTENTION if torch.cuda.get_device_capability() >= (9, 0) else SDPBackend.FLASH_ATTENTION

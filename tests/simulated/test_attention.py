@@ -85,7 +85,7 @@ def check(node: GpuNode, case: Case, gradients: bool = False) -> None:
     ],
 )
 def test_attention_on_gpus_equals_one_process(gpu_node: GpuNode, strategy: str, dense_heads: int) -> None:
-    """With one dense head among sparse ones and text; with none, or nothing but dense ones."""
+    """Covers one dense head among sparse ones and text, none, and nothing but dense ones."""
     check(gpu_node, small(strategy, dense_heads=dense_heads, text_tokens=5 * (dense_heads % 2)))
 
 

@@ -66,7 +66,7 @@ def _read_after_an_earlier_event(device: torch.device) -> None:
 
 
 def _thread_without_device(device: torch.device) -> None:
-    """A thread starts on cuda:0, independent of its parent's device."""
+    """Starts a thread, which begins on cuda:0, independent of its parent's device."""
     caught: list[str] = []
     thread = threading.Thread(target=lambda: caught.append(said(lambda: torch.ones(3, device="cuda"))))
     thread.start()
@@ -88,7 +88,7 @@ def _launch(
 
 
 def _too_much_shared_memory(device: torch.device) -> None:
-    """Eight stages of 128 keys and values of width 128."""
+    """Asks for eight stages of 128 keys and values of width 128."""
     q, table = torch.ones(1, 128, 128, device=device), torch.ones(1, 1, dtype=torch.int32, device=device)
     inputs = KernelInputs(q, q, q, table * 0, table[0], table[0] * 128, 1.0)
     triton_attention(inputs, Tiles(128, 128, warps=8, stages=8))
@@ -244,5 +244,5 @@ def variants(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_variants_are_counted_as_triton_specialises(gpu_node: GpuNode) -> None:
-    """Not by numbers and addresses that a kernel leaves unspecialised."""
+    """Excludes numbers and addresses that a kernel leaves unspecialised."""
     assert gpu_node.run(1, variants) == [(1, 2)]

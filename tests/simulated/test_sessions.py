@@ -103,7 +103,7 @@ def test_source_with_file_on_gpus_equals_one_process(
     ],
 )
 def test_source_in_bfloat16_is_near_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
-    """Every source that predicts, and a static mask, with a dense step before."""
+    """Covers every source that predicts, and a static mask, with a dense step before."""
     settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1}}
     for errors, _ in gpu_node.run(2, largest_errors, SessionCase(settings, strategy, dtype=torch.bfloat16)):
         assert max(errors) <= BFLOAT16, errors

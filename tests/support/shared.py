@@ -12,7 +12,7 @@ MOST = 64  # results kept of one function
 
 
 def shared(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function whose latest results are kept, and must not be changed."""
+    """Keeps a function's latest results, which must not be changed."""
     kept, lock = functools.lru_cache(maxsize=MOST)(function), threading.RLock()
 
     @functools.wraps(function)

@@ -23,7 +23,7 @@ from tests.support.turns import Turns
 
 @dataclass
 class Meeting:
-    """What the ranks of one group share: the calls that each has made and the others have not yet read."""
+    """The state that the ranks of one group share: the calls that each has made and the others have not yet read."""
 
     size: int
     patience_s: float
@@ -67,7 +67,7 @@ class Meeting:
         return number
 
     def read(self, rank: int, number: int, sources: Sequence[int]) -> list[torch.Tensor]:
-        """The parcels of a call for `rank`, by source, once all of them are there."""
+        """Returns the parcels of a call for `rank`, by source, once all of them are there."""
         wanted = [(source, rank, number) for source in sources]
 
         def late() -> list[int]:
@@ -105,12 +105,12 @@ class Meeting:
                     meeting.leave_from_outside(rank, why)
 
     def leave_from_outside(self, rank: int, why: str) -> None:
-        """`leave` of a rank that has failed, by its number in the meeting that this one is made from."""
+        """Notes that a rank has failed, by its number in the meeting that this one is made from."""
         if 0 <= rank - self.first < self.size:
             self.leave(rank - self.first, why, failed=True)
 
     def alongside(self, purpose: str, ranks: range | None = None) -> Meeting:
-        """The meeting of the auxiliary group for a purpose, of all ranks or of some."""
+        """Returns the meeting of the auxiliary group for a purpose, of all ranks or of some."""
         with self.lock:
             if purpose not in self.auxiliary:
                 ranks = range(self.size) if ranks is None else ranks
@@ -145,7 +145,7 @@ class Member:
     taken: int = 0
 
     def take(self, make: Callable[[], Any]) -> Any:
-        """What the first rank that comes makes, and the others take in the same order."""
+        """Returns what the first rank that comes makes, and the others take in the same order."""
         with self.meeting.making:
             number, self.taken = self.taken, self.taken + 1
             if number not in self.meeting.together:
@@ -213,7 +213,7 @@ class ThreadGroup(SequenceGroup):
         return self._made(f"ranks {ranks.start} to {ranks.stop - 1}", ranks, self._member.over_gloo)
 
     def _made(self, purpose: str, ranks: range, over_gloo: bool) -> ThreadGroup:
-        """The group of some ranks, this one among them, which come together when it is made."""
+        """Returns the group of some ranks, this one among them, which come together when it is made."""
         known = self._member.auxiliary
         if purpose not in known:
             meeting = self._member.meeting.alongside(purpose, ranks)
@@ -268,7 +268,7 @@ class ThreadGroup(SequenceGroup):
         return PendingTransfer(received, sent, (work,))
 
     def _gather(self, kind: str, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, shared by all of them."""
+        """Returns every rank's tensor, shared by all of them."""
         copy, meeting = mine.detach().clone(), self._member.meeting
         with explain_broken_connection():
             number = meeting.post(self.rank, f"{kind} {mine.dtype}", dict.fromkeys(range(self.size), copy))

@@ -200,7 +200,7 @@ def _ltx2_parts(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _ltx2() -> dict[str, Any]:
-    """With all three kinds of guidance: by text (in one batch), spatio-temporal, and by each modality alone."""
+    """Returns arguments for guidance of all three kinds: by text (in one batch), spatio-temporal, by modality."""
     size = {"height": 64, "width": 96, "num_frames": 9}
     return _masked_text() | size | {"spatio_temporal_guidance_blocks": [1]}
 
@@ -223,7 +223,7 @@ def _guided_image(scale: float) -> dict[str, Any]:
 
 
 def _small_images(module: str, *more: None) -> Callable[[torch.dtype], AbstractContextManager[Any]]:
-    """Edited images are brought to a megapixel, here to 64 × 48. more: results that the pipeline leaves aside"""
+    """Brings edited images, which become a megapixel, to 64 × 48. more: results that the pipeline leaves aside"""
     function = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{module}.calculate_dimensions"
     return lambda _: mock.patch(function, return_value=(64, 48, *more))
 
@@ -354,7 +354,7 @@ def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
 
 
 def _layers(tiny: str, number: int) -> dict[str, Any]:
-    """The setting of a tiny transformer's number of layers."""
+    """Returns the setting of a tiny transformer's number of layers."""
     names = {"z-image": "n_layers", "kandinsky5": "num_visual_blocks", "kandinsky5-nabla": "num_visual_blocks"}
     return {names.get(tiny, "num_layers"): number} | ONE_LAYER.get(tiny, {})
 
