@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,6 @@ import torch.distributed as dist
 
 import dbsp_diffusers
 import dbsp_para
-from dbsp_core.comm import groups
 from dbsp_core.comm.exchange import Route
 from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import left_alive
@@ -22,6 +19,7 @@ from tests.support.models.tiny_pipelines import fingerprint, latents, load, stat
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, apart, assert_near, outputs, said
 from tests.support.references import by_first_rank
+from tests.support.steady_cases import collectives
 from tests.support.user_masks import MOMENTS
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
@@ -111,45 +109,32 @@ def test_repeated_timestep_is_another_step_and_not_a_cfg_pass(pool, folder):
     pool(2).run(run_repeated_timesteps, folder, 3)
 
 
-def exchanges_before_the_first_attention(
-    rank: int, world: int, folder: str, settings: dict[str, Any]
-) -> list[list[str]]:
-    """Returns how ranks compare from `enable` to the first q that is sent, and from the next call to that."""
-    group, pipe, found = dist.new_group(list(range(world)), timeout=timedelta(seconds=77)), load("wan", folder), []
-
-    def noted(name: str, function: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            if found and found[-1][-1] != "q":
-                found[-1].append(name)
-            return function(*args, **options)
-
-        return call
-
-    names = ("barrier", "all_reduce", "monitored_barrier", "broadcast", "all_gather", "all_gather_object")
-    with ExitStack() as patches:
-        for name in names:
-            patches.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
-        patches.enter_context(mock.patch.object(groups, "_all_gather_single", noted("gather", None)))
-        patches.enter_context(mock.patch.object(Route, "dispatch", noted("q", Route.dispatch)))
-        found.append(["enable"])
+def compared_before_attention(
+    rank: int, world: int, folder: str, settings: dict[str, Any], again: bool
+) -> dict[str, int]:
+    """Returns what ranks send from `enable` to the first q, or from a second call to its first q, by name."""
+    group, pipe = dist.new_group(list(range(world))), load("wan", folder)
+    sent = mock.patch.object(Route, "dispatch", side_effect=RuntimeError("far enough"))
+    if again:
         dbsp_diffusers.enable(pipe, settings, group=group)
         latents(pipe, seed=None, **BRIEF)
-        found.append(["call"])
-        latents(pipe, seed=None, **BRIEF)
+    with collectives() as seen, sent:
+        if not again:
+            dbsp_diffusers.enable(pipe, settings, group=group)
+        assert said(lambda: latents(pipe, seed=None, **BRIEF)) == "RuntimeError: far enough"
     dbsp_diffusers.disable(pipe)
-    return found
+    return dict(seen)
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(
     "mask", [{"source": "window"}, {"source": "synthetic", "density": 0.3}], ids=["static", "step"]
 )
-def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, folder, mask):
+def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, folder, mask, again):
     """Expects comparisons when db-SP is enabled, when the pipeline is called and at the attention; then two a call."""
     settings = {"mask": mask | {"block_q": 16, "block_k": 16}}
-    for first, second in pool(2).run(exchanges_before_the_first_attention, folder, settings):
-        assert [name for name in first if name != "broadcast"] == ["enable", *["all_gather"] * 3, "q"]
-        assert [name for name in second if name != "broadcast"] == ["call", *["all_gather"] * 2, "q"]
-        assert first.count("broadcast") == second.count("broadcast") == 4, "two headers, random numbers, inputs"
+    for seen in pool(2).run(compared_before_attention, folder, settings, again):  # headers, random numbers, inputs
+        assert seen == {"all_gather": 2 if again else 3, "broadcast": 4}
 
 
 def test_transformer_compiled_after_enable_has_its_session():
