@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.support.models.tiny_transformers import make_tiny_transformer
 
@@ -116,13 +117,10 @@ class Case:
 
     def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the arguments of a call in a dtype."""
-        return {name: _cast(value, dtype) for name, value in CALLS[self.pipeline]().items()}
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, list):
-        return [_cast(one, dtype) for one in value]
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        cast: dict[str, Any] = tree_map_only(
+            torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, CALLS[self.pipeline]()
+        )
+        return cast
 
 
 _SQUARE = {"height": 64, "width": 64}
