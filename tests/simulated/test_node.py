@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -75,16 +76,30 @@ def _thread_without_device(device: torch.device) -> None:
         raise RuntimeError(*caught)
 
 
-def _launch(
-    device: torch.device, *, current: int | None = None, host: bool = False, grid: tuple[int, ...] = (1,)
-) -> None:
+@contextmanager
+def _another_current(device: torch.device) -> Iterator[torch.Tensor]:
+    """Makes the other device current within a block, which is given values on this one."""
     values = torch.ones(16, device=device)
-    before = torch.cuda.current_device()
-    streams._runtime.set_device(before if current is None else current)
+    streams._runtime.set_device(1 - device.index)
     try:
-        double_kernel[grid](values, torch.ones(16) if host else values, 16, SIZE=16)
+        yield values
     finally:
-        streams._runtime.set_device(before)
+        streams._runtime.set_device(device.index)
+
+
+def _launch_on_another_device(device: torch.device) -> None:
+    with _another_current(device) as values:
+        double_kernel[(1,)](values, values, 16, SIZE=16)
+
+
+def _transfer_on_another_device(device: torch.device) -> None:
+    with _another_current(device) as values:
+        SequenceGroup.from_group().all_gather(values)
+
+
+def _launch(device: torch.device, *, host: bool = False, grid: tuple[int, ...] = (1,)) -> None:
+    values = torch.ones(16, device=device)
+    double_kernel[grid](values, torch.ones(16) if host else values, 16, SIZE=16)
 
 
 def _too_much_shared_memory(device: torch.device) -> None:
@@ -119,9 +134,14 @@ PROGRAMS: dict[str, tuple[Callable[[torch.device], Any], int, str]] = {
         "a context on cuda:0, in a thread of the rank on cuda:1",
     ),
     "a launch while another device is current": (
-        lambda device: _launch(device, current=1 - device.index),
+        _launch_on_another_device,
         0,
         "but the current device is 1",
+    ),
+    "a transfer while another device is current": (
+        _transfer_on_another_device,
+        0,
+        "given to NCCL while the current device is 1",
     ),
     "a launch with a host tensor": (lambda device: _launch(device, host=True), 0, "on the host"),
     "a grid that is too large": (lambda device: _launch(device, grid=(1, 65536)), 0, "grid (1, 65536)"),
