@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import dbsp_diffusers
-import dbsp_para
 from dbsp_core.comm.exchange import Route
 from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import left_alive
@@ -172,25 +171,17 @@ def test_call_that_gains_nothing_is_logged(folder, capfd, config, line):
     assert line is None or line in lines[0]
 
 
-def enabled_pipeline(framework: str, folder: str, mask: dict[str, Any]) -> Any:
+def enabled_pipeline(folder: str) -> Any:
     """Returns a pipeline after a call, with db-SP still on it, which holds masks' plans and closures of all kinds."""
     pipe = load("wan", folder)
-    if framework == "para":
-        dbsp_para.parallelize_pipe(pipe, config={"mask": mask})
-    else:
-        dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")
+    mask = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
+    dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")
     return pipe, latents(pipe, seed=None, **BRIEF)
 
 
-@pytest.mark.parametrize(
-    ("framework", "mask"),
-    [("diffusers", {"source": "sparge", "cdf": 0.6}), ("para", {"source": "window"})],
-    ids=["diffusers", "para"],
-)
-def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder, framework, mask):
+def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder):
     """Disables nothing first: a group that is left when Python ends may abort it."""
-    mask = mask | {"block_q": 16, "block_k": 16}
-    for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, framework, folder, mask):
+    for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, folder):
         assert (there, left) == (2, []), "one to attend in and one to agree in"
 
 
