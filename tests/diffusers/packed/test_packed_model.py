@@ -90,7 +90,7 @@ def test_stock_calls_between_packed_calls_are_unchanged(pool):
 
 @pytest.mark.parametrize("model", ["flux", "hunyuan"])
 def test_token_flops_are_those_of_its_own_stream(model):
-    """Expects 4·d² of projections and 8·d² of a feed-forward of both kinds of blocks, two FLOP each (KnapFormer)."""
+    """Counts in both kinds of block 4·d² of projections, 8·d² of a feed-forward, 2 FLOP each (KnapFormer, Eq. 1)."""
     transformer = make_model(model, torch.float32)
     assert PACKINGS[type(transformer).__name__].token_flops(transformer) == 24 * (6 * 24) ** 2
 
