@@ -107,12 +107,12 @@ def test_dense_heads_run_on_the_kernel_that_torch_chooses(
 OPTIONS = {
     "contiguous planner, batch": small("U2R2", planner="contiguous", batch=2),
     "planner of the paper": small("U2R2", planner="paper", heads=4),
-    "needed keys": small("U2R2", keys="needed", batch=2, dense_heads=1),
+    "selective KV exchange": small("U2R2", keys="needed", batch=2, dense_heads=1),
     "fewer heads than ranks": small("U4R1", heads=2, head_dim=24),
     "few tokens": small("U2R1", tokens=20),
     "dense head, batch": small("U1R2", batch=2, dense_heads=1),
 }
-LONG_OPTIONS = ("needed keys", "dense head, batch")
+LONG_OPTIONS = ("selective KV exchange", "dense head, batch")
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=LONG if one in LONG_OPTIONS else ()) for one in OPTIONS])
@@ -123,7 +123,7 @@ def test_option_on_gpus_equals_one_process(gpu_node: GpuNode, name: str) -> None
 TRAINED = {
     "one dense head": small("U1R2", dense_heads=1),
     "no dense head": small("U2R2"),
-    "needed keys": small("U1R2", keys="needed"),
+    "selective KV exchange": small("U1R2", keys="needed"),
     "dense head, batch": small("U2R1", batch=2, dense_heads=1),
     "Ulysses alone": small("U2R1"),
     "ring of four": small("U1R4", dense_heads=1),
