@@ -21,7 +21,7 @@ SPARSE = {"mask": MASKS["sparge"] | {"block_q": 8}, "strategy": "U1R2"}
 
 
 def ragged(model: str) -> dict[str, Any]:
-    """Four items: the first and the third are of one size, whose prompts are filled up identically."""
+    """Returns four items: the first and the third are of one size, whose prompts are filled up identically."""
     inputs = tiny_inputs(model, batch=BATCH)
     if model == "ernie-image":
         return inputs | {"text_lens": torch.tensor([9, 6, 9, 13])}
@@ -74,7 +74,7 @@ def test_batch_of_several_sizes_equals_one_process(threads, model):
 
 
 def test_timesteps_of_a_part_stay_views_of_the_schedule():
-    """So that they are read once."""
+    """Ensures that they are read once."""
     schedule = torch.tensor([900.0, 500.0])
     part = part_of({"timestep": schedule[1].expand(BATCH)}, (0, 2), BATCH)["timestep"]
     assert part._base is schedule

@@ -1,4 +1,4 @@
-"""Which weights of a pipeline's folder are loaded, and which are missing."""
+"""Weights of a pipeline's folder that are loaded, and those that are missing."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def run_compiled_blocks(rank: int, world: int, model: str, config: dict[str, Any
     ],
 )
 def test_repeated_blocks_compile_without_a_graph_break(pool, model, mask, graphs):
-    """`fullgraph=True` raises where there is one. 12 layers of Wan are one graph, as the layer that an attention is of
-    is a tensor: with an integer, each would be compiled anew."""
+    """Relies on `fullgraph=True`, which raises where there is one. 12 layers of Wan are one graph, as a layer's
+    number is a tensor: with an integer, each would be compiled anew."""
     pool(2).run(run_compiled_blocks, model, {"mask": MASKS[mask], "strategy": "U1R2"}, graphs)
 
 
@@ -199,12 +199,12 @@ def run_inductor(rank: int, world: int, how: str, mode: str | None, config: dict
 @pytest.mark.long
 @pytest.mark.parametrize(("how", "mode"), [("blocks", None), ("in place", "reduce-overhead")])
 def test_code_of_inductor_equals_uncompiled(pool, how, mode):
-    """On CPUs, where "reduce-overhead" has no CUDA graphs: the other tests run the graphs as they were traced."""
+    """Runs on CPUs, where "reduce-overhead" has no CUDA graphs: the other tests run the graphs as they were traced."""
     pool(2).run(run_inductor, how, mode, {"mask": MASKS["sparge"], "strategy": "U1R2"})
 
 
 def test_attention_is_kept_out_of_cuda_graphs():
-    """A graph would replay the plan and the split sizes of the call in which it was captured."""
+    """Guards against graphs that replay the plan and the split sizes of the call in which they were captured."""
 
     def attend(q, number):
         return torch.ops.dbsp.attend.default(q * 2, q, q, number, None, None) + 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -12,19 +10,15 @@ import torch
 import torch.distributed as dist
 
 import dbsp_diffusers
-import dbsp_para
-from dbsp_core.comm import groups
 from dbsp_core.comm.exchange import Route
 from dbsp_core.utils.errors import UserError
-from tests.core.comm.device_cases import gpus
 from tests.core.comm.lifetimes import left_alive
-from tests.diffusers.cache_cases import Denoising
 from tests.support.models import tiny_pipelines
 from tests.support.models.tiny_pipelines import fingerprint, latents, load, state_of
-from tests.support.models.tiny_transformers import Thw, make_tiny_transformer, tiny_inputs
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, apart, assert_near, outputs, said
 from tests.support.references import by_first_rank
-from tests.support.single_process import attach_single_process
+from tests.support.steady_cases import collectives
 from tests.support.user_masks import MOMENTS
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
@@ -90,21 +84,6 @@ def test_pipeline_equals_one_process(pool, folder, world):
     assert len(set(on_ranks(pool, world, run_pipeline, folder))) == 1, "ranks must share their noise"
 
 
-@by_first_rank
-def steps_alone(model: str, thw: Thw, mask: dict[str, Any]) -> list[torch.Tensor]:
-    steps = Denoising(make_tiny_transformer(model), tiny_inputs(model, thw), 3, counts=False)
-    attach_single_process(steps.transformer, {"mask": mask})
-    return steps.run()[0]
-
-
-def run_steps(rank: int, world: int, model: str, thw: Thw, config: dict[str, Any]) -> None:
-    """Compares denoising steps of a transformer with one process."""
-    steps = Denoising(make_tiny_transformer(model), tiny_inputs(model, thw), 3, counts=False)
-    dbsp_diffusers.enable(steps.transformer, config)
-    assert_near(steps.run()[0], steps_alone(model, thw, config["mask"]))
-    dbsp_diffusers.disable(steps.transformer)
-
-
 def run_repeated_timesteps(rank: int, world: int, folder: str, steps: int) -> None:
     """Runs a pipeline with a scheduler that gives all timesteps but the first twice."""
     from diffusers import FlowMatchHeunDiscreteScheduler
@@ -129,58 +108,32 @@ def test_repeated_timestep_is_another_step_and_not_a_cfg_pass(pool, folder):
     pool(2).run(run_repeated_timesteps, folder, 3)
 
 
-def current_gpu(rank: int, world: int) -> int:
-    """Returns the GPU that is current after `enable`, of four that torch says there are, for a model on the CPU."""
-    transformer = make_tiny_transformer("wan")
-    with gpus(4, {"RANK": str(rank), "LOCAL_RANK": str(rank)}) as seen:
-        dbsp_diffusers.enable(transformer, CONFIG)
-        dbsp_diffusers.disable(transformer)
-    return seen[-1]
-
-
-def test_each_rank_has_its_own_gpu_as_the_current_one(pool):
-    assert pool(2).run(current_gpu) == [0, 1]
-
-
-def exchanges_before_the_first_attention(
-    rank: int, world: int, folder: str, settings: dict[str, Any]
-) -> list[list[str]]:
-    """Returns how ranks compare from `enable` to the first q that is sent, and from the next call to that."""
-    group, pipe, found = dist.new_group(list(range(world)), timeout=timedelta(seconds=77)), load("wan", folder), []
-
-    def noted(name: str, function: Any) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            if found and found[-1][-1] != "q":
-                found[-1].append(name)
-            return function(*args, **options)
-
-        return call
-
-    names = ("barrier", "all_reduce", "monitored_barrier", "broadcast", "all_gather", "all_gather_object")
-    with ExitStack() as patches:
-        for name in names:
-            patches.enter_context(mock.patch.object(dist, name, noted(name, getattr(dist, name))))
-        patches.enter_context(mock.patch.object(groups, "_all_gather_single", noted("gather", None)))
-        patches.enter_context(mock.patch.object(Route, "dispatch", noted("q", Route.dispatch)))
-        found.append(["enable"])
+def compared_before_attention(
+    rank: int, world: int, folder: str, settings: dict[str, Any], again: bool
+) -> dict[str, int]:
+    """Returns what ranks send from `enable` to the first q, or from a second call to its first q, by name."""
+    group, pipe = dist.new_group(list(range(world))), load("wan", folder)
+    sent = mock.patch.object(Route, "dispatch", side_effect=RuntimeError("far enough"))
+    if again:
         dbsp_diffusers.enable(pipe, settings, group=group)
         latents(pipe, seed=None, **BRIEF)
-        found.append(["call"])
-        latents(pipe, seed=None, **BRIEF)
+    with collectives() as seen, sent:
+        if not again:
+            dbsp_diffusers.enable(pipe, settings, group=group)
+        assert said(lambda: latents(pipe, seed=None, **BRIEF)) == "RuntimeError: far enough"
     dbsp_diffusers.disable(pipe)
-    return found
+    return dict(seen)
 
 
+@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(
     "mask", [{"source": "window"}, {"source": "synthetic", "density": 0.3}], ids=["static", "step"]
 )
-def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, folder, mask):
-    """When db-SP is enabled, when the pipeline is called, and at the attention; then twice a call."""
+def test_ranks_compare_three_times_from_enable_to_the_first_attention(pool, folder, mask, again):
+    """Expects comparisons when db-SP is enabled, when the pipeline is called and at the attention; then two a call."""
     settings = {"mask": mask | {"block_q": 16, "block_k": 16}}
-    for first, second in pool(2).run(exchanges_before_the_first_attention, folder, settings):
-        assert [name for name in first if name != "broadcast"] == ["enable", *["all_gather"] * 3, "q"]
-        assert [name for name in second if name != "broadcast"] == ["call", *["all_gather"] * 2, "q"]
-        assert first.count("broadcast") == second.count("broadcast") == 4, "two headers, random numbers, inputs"
+    for seen in pool(2).run(compared_before_attention, folder, settings, again):  # headers, random numbers, inputs
+        assert seen == {"all_gather": 2 if again else 3, "broadcast": 4}
 
 
 def test_transformer_compiled_after_enable_has_its_session():
@@ -194,16 +147,6 @@ def test_transformer_compiled_after_enable_has_its_session():
     session = dbsp_diffusers.enable(compiled, CONFIG)
     assert dbsp_diffusers.session_of(transformer) is session
     dbsp_diffusers.disable(compiled)
-
-
-@pytest.mark.parametrize("enable", [dbsp_diffusers.enable, dbsp_para.parallelize_transformer])
-def test_ranks_that_have_not_met_are_rejected(monkeypatch, enable):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    transformer = make_tiny_transformer("wan")
-    with pytest.raises(UserError, match=r"torchrun started 8 processes, but torch.distributed is not initialised"):
-        enable(transformer, config=CONFIG)
-    assert dbsp_diffusers.session_of(transformer) is None
 
 
 @pytest.mark.parametrize(
@@ -228,25 +171,17 @@ def test_call_that_gains_nothing_is_logged(folder, capfd, config, line):
     assert line is None or line in lines[0]
 
 
-def enabled_pipeline(framework: str, folder: str, mask: dict[str, Any]) -> Any:
+def enabled_pipeline(folder: str) -> Any:
     """Returns a pipeline after a call, with db-SP still on it, which holds masks' plans and closures of all kinds."""
     pipe = load("wan", folder)
-    if framework == "para":
-        dbsp_para.parallelize_pipe(pipe, config={"mask": mask})
-    else:
-        dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")
+    mask = {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}
+    dbsp_diffusers.enable(pipe, {"mask": mask}, strategy="U1R2")
     return pipe, latents(pipe, seed=None, **BRIEF)
 
 
-@pytest.mark.parametrize(
-    ("framework", "mask"),
-    [("diffusers", {"source": "sparge", "cdf": 0.6}), ("para", {"source": "window"})],
-    ids=["diffusers", "para"],
-)
-def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder, framework, mask):
-    """Nobody has to disable it first: a group that is left when Python ends may abort it."""
-    mask = mask | {"block_q": 16, "block_k": 16}
-    for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, framework, folder, mask):
+def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder):
+    """Disables nothing first: a group that is left when Python ends may abort it."""
+    for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, folder):
         assert (there, left) == (2, []), "one to attend in and one to agree in"
 
 

@@ -1,4 +1,4 @@
-"""What ranks must have identically: compared at the beginning of a generation, and the first rank's in every pass."""
+"""Inputs that ranks must have identically: compared as a generation begins, and the first rank's in every pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What db-SP puts on a pipeline and its transformer: around calls, undone without a trace, freed with them."""
+"""Wrappers that db-SP puts around calls of a pipeline and its transformer: undone without a trace, freed with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a program that runs as one of several ranks ends: after a failure at once, without waiting for other ranks."""
+"""The end of a program that runs as one of several ranks: after a failure at once, without waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def start(script: str, *arguments: object) -> Program:
 
 
 def ended(process: Program) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error)"""
+    """Returns exit code, standard output, standard error."""
     try:
         out, err = process.communicate(timeout=SAFETY_NET_S)
     finally:
@@ -105,7 +105,7 @@ def test_nccl_is_aborted_after_a_failure_and_destroyed_after_a_success(tmp_path,
 
 
 def test_programs_that_db_sp_starts_leave_their_groups_in_one_way():
-    """A `finally: destroy_process_group()` would wait for ranks that never come."""
+    """Guards against a `finally: destroy_process_group()`, which would wait for ranks that never come."""
     root = Path(__file__).parents[2]
     texts = {
         path.relative_to(root): path.read_text()

@@ -137,7 +137,7 @@ def test_decisions_by_what_has_changed_are_those_of_one_process(pool, cache, fir
 
 @pytest.mark.long
 def test_cache_on_xfusers_own_transformer_skips_what_one_process_skips(pool):
-    """Its runner puts cache-dit on after db-SP."""
+    """Puts cache-dit on after db-SP, as xfuser's runner does."""
     pytest.importorskip("cache_dit")
     pool(4).run(start_xfuser)
     for (computed,) in pool(4).run(run_decisions, "cache-dit", (0.3,), False, "xdit"):
@@ -146,7 +146,7 @@ def test_cache_on_xfusers_own_transformer_skips_what_one_process_skips(pool):
 
 @pytest.mark.long
 def test_cache_dit_left_to_itself_skips_other_steps(pool):
-    """All ranks the same, by an average of the ranks' means. When this fails, db-SP need not replace it any more."""
+    """Expects identical ranks, by an average of their means. When this fails, db-SP need not replace it any more."""
     pytest.importorskip("cache_dit")
     results = pool(4).run(run_decisions, "cache-dit", THRESHOLDS[1:], False, "diffusers", True)
     assert len({str(found) for found in results}) == 1
@@ -221,7 +221,7 @@ def run_cached_pipeline(rank: int, world: int, folder: str, cache: str, first: b
     ("cache", "first"), [pytest.param("first block", False, marks=pytest.mark.long), ("cache-dit", True)]
 )
 def test_cached_pipeline_equals_one_process(pool, folder, cache, first):
-    """Whose two CFG passes have a cache each."""
+    """Runs two CFG passes, which have a cache each."""
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
     pool(2).run(run_cached_pipeline, folder, cache, first)
@@ -286,7 +286,7 @@ def test_cache_dits_choice_of_single_tokens_is_rejected(pool):
 
 
 def test_padding_and_unequal_shards_weigh_nothing():
-    """The shards of 3 and 2 tokens give the change of 5 tokens."""
+    """Expects the change of 5 tokens from shards of 3 and 2 tokens."""
     video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
     before = video.take(torch.ones(1, 5, 4), dim=1)
     now = before * 1.5
@@ -312,7 +312,7 @@ class TestWhatIsKnownOfOtherLibraries:
         assert unsupported == {"AttentionProcessorSkipHook"}
 
     def test_hooks_of_diffusers_that_look_at_data_are_known(self):
-        """A decision from data takes a number off the device: `.item()`, `float(…)` or `.tolist()`."""
+        """Looks for decisions from data, which take a number off the device: `.item()`, `float(…)` or `.tolist()`."""
         hooks = importlib.import_module("diffusers.hooks")
         for cls in heirs(hooks.ModelHook):
             if (

@@ -95,7 +95,7 @@ def _shared(vae, patches):
 
 @torch.no_grad()
 def _decode(rank, world, vae, z, change=lambda rank, vae, z: z):
-    """A rank's decode by an autoencoder of its own, which `change` may spoil."""
+    """Decodes on a rank by an autoencoder of its own, which `change` may spoil."""
     vae, patches = copy.deepcopy(vae), PatchSet()
     _shared(vae, patches)
     z = change(rank, vae, z)
@@ -107,7 +107,7 @@ def _decode(rank, world, vae, z, change=lambda rank, vae, z: z):
 
 
 def _serially(threads, vae, z):
-    """In a thread, as ranks are: the number of torch's threads decides about last bits."""
+    """Decodes in a thread, as ranks are: the number of torch's threads decides about last bits."""
     return threads(1).run(_serial, vae, z)[0]
 
 

@@ -141,7 +141,7 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _inherits_its_device(init: Any) -> Any:
-    """A thread belongs to the rank that made it. Its current device is cuda:0 nevertheless, as CUDA has it."""
+    """Wraps a thread's making: it belongs to the rank that made it. Its current device is cuda:0, as CUDA has it."""
 
     def made(self: threading.Thread, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What CUDA would answer with an error, and what it would do slowly: both with the line in the code under test."""
+"""Faults that CUDA would answer with an error, and what it would do slowly, each with the line under test."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu_node import streams
-from tests.gpu_node.faults import DeviceFault, recorded
-from tests.gpu_node.tensors import DeviceTensor, inner
+from tests.gpu_node.faults import recorded
+from tests.gpu_node.tensors import DeviceTensor, inner, require_taken
 
 _COLLECTIVES = (
     *("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_to_all_single", "allgather", "allreduce"),
@@ -68,18 +68,9 @@ def _checked(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def run(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         config = dist.get_backend_config(group)
-        if len(on_device) < len(tensors) and "gloo" not in config:
-            raise DeviceFault(f"{name}: CPU tensor given to NCCL")
-        if on_device and "nccl" not in config:
-            raise DeviceFault(f"{name}: {on_device[0].device} tensor given to gloo, which copies it through the host")
-        for tensor in on_device:
-            if tensor.device.index != streams.current_device():
-                raise DeviceFault(
-                    f"{name}: tensor on {tensor.device} given to NCCL while the current device is "
-                    f"cuda:{streams.current_device()}"
-                )
+        require_taken(name, tensors, over_nccl="nccl" in config, over_gloo="gloo" in config)
+        on_device = [tensor for tensor in tensors if isinstance(tensor, DeviceTensor)]
         if on_device:
             recorded.launch(f"NCCL {name}", None)
             memories = [tensor.memory for tensor in on_device]

@@ -10,11 +10,11 @@ from unittest import mock
 
 import torch
 
-from dbsp_core.comm.groups import PendingTransfer, explain_broken_connection
+from dbsp_core.comm.groups import PendingTransfer
 from tests.gpu_node import streams
 from tests.gpu_node.faults import DeviceFault, recorded
-from tests.gpu_node.tensors import DeviceTensor, inner, on_device
-from tests.support.thread_group import Member, ThreadGroup, Transfer
+from tests.gpu_node.tensors import DeviceTensor, inner, on_device, require_taken
+from tests.support.thread_group import Member, ThreadGroup
 from tests.support.thread_ranks import ThreadRanks
 from tests.support.workers import SAFETY_NET_S
 
@@ -59,53 +59,35 @@ class DeviceGroup(ThreadGroup):
         self, kind: str, sent: torch.Tensor, send_splits: Sequence[int], receivers: Sequence[int],
         received: torch.Tensor, receive_splits: Sequence[int], sources: Sequence[int],
     ) -> PendingTransfer:  # fmt: skip
-        self._check(sent)
-        if self._member.over_gloo:
-            return super()._start(kind, sent, send_splits, receivers, received, receive_splits, sources)
-        if not sent.is_contiguous():
-            raise ValueError("process groups send contiguous tensors")
+        self._require_taken(kind, sent)
+        pending = super()._start(kind, inner(sent), send_splits, receivers, inner(received), receive_splits, sources)
+        if not isinstance(received, DeviceTensor):
+            return pending
         recorded.launch(f"NCCL {kind.split(' of ')[0]}", None)
-        copy = inner(sent).detach().clone()
-        parcels = dict(zip(receivers, copy.split(list(send_splits)), strict=True))
-        with explain_broken_connection():
-            number = self._member.meeting.post(self.rank, kind, parcels)
-        values = inner(received), receive_splits, sources, inner(sent).detach(), copy
-        work: Any = _DeviceTransfer(self._member, number, *values, into=received)
-        return PendingTransfer(received, sent, (work,))
+        works: Any = tuple(_DeviceTransfer(work, received) for work in pending.works)
+        return PendingTransfer(received, sent, works)
 
     def _gather(self, kind: str, mine: torch.Tensor) -> list[torch.Tensor]:
         if kind != "barrier":
-            self._check(mine)
-        if self._member.over_gloo or not isinstance(mine, DeviceTensor):
-            return super()._gather(kind, mine)
+            self._require_taken(kind, mine)
+        found = super()._gather(kind, inner(mine))
+        if not isinstance(mine, DeviceTensor):
+            return found
         recorded.launch(f"NCCL {kind.split(' of ')[0]}", None)
-        copy, meeting = mine.inner.detach().clone(), self._member.meeting
-        with explain_broken_connection():
-            number = meeting.post(self.rank, f"{kind} {mine.dtype}", dict.fromkeys(range(self.size), copy))
-            found = meeting.read(self.rank, number, range(self.size))
         return [on_device(one.clone(), mine.device.index) for one in found]
 
-    def _check(self, tensor: torch.Tensor) -> None:
-        """Raises DeviceFault for a tensor that the group's backend does not take."""
-        if self._member.over_gloo:
-            if isinstance(tensor, DeviceTensor):
-                raise DeviceFault(f"{tensor.device} tensor given to gloo, which copies it through the host")
-        elif not isinstance(tensor, DeviceTensor):
-            raise DeviceFault("CPU tensor given to NCCL")
-        elif tensor.device.index != streams.current_device():
-            raise DeviceFault(
-                f"tensor on {tensor.device} given to NCCL while the current device is cuda:{streams.current_device()}"
-            )
+    def _require_taken(self, kind: str, tensor: torch.Tensor) -> None:
+        require_taken(kind, [tensor], over_nccl=self.over_nccl, over_gloo=self._member.over_gloo)
 
 
 @dataclass(eq=False)
-class _DeviceTransfer(Transfer):
+class _DeviceTransfer:
     """A transfer of device tensors' values. They are the current stream's after `wait`, which is no host wait."""
 
-    into: DeviceTensor | None = None
+    values: Any
+    into: DeviceTensor
 
     def wait(self) -> None:
-        if self.done or self.into is None:
-            return
-        super().wait()
-        streams.submit(self.into.device.index, [], [self.into.memory], "a transfer")
+        if not self.values.done:
+            self.values.wait()
+            streams.submit(self.into.device.index, [], [self.into.memory], "a transfer")

@@ -53,13 +53,13 @@ def set_device(device: torch.device | int | str) -> None:
 
 
 def own(device: int | None) -> None:
-    """From now on, this thread and those that it starts may touch no other device. None: any."""
+    """Lets this thread and those that it starts touch no other device from now on. None: any."""
     _HERE.own = device
 
 
 @contextmanager
 def owning(device: int | None) -> Iterator[None]:
-    """Within it, this thread and those that it starts may touch no other device."""
+    """Lets this thread and those that it starts touch no other device within a block."""
     before = own_device()
     own(device)
     try:

@@ -134,6 +134,18 @@ def set_data(tensor: torch.Tensor, values: torch.Tensor) -> None:
         torch_data.__set__(tensor, values)
 
 
+def require_taken(what: str, tensors: list[torch.Tensor], *, over_nccl: bool, over_gloo: bool) -> None:
+    """Raises DeviceFault for a tensor that a group does not take: NCCL takes the current device's, gloo the host's."""
+    for tensor in tensors:
+        if not isinstance(tensor, DeviceTensor):
+            if not over_gloo:
+                raise DeviceFault(f"{what}: CPU tensor given to NCCL")
+        elif not over_nccl:
+            raise DeviceFault(f"{what}: {tensor.device} tensor given to gloo, which copies it through the host")
+        elif tensor.device.index != (current := streams.current_device()):
+            raise DeviceFault(f"{what}: tensor on {tensor.device} given to NCCL while the current device is {current}")
+
+
 def _allocated(values: torch.Tensor, device: int) -> Memory:
     streams.require_own(device, "an allocation")
     memory = Memory(device, values.untyped_storage().nbytes())
@@ -235,7 +247,7 @@ def on_host(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _reads_booleans(name: str, args: tuple[Any, ...]) -> bool:
-    """True if an index is a mask, whose number of entries the host needs."""
+    """Returns whether an index is a mask, whose number of entries the host needs."""
     if name not in _INDEXING:
         return False
     return any(isinstance(t, torch.Tensor) and t.dtype in (torch.bool, torch.uint8) for t in args[1])
@@ -258,7 +270,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[D
 
 
 def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """copy_: within a device, between devices, and between device and host."""
+    """Runs copy_: within a device, between devices, and between device and host."""
     to, source = args[0], args[1]
     non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
     if not isinstance(source, DeviceTensor):
@@ -278,7 +290,7 @@ def copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _to_copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """_to_copy: `Tensor.to` with another device or dtype."""
+    """Runs _to_copy: `Tensor.to` with another device or dtype."""
     source, asked = args[0], kwargs.get("device")
     device = source.device if asked is None else torch.device(asked)
     options = {name: kwargs[name] for name in ("dtype", "memory_format") if kwargs.get(name) is not None}
@@ -343,7 +355,7 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _attention_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """What torch chooses: cuDNN from Hopper on, FlashAttention before, and no fused kernel for other dtypes."""
+    """Returns torch's choice: cuDNN from Hopper on, FlashAttention before, and no fused kernel for other dtypes."""
     if args[0].dtype not in (torch.float16, torch.bfloat16):
         return SDPBackend.MATH.value
     fused = SDPBackend.CUDNN_ATTENTION if torch.cuda.get_device_capability() >= (9, 0) else SDPBackend.FLASH_ATTENTION

@@ -1,4 +1,4 @@
-"""What the simulated node runs: features of other libraries together with db-SP, before `enable` or after it."""
+"""Features of other libraries together with db-SP on simulated GPUs, put on before `enable` or after it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _int8_weights(run: Run) -> None:
 
 
 def _cross_backend(run: Run) -> None:
-    """As a user's "flash" or "sage" would be: one that this machine has."""
+    """Sets a backend as a user's "flash" or "sage" would be: one that this machine has."""
     from diffusers.models.attention_dispatch import attention_backend
 
     with _ONE_AT_A_TIME, attention_backend():  # else it would be that of all models of this process from now on
@@ -207,7 +207,7 @@ COMPILED = {
 
 @dataclass(frozen=True)
 class Together:
-    """What one rank found of features together with db-SP.
+    """The findings of one rank about features together with db-SP.
 
     Attributes:
         difference: The largest difference from one process with the features.

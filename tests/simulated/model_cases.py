@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from dbsp_diffusers.models import ARCHITECTURES
 from tests.diffusers.models.model_cases import WITHOUT_GRID
@@ -47,14 +48,12 @@ def own_device(rank: int) -> torch.device:
 
 def moved(value: Any, to: torch.device | torch.dtype) -> Any:
     """Returns a transformer's inputs on a device, or in another dtype; numbers such as timesteps stay in float32."""
-    if isinstance(value, dict):
-        return {name: moved(one, to) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(moved(one, to) for one in value)
-    if not isinstance(value, torch.Tensor):
-        return value
-    casts = value.dtype == torch.float32 and value.dim() > 1
-    return value.to(to) if isinstance(to, torch.device) or casts else value
+
+    def one_moved(one: torch.Tensor) -> torch.Tensor:
+        casts = one.dtype == torch.float32 and one.dim() > 1
+        return one.to(to) if isinstance(to, torch.device) or casts else one
+
+    return tree_map_only(torch.Tensor, one_moved, value)
 
 
 @shared

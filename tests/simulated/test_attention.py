@@ -2,105 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
-import numpy as np
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, dual_balanced_attention
+from dbsp_core import SequenceGroup, Strategy, dual_balanced_attention
 from dbsp_kernels import dense
 from tests.gpu_node.faults import recorded
 from tests.gpu_node.node import GpuNode
 from tests.kernels.packed_inputs import int8_and_back
 from tests.simulated.model_cases import own_device
-from tests.support.attention_cases import shards
+from tests.support.attention_cases import Case, Inputs, shards, whole
 from tests.support.oracle import dense_attention, largest_difference
-from tests.support.thread_ranks import once
+from tests.support.shared import shared
+
+small = partial(Case, tokens=60, block_k=8, density=0.5, padded=True, debug=False)
 
 
-@dataclass(frozen=True)
-class AttentionCase:
-    """One attention. dense_heads: heads whose every block is active; sabotage: a negative control's fault."""
-
-    strategy: str
-    planner: str = "dbsp"
-    keys: str = "all"
-    heads: int = 3
-    tokens: int = 60
-    text_tokens: int = 0
-    batch: int = 1
-    head_dim: int = 16
-    dense_heads: int = 0
-    dtype: torch.dtype = torch.float32
-    kernel: str = "auto"
-    gradients: bool = False
-    sabotage: str | None = None
-
-    @property
-    def grid(self) -> BlockGrid:
-        return BlockGrid(self.tokens, self.text_tokens, 16, 8)
-
-
-def largest_errors(rank: int, world: int, case: AttentionCase) -> list[float]:
-    """Returns the largest error of this rank's output, and of its gradients relative to the largest one."""
-    device = own_device(rank)
-    mask, full, weight, expected = once(lambda: _whole(case))
-    layout = SequenceLayout.contiguous(case.tokens, world)
-    own, mine, slots = shards([one.detach().to(case.dtype) for one in full], layout, rank, padded=True)
-    local = [one.to(device).requires_grad_(case.gradients) for one in own]
-    if case.sabotage == "another head":
-        local[1] = local[1].roll(1, dims=1)
-    options = {"planner": case.planner, "keys": case.keys, "kernel": case.kernel}
-    group = SequenceGroup.from_group()
-    out = dual_balanced_attention(*local, mask, case.strategy, layout=layout, group=group, **options)
-    assert (out.device, out.dtype) == (device, case.dtype)
-    errors = [largest_difference(out.cpu()[:, :, slots].double(), expected[0][:, :, mine])]
-    if case.gradients:
-        ((weights,), _, _) = shards([weight.to(case.dtype)], layout, rank, padded=True)
-        (out * weights.to(device)).sum().backward()
-        for one, right in zip(local, expected[1:], strict=True):
-            assert one.grad is not None
-            assert one.grad.device == device
-            apart = largest_difference(one.grad.cpu()[:, :, slots].double(), right[:, :, mine])
-            errors.append(apart / float(right.abs().max()))
-    return errors
-
-
-def fused_operators(rank: int, world: int, case: AttentionCase) -> tuple[float, set[str]]:
-    """Returns the largest error, and torch's fused attentions that ran."""
-    dense._operator.cache_clear()  # a test before may have run on GPUs of another architecture
-    worst = max(largest_errors(rank, world, case))
-    return worst, {name for name in recorded.operators if name.startswith("_scaled_dot_product")}
-
-
-def _whole(case: AttentionCase) -> tuple[BlockMask, list[torch.Tensor], torch.Tensor, list[torch.Tensor]]:
-    """Returns the mask, q, k and v of all tokens, the loss's weights, and the oracle's output and gradients."""
-    generator = torch.Generator().manual_seed(case.heads + case.tokens)
-    shape = (case.batch, case.heads, case.tokens, case.head_dim)
-    full = [torch.randn(shape, generator=generator).to(case.dtype).double().requires_grad_() for _ in range(3)]
-    weight = torch.randn(shape, generator=generator).to(case.dtype).double()
-    mask = _random_mask(case)
-    q, k, v = full
+@shared
+def one_process(case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the loss's weights, and the oracle's output and gradients of q, k and v."""
+    mask, full = whole(case.attention)
+    q, k, v = leaves = [one.double().requires_grad_() for one in full]
+    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(7)).to(case.dtype)
     if case.kernel == "triton-int8" and case.sabotage != "no rounding":
         blocks = k.split(case.grid.k_axis.lengths.tolist(), dim=2)
         q, k = int8_and_back(q, (3,)), torch.cat([int8_and_back(block, (2, 3)) for block in blocks], dim=2)
     out = dense_attention(q, k, v, mask, torch.arange(case.tokens))
-    (out * weight).sum().backward()
-    gradients = [one.grad for one in full if one.grad is not None]
-    return mask, full, weight, [out.detach(), *gradients]
+    return weight, [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
 
 
-def _random_mask(case: AttentionCase) -> BlockMask:
-    """Asymmetric, with heads of different work, empty rows and an empty column; then the dense heads."""
-    grid, rng = case.grid, np.random.default_rng(case.heads)
-    head = np.linspace(0.2, 0.8, case.heads)[:, None, None]
-    bits = rng.random((case.heads, grid.nq, grid.nk)) < head
-    bits[rng.random((case.heads, grid.nq)) < 0.15] = False
-    bits[:, :, 2] = False
-    bits[case.heads - case.dense_heads :] = True
-    return BlockMask(bits, grid)
+def largest_errors(rank: int, world: int, case: Case, gradients: bool = False) -> list[float]:
+    """Returns the largest error of this rank's output, and of its gradients relative to the largest one."""
+    device, given, (weight, expected) = own_device(rank), Inputs.from_case(case, rank), one_process(case)
+    local = [one.to(device).requires_grad_(gradients) for one in given.local]
+    if case.sabotage == "another head":
+        local[1] = local[1].roll(1, dims=1)
+    options = {"planner": case.planner, "keys": case.keys, "kernel": case.kernel}
+    group = SequenceGroup.from_group()
+    out = dual_balanced_attention(*local, given.mask, case.strategy, layout=given.layout, group=group, **options)
+    assert (out.device, out.dtype) == (device, case.dtype)
+    errors = [largest_difference(out.cpu()[:, :, given.slots].double(), expected[0][:, :, given.mine])]
+    if gradients:
+        ((weights,), _, _) = shards([weight], given.layout, rank, padded=True)
+        (out * weights.to(device)).sum().backward()
+        for one, right in zip(local, expected[1:], strict=True):
+            assert one.grad is not None
+            assert one.grad.device == device
+            apart = largest_difference(one.grad.cpu()[:, :, given.slots].double(), right[:, :, given.mine])
+            errors.append(apart / float(right.abs().max()))
+    return errors
+
+
+def fused_operators(rank: int, world: int, case: Case) -> tuple[float, set[str]]:
+    """Returns the largest error, and torch's fused attentions that ran."""
+    dense._operator.cache_clear()  # a test before may have run on GPUs of another architecture
+    worst = max(largest_errors(rank, world, case))
+    return worst, {name for name in recorded.operators if name.startswith("_scaled_dot_product")}
 
 
 STRATEGIES = ["U2R1", "U1R2", "U2R2", "U8R1"]
@@ -109,8 +69,8 @@ LONG = pytest.mark.long
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def check(node: GpuNode, case: AttentionCase) -> None:
-    for errors in node.run(Strategy.parse(case.strategy).world, largest_errors, case):
+def check(node: GpuNode, case: Case, gradients: bool = False) -> None:
+    for errors in node.run(Strategy.parse(case.strategy).world, largest_errors, case, gradients):
         assert max(errors) <= BOUND[case.dtype], errors
 
 
@@ -125,61 +85,67 @@ def check(node: GpuNode, case: AttentionCase) -> None:
     ],
 )
 def test_attention_on_gpus_equals_one_process(gpu_node: GpuNode, strategy: str, dense_heads: int) -> None:
-    """With one dense head among sparse ones and text; with none, or nothing but dense ones."""
-    check(gpu_node, AttentionCase(strategy, dense_heads=dense_heads, text_tokens=5 * (dense_heads % 2)))
+    """Covers one dense head among sparse ones and text, none, and nothing but dense ones."""
+    check(gpu_node, small(strategy, dense_heads=dense_heads, text_tokens=5 * (dense_heads % 2)))
 
 
 @pytest.mark.parametrize("strategy", ["U1R2", *(pytest.param(one, marks=LONG) for one in ("U2R1", "U1R4", "U4R2"))])
 def test_attention_in_bfloat16_is_near_one_process(gpu_node: GpuNode, strategy: str) -> None:
-    check(gpu_node, AttentionCase(strategy, dtype=torch.bfloat16, dense_heads=1, heads=5))
+    check(gpu_node, small(strategy, dtype=torch.bfloat16, dense_heads=1, heads=5))
 
 
 @pytest.mark.parametrize(("strategy", "arch", "name"), [("U2R1", 80, "flash"), ("U1R2", 90, "cudnn")])
 def test_dense_heads_run_on_the_kernel_that_torch_chooses(
     gpu_node: GpuNode, strategy: str, arch: int, name: str
 ) -> None:
-    case = AttentionCase(strategy, dtype=torch.bfloat16, dense_heads=2, batch=2)
+    case = small(strategy, dtype=torch.bfloat16, dense_heads=2, batch=2)
     for worst, names in gpu_node.run(2, fused_operators, case, arch=arch):
         assert worst <= BOUND[torch.bfloat16]
         assert names == {f"_scaled_dot_product_{name}_attention"}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "dense_heads"),
-    [("U1R2", 1), ("U2R2", 0), pytest.param("U2R1", 0, marks=LONG), pytest.param("U1R4", 1, marks=LONG)],
-)
-def test_gradients_on_gpus_equal_one_process(gpu_node: GpuNode, strategy: str, dense_heads: int) -> None:
-    check(gpu_node, AttentionCase(strategy, gradients=True, dense_heads=dense_heads))
+OPTIONS = {
+    "contiguous planner, batch": small("U2R2", planner="contiguous", batch=2),
+    "planner of the paper": small("U2R2", planner="paper", heads=4),
+    "selective KV exchange": small("U2R2", keys="needed", batch=2, dense_heads=1),
+    "fewer heads than ranks": small("U4R1", heads=2, head_dim=24),
+    "few tokens": small("U2R1", tokens=20),
+    "dense head, batch": small("U1R2", batch=2, dense_heads=1),
+}
+LONG_OPTIONS = ("selective KV exchange", "dense head, batch")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        AttentionCase("U2R2", planner="contiguous", batch=2),
-        AttentionCase("U2R2", planner="paper", heads=4),
-        AttentionCase("U1R2", keys="needed", gradients=True),
-        pytest.param(AttentionCase("U2R2", keys="needed", batch=2, dense_heads=1), marks=LONG),
-        AttentionCase("U2R1", batch=2, dense_heads=1, gradients=True),
-        AttentionCase("U4R1", heads=2, head_dim=24),
-        AttentionCase("U2R1", tokens=20),
-        pytest.param(AttentionCase("U1R2", batch=2, dense_heads=1), marks=LONG),
-    ],
-    ids=str,
-)
-def test_option_on_gpus_equals_one_process(gpu_node: GpuNode, case: AttentionCase) -> None:
-    check(gpu_node, case)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=LONG if one in LONG_OPTIONS else ()) for one in OPTIONS])
+def test_option_on_gpus_equals_one_process(gpu_node: GpuNode, name: str) -> None:
+    check(gpu_node, OPTIONS[name])
+
+
+TRAINED = {
+    "one dense head": small("U1R2", dense_heads=1),
+    "no dense head": small("U2R2"),
+    "selective KV exchange": small("U1R2", keys="needed"),
+    "dense head, batch": small("U2R1", batch=2, dense_heads=1),
+    "Ulysses alone": small("U2R1"),
+    "ring of four": small("U1R4", dense_heads=1),
+}
+LONG_TRAINED = ("Ulysses alone", "ring of four")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=LONG if one in LONG_TRAINED else ()) for one in TRAINED])
+def test_gradients_on_gpus_equal_one_process(gpu_node: GpuNode, name: str) -> None:
+    check(gpu_node, TRAINED[name], gradients=True)
 
 
 @pytest.mark.parametrize("strategy", ["U2R2", pytest.param("U1R4", marks=LONG)])
 def test_int8_kernel_equals_attention_of_the_rounded_numbers(gpu_node: GpuNode, strategy: str) -> None:
-    check(gpu_node, AttentionCase(strategy, kernel="triton-int8", text_tokens=5, head_dim=32))
+    check(gpu_node, small(strategy, kernel="triton-int8", text_tokens=5, head_dim=32))
 
 
 def test_int8_kernel_without_rounding_in_the_reference_differs(gpu_node: GpuNode) -> None:
-    case = AttentionCase("U2R1", kernel="triton-int8", head_dim=32, sabotage="no rounding")
+    case = small("U2R1", kernel="triton-int8", head_dim=32, sabotage="no rounding")
     assert 1e-4 < max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) < 5e-2
 
 
 def test_attention_with_wrong_keys_differs(gpu_node: GpuNode) -> None:
-    case = AttentionCase("U2R1", sabotage="another head")
+    case = small("U2R1", sabotage="another head")
     assert max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) > 1e-2

@@ -1,9 +1,10 @@
-"""The simulated node itself: it finds what it is there to find, and lets right programs pass."""
+"""The simulated node itself: it finds what it is there to find; all other tests here are right programs."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -66,7 +67,7 @@ def _read_after_an_earlier_event(device: torch.device) -> None:
 
 
 def _thread_without_device(device: torch.device) -> None:
-    """A thread starts on cuda:0, independent of its parent's device."""
+    """Starts a thread, which begins on cuda:0, independent of its parent's device."""
     caught: list[str] = []
     thread = threading.Thread(target=lambda: caught.append(said(lambda: torch.ones(3, device="cuda"))))
     thread.start()
@@ -75,20 +76,34 @@ def _thread_without_device(device: torch.device) -> None:
         raise RuntimeError(*caught)
 
 
-def _launch(
-    device: torch.device, *, current: int | None = None, host: bool = False, grid: tuple[int, ...] = (1,)
-) -> None:
+@contextmanager
+def _another_current(device: torch.device) -> Iterator[torch.Tensor]:
+    """Makes the other device current within a block, which is given values on this one."""
     values = torch.ones(16, device=device)
-    before = torch.cuda.current_device()
-    streams._runtime.set_device(before if current is None else current)
+    streams._runtime.set_device(1 - device.index)
     try:
-        double_kernel[grid](values, torch.ones(16) if host else values, 16, SIZE=16)
+        yield values
     finally:
-        streams._runtime.set_device(before)
+        streams._runtime.set_device(device.index)
+
+
+def _launch_on_another_device(device: torch.device) -> None:
+    with _another_current(device) as values:
+        double_kernel[(1,)](values, values, 16, SIZE=16)
+
+
+def _transfer_on_another_device(device: torch.device) -> None:
+    with _another_current(device) as values:
+        SequenceGroup.from_group().all_gather(values)
+
+
+def _launch(device: torch.device, *, host: bool = False, grid: tuple[int, ...] = (1,)) -> None:
+    values = torch.ones(16, device=device)
+    double_kernel[grid](values, torch.ones(16) if host else values, 16, SIZE=16)
 
 
 def _too_much_shared_memory(device: torch.device) -> None:
-    """Eight stages of 128 keys and values of width 128."""
+    """Asks for eight stages of 128 keys and values of width 128."""
     q, table = torch.ones(1, 128, 128, device=device), torch.ones(1, 1, dtype=torch.int32, device=device)
     inputs = KernelInputs(q, q, q, table * 0, table[0], table[0] * 128, 1.0)
     triton_attention(inputs, Tiles(128, 128, warps=8, stages=8))
@@ -119,9 +134,14 @@ PROGRAMS: dict[str, tuple[Callable[[torch.device], Any], int, str]] = {
         "a context on cuda:0, in a thread of the rank on cuda:1",
     ),
     "a launch while another device is current": (
-        lambda device: _launch(device, current=1 - device.index),
+        _launch_on_another_device,
         0,
         "but the current device is 1",
+    ),
+    "a transfer while another device is current": (
+        _transfer_on_another_device,
+        0,
+        "given to NCCL while the current device is 1",
     ),
     "a launch with a host tensor": (lambda device: _launch(device, host=True), 0, "on the host"),
     "a grid that is too large": (lambda device: _launch(device, grid=(1, 65536)), 0, "grid (1, 65536)"),
@@ -154,27 +174,6 @@ def rejected(rank: int, world: int, name: str) -> str:
 def test_node_rejects_what_cuda_rejects(gpu_node: GpuNode, name: str) -> None:
     _, rank, text = PROGRAMS[name]
     assert text in gpu_node.run(2, rejected, name)[rank]
-
-
-def right(rank: int, world: int) -> None:
-    """Does everything of the above as CUDA wants it."""
-    device = own_device(rank)
-    values, side, event = torch.ones(16, device=device), torch.cuda.Stream(device), torch.cuda.Event()
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        doubled = values + 1
-        event.record(side)
-    torch.cuda.current_stream(device).wait_event(event)
-    double_kernel[(1,)](doubled, doubled, 16, SIZE=16)
-    assert doubled.cpu().tolist() == [4.0] * 16
-    group = SequenceGroup.from_group()
-    found = group.all_to_all(torch.full((2,), float(device.index), device=device), [1, 1], [1, 1])
-    assert found.cpu().tolist() == [0.0, 1.0]
-    assert torch.equal(values.index_select(0, torch.zeros(1, dtype=torch.int64, device=device)).cpu(), torch.ones(1))
-
-
-def test_node_runs_a_right_program(gpu_node: GpuNode) -> None:
-    gpu_node.run(2, right)
 
 
 def waits(rank: int, world: int) -> dict[str, int]:
@@ -250,24 +249,6 @@ def test_backward_runs_on_the_device_of_its_tensors(gpu_node: GpuNode) -> None:
     gpu_node.run(2, gradients)
 
 
-def peaks(rank: int, world: int) -> tuple[int, int]:
-    """Returns the bytes that are allocated at most, and at the end, beyond those at the beginning."""
-    device = torch.device("cuda", rank)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    one = torch.empty(1000, dtype=torch.uint8, device=device)
-    two = torch.empty(500, dtype=torch.uint8, device=device)
-    view = two[:100]
-    del two
-    del one
-    most, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    return most - before, now - before + 0 * view.numel()
-
-
-def test_peak_bytes_are_counted_and_views_keep_memory(gpu_node: GpuNode) -> None:
-    assert gpu_node.run(1, peaks) == [(1500, 500)]
-
-
 def variants(rank: int, world: int) -> tuple[int, int]:
     """Variants of the merge kernel: for several numbers of tokens, and for an output that is not aligned as well."""
     device = torch.device("cuda", rank)
@@ -283,5 +264,5 @@ def variants(rank: int, world: int) -> tuple[int, int]:
 
 
 def test_variants_are_counted_as_triton_specialises(gpu_node: GpuNode) -> None:
-    """Not by numbers and addresses that a kernel leaves unspecialised."""
+    """Excludes numbers and addresses that a kernel leaves unspecialised."""
     assert gpu_node.run(1, variants) == [(1, 2)]

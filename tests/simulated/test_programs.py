@@ -134,7 +134,7 @@ UNSUPPORTED = {
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[GpuProcesses]:
-    """Two processes, each with a simulated GPU of its own."""
+    """Starts two processes, each with a simulated GPU of its own."""
     reason = why_unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -203,7 +203,7 @@ def test_torchrun_starts_ranks_of_dbsp_generate_on_gpus(config_file: str, tmp_pa
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("xfuser") is None, reason="xfuser is not installed")
 def test_ranks_of_the_unmodified_xdit_command_equal_one_process(tmp_path: Path) -> None:
-    """What `xdit --sp-backend dbsp` starts on each GPU: xfuser's own runner."""
+    """Runs what `xdit --sp-backend dbsp` starts on each GPU: xfuser's own runner."""
     tiny, report = str(make_tiny("cogvideox", tmp_path / "cogvideox")), tmp_path / "report"
     mask = {"source": "window", "window": [2, 3, 3], "block_q": 16, "block_k": 16}
     settings = {"mask": mask, "generate": {"dtype": "float32"}, "report": str(report)}

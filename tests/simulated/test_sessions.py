@@ -76,12 +76,6 @@ BY_SOURCE = {
     "dense": "U2R1", "window": "U1R2", "radial": "U2R1", "svg": "U1R2", "sparge": "U2R2", "sol": "U2R1",
     "vsa": "U2R1", "nabla": "U1R2", "union": "U2R1", "callable": "U2R1", "synthetic": "U1R2",
 }  # fmt: skip
-OTHER_STRATEGIES = [
-    ("sparge", "U4R1"), ("sparge", "U4R2"), ("sparge", "U2R4"), ("sparge", "U1R4"), ("sparge", "U1R8"),
-    ("sol", "U8R1"), ("svg", "U2R2"), ("window", "U1R4"), ("radial", "U4R1"),
-    ("window", "U8R1"), ("window", "U4R2"), ("window", "U2R4"), ("window", "U1R8"),
-]  # fmt: skip
-"""With `BY_SOURCE`, every UxRy with a static mask and with a predicted one."""
 LONG = pytest.mark.long
 
 
@@ -99,12 +93,6 @@ def test_source_with_file_on_gpus_equals_one_process(
     check(gpu_node, SessionCase({"mask": source_with_file(name, tmp_path)}, strategy))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "strategy"), OTHER_STRATEGIES)
-def test_strategy_on_gpus_equals_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
-    check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy, (Call(900.0),)))
-
-
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
@@ -115,7 +103,7 @@ def test_strategy_on_gpus_equals_one_process(gpu_node: GpuNode, name: str, strat
     ],
 )
 def test_source_in_bfloat16_is_near_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
-    """Every source that predicts, and a static mask, with a dense step before."""
+    """Covers every source that predicts, and a static mask, with a dense step before."""
     settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1}}
     for errors, _ in gpu_node.run(2, largest_errors, SessionCase(settings, strategy, dtype=torch.bfloat16)):
         assert max(errors) <= BFLOAT16, errors

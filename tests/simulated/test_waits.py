@@ -1,4 +1,4 @@
-"""What steps on simulated GPUs cost: host waits, of which steady steps make none, launches and operators."""
+"""Costs of steps on simulated GPUs: host waits, of which steady steps make none, launches and operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers run: one attention, distributed, against the dense oracle."""
+"""One attention, distributed over workers, against the dense oracle."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Case:
 
     planner: a planner's name, or "random" for any owner and any chunk, per head
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
-    whole_tiles: see `BlockGrid`
+    whole_tiles: see `BlockGrid`;  dense_heads: number of heads, the last ones, whose every block is active
     """
 
     strategy: str
@@ -53,6 +53,7 @@ class Case:
     precision: str = "model"
     whole_tiles: bool = False
     debug: bool = True
+    dense_heads: int = 0
 
     @property
     def grid(self) -> BlockGrid:
@@ -61,7 +62,7 @@ class Case:
 
     @property
     def attention(self) -> Case:
-        """What is attended to, whichever way: equal for cases with one reference."""
+        """The part that decides about results, whichever way they are computed: equal for cases with one reference."""
         return Case("-", **{name: getattr(self, name) for name in _OF_ATTENTION})
 
 
@@ -72,7 +73,7 @@ _OF_ATTENTION = [field.name for field in fields(Case) if field.name not in _WAYS
 
 
 def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
-    """Asymmetric, unequal over heads, rows and columns, with rows and columns that are empty."""
+    """Draws a mask: asymmetric, unequal over heads, rows and columns, with rows and columns that are empty."""
     rng = np.random.default_rng(case.seed)
     head = rng.uniform(0.3, 1.7, case.heads)[:, None, None]
     row, column = rng.uniform(0.2, 1.8, (2, max(grid.nq, grid.nk)))
@@ -84,6 +85,7 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
         bits = (behind > 0) & (behind < case.density * head)
     bits[rng.random((case.heads, grid.nq)) < 0.1] = False
     bits[:, :, rng.integers(grid.nk)] = False
+    bits[case.heads - case.dense_heads :] = True
     return BlockMask(bits, grid)
 
 
@@ -127,7 +129,7 @@ def at_padding(local: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 @shared
 def whole(attention: Case) -> tuple[BlockMask, list[torch.Tensor]]:
-    """Mask and q, k, v of all tokens, which are not to be changed."""
+    """Returns mask and q, k, v of all tokens, which are not to be changed."""
     generator = torch.Generator().manual_seed(attention.seed)
     shape = (attention.batch, attention.heads, attention.tokens, attention.head_dim)
     full = [torch.randn(shape, generator=generator, dtype=attention.dtype) for _ in range(3)]
@@ -141,24 +143,24 @@ def _layout(attention: Case, strategy: str, name: str, streams: Streams) -> Sequ
 
 @shared
 def reference(attention: Case) -> torch.Tensor:
-    """Dense attention of all tokens, float64, of what they are rounded to."""
+    """Returns dense attention of all tokens, float64, of what they are rounded to."""
     mask, full = whole(attention)
     return dense_attention(*as_sent(attention, full), mask, torch.arange(attention.tokens))
 
 
 def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
-    """q, k and v as owners have them, but for what is subtracted from all keys identically."""
+    """Returns q, k and v as owners have them, but for what is subtracted from all keys identically."""
     return full if case.precision == "model" else rounded_to_int8(*full)
 
 
 def run_case(rank: int, world: int, case: Case) -> float:
-    """Largest absolute error on this rank's tokens."""
+    """Returns the largest absolute error on this rank's tokens."""
     given = Inputs.from_case(case, rank)
     return _error(case, given, reference(case.attention)[:, :, given.mine])
 
 
 def run_case_apart(rank: int, world: int, case: Case) -> float:
-    """The same, for ranks that are processes: each has a reference of its own tokens alone."""
+    """Returns that of a rank that is a process, which has a reference of its own tokens alone."""
     given = Inputs.from_case(case, rank)
     q, k, v = as_sent(case, given.full)
     return _error(case, given, dense_attention(q[:, :, given.mine], k, v, given.mask, queries=given.mine))
@@ -204,12 +206,12 @@ def attend(
 
 
 def with_tables(attention: DualBalancedAttention, tables: tuple[ChunkTable, ...]) -> DualBalancedAttention:
-    """The same attention with other kernel tables."""
+    """Returns the attention with other kernel tables."""
     return replace(attention, prepared=replace(attention.prepared, tables=tables))
 
 
 def random_owners(like: Plan, mask: BlockMask, seed: int) -> Plan:
-    """Any owner of any row; blocks come in any chunk, other ones in heads whose token orders differ."""
+    """Draws any owner of any row; blocks come in any chunk, other ones in heads whose token orders differ."""
     rng, strategy, grid = np.random.default_rng(seed), like.strategy, like.grid
     owner = rng.integers(strategy.world, size=like.owner.shape)
     ring_row = np.empty((like.heads, grid.nk), dtype=np.int64)
@@ -221,7 +223,7 @@ def random_owners(like: Plan, mask: BlockMask, seed: int) -> Plan:
 
 
 def without_a_block(plan: Plan, mask: BlockMask) -> Plan:
-    """The same, but a rank is not sent the block of its last chunk that most of its rows attend to."""
+    """Returns the plan, but a rank is not sent the block of its last chunk that most of its rows attend to."""
     chunks = plan.chunks
     readers = mask.counts.columns_by_rank(plan.owner, plan.strategy.world)
     last = [(rank, *block) for rank in range(len(readers)) for block in zip(*chunks.blocks_for(rank)[-1], strict=True)]
@@ -231,6 +233,6 @@ def without_a_block(plan: Plan, mask: BlockMask) -> Plan:
 
 
 def _sent(plan: Plan) -> torch.Tensor:
-    """bool[H, nq, nk]: whether each row's owner is sent each block."""
+    """Returns bool[H, nq, nk]: whether each row's owner is sent each block."""
     heads = np.arange(plan.heads)[:, None]
     return torch.from_numpy(plan.chunks.sent[plan.owner, heads])

@@ -20,13 +20,13 @@ BLOCK_SIZES = st.integers(1, 24)
 
 
 def examples(count: int) -> settings:
-    """Decorator: that many examples, each as slow as it likes."""
+    """Decorates a test that tries so many examples, each as slow as it likes."""
     return settings(max_examples=count, deadline=None)
 
 
 @st.composite
 def grids(draw: st.DrawFn, least_key_blocks: int = 1, more_tokens: int = 100) -> BlockGrid:
-    """Any text length and any two block sizes, with at least so many KV blocks, and at most so many tokens more."""
+    """Draws any text length and two block sizes, with at least so many KV blocks, and at most so many tokens more."""
     block_q, block_k = (draw(st.integers(1, 24)) for _ in range(2))
     tokens = draw(st.integers((least_key_blocks - 1) * block_k + 1, least_key_blocks * block_k + more_tokens))
     return BlockGrid(tokens, draw(st.integers(0, tokens)), block_q, block_k)
@@ -37,7 +37,7 @@ EVERY_STRATEGY = tuple(s for world in range(1, 9) for s in Strategy.all_for(worl
 
 
 def random_bits(heads: int, grid: BlockGrid, seed: int, level: float = 0.5) -> np.ndarray:
-    """bool[heads, nq, nk] with about `level` of it dense: unequal over heads, rows and columns, asymmetric."""
+    """Draws bool[heads, nq, nk], about `level` of it dense: unequal over heads, rows and columns, asymmetric."""
     rng = np.random.default_rng(seed)
     head, row, column = (rng.uniform(0, 2, n) for n in (heads, grid.nq, grid.nk))
     return rng.random((heads, grid.nq, grid.nk)) < level * head[:, None, None] * row[:, None] * column
@@ -63,7 +63,7 @@ class RandomSource(BlockSizes):
 def masks(
     draw: st.DrawFn, heads: int = 4, sequences: int = 3, least_key_blocks: int = 1, more_tokens: int = 100
 ) -> BlockMask:
-    """Random bits of up to so many heads, of one sequence or of several that are packed."""
+    """Draws bits of up to so many heads, of one sequence or of several that are packed."""
     first, seed, count = draw(grids(least_key_blocks, more_tokens)), draw(SEEDS), draw(st.integers(1, heads))
     sizes = [(first.tokens, first.text_tokens)]
     for _ in range(draw(st.integers(1, sequences)) - 1):
@@ -75,7 +75,7 @@ def masks(
 
 @st.composite
 def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-    """Every named layout, with text among the video or apart from it, and tokens in no order at all."""
+    """Draws a named layout, with text among the video or apart from it, or tokens in no order at all."""
     name = draw(st.sampled_from([*LAYOUTS, "shuffled"]))
     if name == "shuffled":
         order = np.random.default_rng(draw(SEEDS)).permutation(grid.tokens)
@@ -86,7 +86,7 @@ def layouts(draw: st.DrawFn, grid: BlockGrid, strategy: Strategy) -> SequenceLay
 
 @dataclass(frozen=True)
 class Problem:
-    """What `make_plan` is asked."""
+    """The arguments of `make_plan`."""
 
     mask: BlockMask
     strategy: Strategy

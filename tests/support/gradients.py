@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from dbsp_core import SequenceGroup
 from dbsp_diffusers.models import architecture_of
@@ -33,11 +34,7 @@ def gradients_of(transformer: Any) -> dict[str, torch.Tensor]:
 
 def in_float64(value: Any) -> Any:
     """Returns inputs with all floating-point tensors in float64."""
-    if isinstance(value, dict):
-        return {name: in_float64(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(in_float64, value))
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, value)
 
 
 def wide_floats(dtype: torch.dtype) -> Any:
@@ -45,8 +42,8 @@ def wide_floats(dtype: torch.dtype) -> Any:
     return patch.object(torch.Tensor, "float", torch.Tensor.double) if dtype == torch.float64 else nullcontext()
 
 
-def shard_fully(transformer: Any, mesh: DeviceMesh) -> None:
-    """Puts FSDP2 on each block and on the whole."""
+def shard_fully(transformer: Any, mesh: DeviceMesh | None = None) -> None:
+    """Puts FSDP2 on each block and on the whole. mesh: None for all ranks"""
     for part in (*architecture_of(transformer).blocks_of(transformer), transformer):
         fully_shard(part, mesh=mesh)
 

@@ -20,7 +20,7 @@ _GPU = torch.cuda.is_available()  # a real one: simulated GPUs come later
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """While this lasts, kernels run in Triton's interpreter; nothing happens where there is a GPU, or no triton.
+    """Lets kernels run in Triton's interpreter within a block; does nothing where there is a GPU, or no triton.
 
     Whether a kernel is interpreted is decided when triton and the kernel are imported, so both are imported here.
     """

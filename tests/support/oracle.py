@@ -11,7 +11,7 @@ from dbsp_core import BlockGrid, BlockMask
 
 
 def token_mask(mask: BlockMask, queries: torch.Tensor | None = None) -> torch.Tensor:
-    """bool[H, n, N] from the block mask: for each token its row of blocks, and of that each token's column.
+    """Returns bool[H, n, N] from the block mask: for each token its row of blocks, and of that each token's column.
 
     queries: tokens whose rows are wanted, in token order; default all
     """
@@ -51,7 +51,7 @@ def dense_attention(
     queries: torch.Tensor,
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros."""
+    """Attends from tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros."""
     allowed = token_mask(mask, queries)
     if keys is not None:
         allowed = allowed[:, :, keys]
@@ -62,26 +62,26 @@ def dense_attention(
 
 
 def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """What int8 with a scale a token makes of q, k less its mean, and v, each [B, H, N, D]; by integers, in numpy."""
+    """Rounds q, k less its mean, and v, each [B, H, N, D], to int8 with a scale a token; by integers, in numpy."""
     numbers = [q.float().numpy(), less_mean(k).numpy(), v.float().numpy()]
     rows = [int8_of(one) for one in numbers]
     return [torch.from_numpy(payload.astype(np.float32) * scale[..., None]).to(q.dtype) for payload, scale in rows]
 
 
 def less_mean(k: torch.Tensor) -> torch.Tensor:
-    """k [B, H, N, D] less the mean of its tokens, float32."""
+    """Returns k [B, H, N, D] less the mean of its tokens, float32."""
     units = np.floor(k.float().double().numpy() * 2.0**32).astype(np.int64)
     mean = (units.sum(axis=2, keepdims=True) * 2.0**-32 / k.shape[2]).astype(np.float32)
     return torch.from_numpy(k.float().numpy() - mean)
 
 
 def int8_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int8[..., D] and float32[...], the scale of each token, of float32[..., D]."""
+    """Returns int8[..., D] and float32[...], the scale of each token, of float32[..., D]."""
     scale = np.abs(tokens).max(axis=-1) / np.float32(127)
     divisor = np.where(scale > 0, scale, np.float32(1))
     return np.rint(tokens / divisor[..., None]).astype(np.int8), scale
 
 
 def largest_difference(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """0 where there are no numbers, and infinite where one is NaN, which Python's `max` of several would pass over."""
+    """Returns 0 without numbers, and infinity if one is NaN, which Python's `max` of several would pass over."""
     return float((out - expected).detach().abs().nan_to_num(torch.inf, torch.inf).max()) if out.numel() else 0.0

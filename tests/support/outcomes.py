@@ -1,4 +1,4 @@
-"""What ranks compute or raise, for functions that run on ranks and compare it with one process."""
+"""Results and errors of ranks, for functions that run on ranks and compare them with one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where things are: tests run from any folder."""
+"""Paths of the repository: tests run from any folder."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_path(*first: object) -> str:
-    """PYTHONPATH with which a process finds db-SP, `tests` and `scripts` from any folder; `first` comes before all."""
+    """Returns a PYTHONPATH that finds db-SP, `tests` and `scripts` from any folder; `first` comes before all."""
     given = filter(None, [os.environ.get("PYTHONPATH")])
     return os.pathsep.join([*map(str, first), str(ROOT), str(ROOT / "kernels"), *given])
 
 
 def child_environment(*first: object) -> dict[str, str]:
-    """Environment of a process that a test starts: this one's, and `python_path(*first)`."""
+    """Returns the environment of a process that a test starts: this one's, and `python_path(*first)`."""
     return os.environ | {"PYTHONPATH": python_path(*first)}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -13,7 +12,7 @@ MOST = 64  # results kept of one function
 
 
 def shared(function: Callable[..., Result]) -> Callable[..., Result]:
-    """A function whose latest results are kept, and must not be changed."""
+    """Keeps a function's latest results, which must not be changed."""
     kept, lock = functools.lru_cache(maxsize=MOST)(function), threading.RLock()
 
     @functools.wraps(function)
@@ -22,16 +21,3 @@ def shared(function: Callable[..., Result]) -> Callable[..., Result]:
             return kept(*args)
 
     return call
-
-
-def reused(make: Callable[[str], Result]) -> Callable[[str], AbstractContextManager[Result]]:
-    """What make(name) gives, lent to one case after another: each leaves it as it was; a new one after a failure."""
-    kept: dict[str, Result] = {}
-
-    @contextmanager
-    def lend(name: str) -> Iterator[Result]:
-        made = kept.pop(name, None) or make(name)
-        yield made
-        kept[name] = made
-
-    return lend

@@ -97,7 +97,7 @@ def attach_single_process(
 def masked_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, scale: float | None = None
 ) -> torch.Tensor:
-    """torch's attention under the mask of `token_mask`. Empty rows give zeros.
+    """Computes torch's attention under the mask of `token_mask`. Empty rows give zeros.
 
     Args:
         q, k, v: [B, H, tokens, D].
@@ -114,7 +114,7 @@ def masked_attention(
 
 
 def token_mask(mask: BlockMask) -> torch.Tensor:
-    """bool[H, tokens, tokens] by canonical position: each block's bit for all of its tokens."""
+    """Returns bool[H, tokens, tokens] by canonical position: each block's bit for all of its tokens."""
     grid = mask.grid
     q_block, k_block = (torch.from_numpy(axis.block_of) for axis in (grid.q_axis, grid.k_axis))
     allowed = torch.empty(mask.heads, grid.tokens, grid.tokens, dtype=torch.bool, device=mask.bits.device)

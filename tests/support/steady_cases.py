@@ -1,4 +1,4 @@
-"""Run by the workers: a step in the middle of a denoising, watched for collectives and for db-SP's own code."""
+"""A step in the middle of a denoising on workers, watched for collectives and for db-SP's own code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -53,55 +53,45 @@ def collectives() -> Iterator[Counter[str]]:
         yield seen
 
 
-def frames_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> int:
-    """Returns the most Python frames within the third step of one layer, those of torch and of the kernel included."""
-    deepest = 0
-
-    def called(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal deepest
-        if event == "call":
-            deepest = max(deepest, sum(1 for _ in traceback.walk_stack(frame)))
-
-    around = _profiled_steady_step(settings, strategy, called)
-    return deepest - around
+@contextmanager
+def _calls_noted(note: Callable[[FrameType], object]) -> Iterator[None]:
+    """Passes the frame of each call within the block to a function."""
+    sys.setprofile(lambda frame, event, _: event == "call" and note(frame))
+    yield
+    sys.setprofile(None)
 
 
-def files_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
-    """Returns db-SP's files whose functions run in the third step of one layer, over a group as on GPUs."""
-    seen = set()
-
-    def called(frame: FrameType, event: str, _: Any) -> None:
-        path = frame.f_code.co_filename
-        if event == "call" and path.startswith(ROOTS):
-            seen.add(path)
-
-    with torch.no_grad():
-        _profiled_steady_step(settings, strategy, called)
-    return sorted(seen)
-
-
-def _profiled_steady_step(
-    settings: dict[str, Any], strategy: str, called: Callable[[FrameType, str, Any], None]
-) -> int:
-    """Calls a profiler in the third step of one layer, and returns how many frames there are around that step."""
-    config = DbspConfig.load(settings)
-    session = observed_session(config, SequenceGroup.from_group(), Strategy.parse(strategy), heads=4, layers=1)
-    for step in range(3):
-        layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
-        q, k, v = torch.randn(3, 1, 4, layout.shard, 16)
-        sys.setprofile(called if step == 2 else None)
-        session.attend(0, q, k, v)
-        sys.setprofile(None)
-    return sum(1 for _ in traceback.walk_stack(sys._getframe()))
-
-
-def collectives_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> dict[str, int]:
-    """Returns what the third step of one layer sends and receives, by name."""
+def _attend_in_third_step(settings: dict[str, Any], strategy: str, watch: AbstractContextManager[Any]) -> Any:
+    """Attends in three steps of one layer, in the third within `watch`, whose value it returns."""
     config = DbspConfig.load(settings)
     session = observed_session(config, SequenceGroup.from_group(), Strategy.parse(strategy), heads=4, layers=1)
     for step in range(3):
         layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
         q, k, v = torch.randn(3, 1, 4, layout.shard, 16, generator=torch.Generator().manual_seed(step))
-        with collectives() as seen:
+        with watch if step == 2 else nullcontext() as seen:
             session.attend(0, q, k, v)
-    return dict(seen)
+    return seen
+
+
+def _depth(frame: FrameType) -> int:
+    return sum(1 for _ in traceback.walk_stack(frame))
+
+
+def frames_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> int:
+    """Returns the most Python frames within the third step of one layer, those of torch and of the kernel included."""
+    depths: set[int] = set()
+    _attend_in_third_step(settings, strategy, _calls_noted(lambda frame: depths.add(_depth(frame))))
+    return max(depths) - _depth(sys._getframe()) - 1  # that of `_attend_in_third_step`
+
+
+def files_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:
+    """Returns db-SP's files whose functions run in the third step of one layer, over a group as on GPUs."""
+    paths: set[str] = set()
+    with torch.no_grad():
+        _attend_in_third_step(settings, strategy, _calls_noted(lambda frame: paths.add(frame.f_code.co_filename)))
+    return sorted(path for path in paths if path.startswith(ROOTS))
+
+
+def collectives_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> dict[str, int]:
+    """Returns what the third step of one layer sends and receives, by name."""
+    return dict(_attend_in_third_step(settings, strategy, collectives()))

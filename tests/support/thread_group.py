@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -18,12 +19,53 @@ from typing import Any
 import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup, explain_broken_connection
-from tests.support.turns import Turns
+
+_PATIENCE_S = 0.03
+
+
+class Turns:
+    """One thread's turn at a time, to save time and not to order anything: all would want Python's interpreter.
+
+    A thread may wait in its turn for another that has none: after a moment, who waits for a turn goes on without.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(1)
+        self._mine = threading.local()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Takes turns within the block."""
+        self._take()
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """Leaves the turn to others within the block, in which the thread waits; for threads that take turns."""
+        takes = hasattr(self._mine, "turn")
+        if takes:
+            self._leave()
+        try:
+            yield
+        finally:
+            if takes:
+                self._take()
+
+    def _take(self) -> None:
+        self._mine.turn = self._free.acquire(timeout=_PATIENCE_S)
+
+    def _leave(self) -> None:
+        if self._mine.turn:
+            self._free.release()
+        self._mine.turn = False
 
 
 @dataclass
 class Meeting:
-    """What the ranks of one group share: the calls that each has made and the others have not yet read."""
+    """The state that the ranks of one group share: the calls that each has made and the others have not yet read."""
 
     size: int
     patience_s: float
@@ -67,7 +109,7 @@ class Meeting:
         return number
 
     def read(self, rank: int, number: int, sources: Sequence[int]) -> list[torch.Tensor]:
-        """The parcels of a call for `rank`, by source, once all of them are there."""
+        """Returns the parcels of a call for `rank`, by source, once all of them are there."""
         wanted = [(source, rank, number) for source in sources]
 
         def late() -> list[int]:
@@ -105,12 +147,12 @@ class Meeting:
                     meeting.leave_from_outside(rank, why)
 
     def leave_from_outside(self, rank: int, why: str) -> None:
-        """`leave` of a rank that has failed, by its number in the meeting that this one is made from."""
+        """Notes that a rank has failed, by its number in the meeting that this one is made from."""
         if 0 <= rank - self.first < self.size:
             self.leave(rank - self.first, why, failed=True)
 
     def alongside(self, purpose: str, ranks: range | None = None) -> Meeting:
-        """The meeting of the auxiliary group for a purpose, of all ranks or of some."""
+        """Returns the meeting of the auxiliary group for a purpose, of all ranks or of some."""
         with self.lock:
             if purpose not in self.auxiliary:
                 ranks = range(self.size) if ranks is None else ranks
@@ -145,7 +187,7 @@ class Member:
     taken: int = 0
 
     def take(self, make: Callable[[], Any]) -> Any:
-        """What the first rank that comes makes, and the others take in the same order."""
+        """Returns what the first rank that comes makes, and the others take in the same order."""
         with self.meeting.making:
             number, self.taken = self.taken, self.taken + 1
             if number not in self.meeting.together:
@@ -213,7 +255,7 @@ class ThreadGroup(SequenceGroup):
         return self._made(f"ranks {ranks.start} to {ranks.stop - 1}", ranks, self._member.over_gloo)
 
     def _made(self, purpose: str, ranks: range, over_gloo: bool) -> ThreadGroup:
-        """The group of some ranks, this one among them, which come together when it is made."""
+        """Returns the group of some ranks, this one among them, which come together when it is made."""
         known = self._member.auxiliary
         if purpose not in known:
             meeting = self._member.meeting.alongside(purpose, ranks)
@@ -268,7 +310,7 @@ class ThreadGroup(SequenceGroup):
         return PendingTransfer(received, sent, (work,))
 
     def _gather(self, kind: str, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, shared by all of them."""
+        """Returns every rank's tensor, shared by all of them."""
         copy, meeting = mine.detach().clone(), self._member.meeting
         with explain_broken_connection():
             number = meeting.post(self.rank, f"{kind} {mine.dtype}", dict.fromkeys(range(self.size), copy))

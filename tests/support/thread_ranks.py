@@ -68,7 +68,7 @@ _of_processes = SequenceGroup.from_group.__func__  # type: ignore[attr-defined]
 
 
 def once(make: Callable[[], Result]) -> Result:
-    """What `make` returns, which ranks that are threads call once for all of them: they must ask in one order."""
+    """Returns what `make` does, which ranks that are threads call once for all of them: they must ask in one order."""
     member = getattr(_HERE, "member", None)
     made: Result = make() if member is None else member.take(make)
     return made

@@ -1,4 +1,4 @@
-"""What users may write for mask source "callable", and what they should not."""
+"""Functions that users may write for mask source "callable", and some that they should not."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def band(grid, request, blocks=1):
 
 
 def heads_apart(grid, request):
-    """Each head its own columns, as a tensor."""
+    """Returns each head's own columns, as a tensor."""
     columns = torch.arange(grid.nk) % request.heads
     return (columns == torch.arange(request.heads)[:, None, None]).expand(request.heads, grid.nq, grid.nk)
 

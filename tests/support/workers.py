@@ -82,7 +82,7 @@ class WorkerPool:
 
     @property
     def unfit(self) -> bool:
-        """Whether a worker is gone, or groups have piled up so that their threads slow everything down."""
+        """True if a worker is gone, or groups have piled up so that their threads slow everything down."""
         return any(
             not process.is_alive() or len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS
             for process in self._processes
@@ -152,7 +152,7 @@ def _run_worker(rank: int, world: int, store: str, pipe: Connection) -> None:
 def assert_all_raise(
     pool: Callable[[int], WorkerPool], world: int, message: str, function: Callable[..., Any], *args: Any
 ) -> None:
-    """All ranks raise a UserError with this message."""
+    """Asserts that all ranks raise a UserError with this message."""
     import pytest  # here: programs that are no tests use thread ranks
 
     with pytest.raises(WorkerError) as caught:

@@ -1,4 +1,4 @@
-"""What the workers run: a transformer of each class that db-SP knows, against one process and against stock."""
+"""A transformer of each class that db-SP knows, run by workers, against one process and against stock."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.support.models.tiny_transformers import make_tiny_transformer
 
@@ -116,13 +117,10 @@ class Case:
 
     def arguments(self, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the arguments of a call in a dtype."""
-        return {name: _cast(value, dtype) for name, value in CALLS[self.pipeline]().items()}
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, list):
-        return [_cast(one, dtype) for one in value]
-    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        cast: dict[str, Any] = tree_map_only(
+            torch.Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, CALLS[self.pipeline]()
+        )
+        return cast
 
 
 _SQUARE = {"height": 64, "width": 64}
@@ -200,7 +198,7 @@ def _ltx2_parts(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _ltx2() -> dict[str, Any]:
-    """With all three kinds of guidance: by text (in one batch), spatio-temporal, and by each modality alone."""
+    """Returns arguments for guidance of all three kinds: by text (in one batch), spatio-temporal, by modality."""
     size = {"height": 64, "width": 96, "num_frames": 9}
     return _masked_text() | size | {"spatio_temporal_guidance_blocks": [1]}
 
@@ -223,7 +221,7 @@ def _guided_image(scale: float) -> dict[str, Any]:
 
 
 def _small_images(module: str, *more: None) -> Callable[[torch.dtype], AbstractContextManager[Any]]:
-    """Edited images are brought to a megapixel, here to 64 × 48. more: results that the pipeline leaves aside"""
+    """Brings edited images, which become a megapixel, to 64 × 48. more: results that the pipeline leaves aside"""
     function = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{module}.calculate_dimensions"
     return lambda _: mock.patch(function, return_value=(64, 48, *more))
 
@@ -354,7 +352,7 @@ def make_pipe(case: Case, dtype: torch.dtype = BF16, **settings: Any) -> Any:
 
 
 def _layers(tiny: str, number: int) -> dict[str, Any]:
-    """The setting of a tiny transformer's number of layers."""
+    """Returns the setting of a tiny transformer's number of layers."""
     names = {"z-image": "n_layers", "kandinsky5": "num_visual_blocks", "kandinsky5-nabla": "num_visual_blocks"}
     return {names.get(tiny, "num_layers"): number} | ONE_LAYER.get(tiny, {})
 

@@ -11,19 +11,12 @@ from diffusers.models.attention_dispatch import attention_backend
 
 import dbsp_diffusers
 from tests.diffusers.models.model_cases import MASKS
+from tests.support.gradients import shard_fully
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, apart, assert_near, outputs
 from tests.support.references import by_first_rank
 
 CONFIG = {"mask": MASKS["sparge"], "strategy": "U1R2"}
-
-
-def _fsdp(transformer: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    for block in transformer.blocks:
-        fully_shard(block)
-    fully_shard(transformer)
 
 
 def _torchao(transformer: Any) -> None:
@@ -32,7 +25,7 @@ def _torchao(transformer: Any) -> None:
     quantize_(transformer.blocks, Int8WeightOnlyConfig())
 
 
-FEATURES: dict[str, Callable[[Any], None]] = {"FSDP2": _fsdp, "torchao int8 weights": _torchao}
+FEATURES: dict[str, Callable[[Any], None]] = {"FSDP2": shard_fully, "torchao int8 weights": _torchao}
 
 
 @by_first_rank

@@ -56,7 +56,7 @@ def wan() -> Any:
 
 @pytest.fixture(scope="module")
 def checkpoint(wan, tmp_path_factory) -> Path:
-    """One file, with the names of FastWan2.1."""
+    """Saves one file, with the names of FastWan2.1."""
     return save_gated(wan, tmp_path_factory.mktemp("fastwan"))
 
 
@@ -159,7 +159,7 @@ def spoil(kind: str, folder: Path, wan: Any) -> str:
 
 
 def unsupported(rank: int, world: int, transformers: list[Any]) -> str:
-    """What is raised on each rank; its transformer is as it was."""
+    """Returns the error that is raised on each rank; its transformer is as it was."""
     before = fingerprint(transformers[rank])
     with pytest.raises(UserError) as raised:
         dbsp_diffusers.enable(transformers[rank], {"mask": VSA})
@@ -216,7 +216,7 @@ def test_checkpoint_without_gates_is_unchanged(threads, wan, tmp_path, monkeypat
 
 
 def test_tokens_of_a_tile_get_the_same_times_their_gates():
-    """What one attention's output projection is given with the branch, less what it is given without it."""
+    """Subtracts what one attention's output projection is given without the branch from what it is given with it."""
     transformer, seen, given = put_gates(make_tiny_transformer("wan")), {}, []
     attention = transformer.blocks[0].attn1
     attention.to_q.register_forward_pre_hook(lambda module, args: seen.update(hidden=args[0]))

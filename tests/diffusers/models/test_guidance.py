@@ -135,7 +135,7 @@ def test_halves_equal_one_process(threads, name):
 
 
 def test_first_block_cache_skips_what_one_process_skips(threads):
-    """Of two layers, one after the first step."""
+    """Computes two layers in the first step, and one in each step after it."""
     threads(4).run(run_guided, Guided(cache=10.0, strategy="U1R2"), (1 + 1 / 2 + 1 / 2) / 3)
 
 
@@ -146,7 +146,7 @@ def test_pass_without_a_second_one_is_right_and_logged(threads, caplog):
 
 
 def test_outputs_of_one_half_alone_are_another_video(threads):
-    """A negative control: without the exchange both passes of guidance are one."""
+    """Shows as a negative control that without the exchange both passes of guidance are one."""
     with mock.patch.object(Halves, "exchange", lambda halves, mine: (mine, mine)):
         threads(2).run(run_guided, Guided(), 1, True)
 

@@ -62,7 +62,7 @@ def references(batch: int) -> dict[str, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("name", ["no mask named", "its own, named", "dense, named"])
 def test_nabla_in_one_process_equals_the_models_own(name):
-    """Which shows that the reference of all others is right."""
+    """Shows that the reference of all others is right."""
     config, same = CONFIGS[name]
     assert_near(alone(make_tiny_transformer(MODEL), tiny_inputs(MODEL, THW, 2), config), references(2)[same])
 

@@ -100,10 +100,6 @@ def _of_class(cls: str) -> Callable[[Any], object]:
     return lambda transformer: dbsp_diffusers.enable(type(cls, (torch.nn.Module,), {})())
 
 
-def _config(**config: Any) -> Callable[[Any], object]:
-    return lambda transformer: dbsp_diffusers.enable(transformer, config)
-
-
 def _mesh(names: tuple[str, ...] | None, **options: Any) -> Callable[[Any], object]:
     def enable(transformer: Any) -> None:
         mesh = dist.init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=names)
@@ -118,7 +114,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str]] = {
         "does not know Mystery3DModel; it knows WanTransformer3DModel, ",
     ),
     "audio that attends to video": (_of_class("Kandinsky6Transformer3DModel"), "audio and video attend"),
-    "not a pipeline": (lambda _: dbsp_diffusers.enable(3), "int has none"),
     "xDiT's transformer": (_of_xdit, "use dbsp_xdit.attach"),
     "enable_parallelism before": (_enable_parallelism_before, 'call dbsp_diffusers.enable(pipe, strategy="UxRy")'),
     "enable_parallelism afterwards": (_enable_parallelism_after, "enable db-SP alone"),
@@ -133,13 +128,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str]] = {
     ),
     "a mesh in another order": (_mesh(("ulysses", "ring")), "ring must come before ulysses"),
     "a mesh and a group": (_mesh(("data", "ring"), group=True), "mesh and group both name the ranks that share a"),
-    "a ring on a kernel without LSE": (_config(kernel="sparge", strategy="U1R2"), "returns no log-sum-exp"),
-    "degrees that don't multiply": (_config(strategy="U3R1"), "U3R1"),
-    "report for one transformer": (
-        _config(transformer_2={"report": "x"}),
-        "'report' in 'transformer_2' is for both transformers",
-    ),
-    "an unknown key for the second": (_config(transformer_2={"masc": {}}), "did you mean 'mask'"),
 }
 """What is done to a Wan, and the error message."""
 

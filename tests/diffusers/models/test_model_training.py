@@ -81,7 +81,7 @@ def losses_of_training(rank: int, world: int, steps: int, sequence: int, mask: s
 
 @pytest.mark.parametrize("steps", [3, pytest.param(50, marks=pytest.mark.long)])
 def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool, steps):
-    """Two items a step, each at a timestep of its own; on four ranks two groups of two have one item each."""
+    """Trains on two items a step, each at its own timestep; on four ranks two groups of two have one item each."""
     (alone,) = pool(1).run(losses_of_training, steps, 1, "synthetic", "U1R1")
     assert alone[-1] < 0.8 * alone[0] or steps < 50, "there must be something to learn"
     for world, sequence, strategy in [(2, 2, "U1R2"), (4, 2, "U2R1")]:

@@ -21,7 +21,7 @@ SOURCES = ("synthetic", "sparge")
 
 
 def cases():
-    """Each model on one strategy with one mask source, one in six on four ranks; all strategies in the long part."""
+    """Yields each model on one strategy with one source, one in six on four ranks; all strategies in the long part."""
     for number, model in enumerate(TINY):
         usual = "U2R2" if number % 6 == 5 else STRATEGIES[number % 2]
         sources = SOURCES[1:] if model in WITHOUT_GRID else SOURCES
@@ -37,7 +37,7 @@ def cases():
 
 @pytest.mark.parametrize(("model", "strategy", "sources", "on"), [*cases()])
 def test_model_equals_one_process(pool, threads, model, strategy, sources, on):
-    """105 tokens of video or 35 of an image, and 9 of text, none of which the ranks divide."""
+    """Runs on 105 tokens of video or 35 of an image, and 9 of text, none of which the ranks divide."""
     ranks = (pool if on == "processes" else threads)(Strategy.parse(strategy).world)
     ranks.run(run_model, model, strategy, sources)
 
@@ -66,12 +66,12 @@ def train_after_inference(rank: int, world: int, model: str) -> None:
     "model", [pytest.param(model, marks=() if model in USUAL else pytest.mark.long) for model in TINY]
 )
 def test_model_after_a_pass_in_inference_mode_trains(threads, model):
-    """Such a pass leaves nothing behind that a training pass of the same size cannot use."""
+    """Expects such a pass to leave nothing behind that a training pass of the same size cannot use."""
     threads(2).run(train_after_inference, model)
 
 
 def test_each_class_is_known_or_rejected():
-    """A new version's class, which neither table has, fails here, and so does an entry that it no longer has."""
+    """Fails for a new version's class, which neither table has, and for an entry that it no longer has."""
     classes = {name for name, cls in vars(transformers).items() if inspect.isclass(cls) and issubclass(cls, nn.Module)}
     assert len(classes) > 60
     assert {*ARCHITECTURES, *UNSUPPORTED} == classes

@@ -40,7 +40,7 @@ class Moments(SessionObserver):
 
 
 def _mask(case: Case) -> dict[str, Any]:
-    """One that needs no grid where there is none."""
+    """Returns a mask that needs no grid where there is none."""
     source = {"source": "sparge", "cdf": 0.9} if case.tiny in WITHOUT_GRID else {"source": "window"}
     return source | {"block_q": 16, "block_k": 16}
 

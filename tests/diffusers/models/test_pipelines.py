@@ -55,7 +55,7 @@ def run_pipeline(rank: int, world: int, number: int, dtype: torch.dtype, toleran
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_pipeline_equals_one_process(pool, number):
-    """LTX-2 in float64: its guidance multiplies rounding, by which in float32 a predicted block is another one."""
+    """Runs LTX-2 in float64: its guidance multiplies rounding, by which in float32 a predicted block is another."""
     name = CASES[number].pipeline
     dtype = torch.float64 if name.startswith("LTX2") else torch.float32
     pool(2).run(run_pipeline, number, dtype, COSMOS_TOLERANCE if name.startswith("Cosmos") else TOLERANCE)

@@ -66,7 +66,7 @@ def run_both(rank: int, world: int, folder: str, where: str) -> None:
 
 
 def test_two_transformers_share_steps_and_a_report(pool, folder, tmp_path):
-    """The first takes the steps before the boundary. Dense are the first two and the last one of all, not of each."""
+    """Gives the first the steps before the boundary. Dense are the first two and the last one of all, not of each."""
     pool(2).run(run_both, folder, str(tmp_path))
     assert sorted(path.name for path in Path(tmp_path, "masks").iterdir()) == ["transformer", "transformer_2"]
     report = json.loads(Path(tmp_path, "report", "report.json").read_text())

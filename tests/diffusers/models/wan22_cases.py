@@ -22,7 +22,7 @@ def make_image(seed: int = 0, height: int = 64, width: int = 96) -> Any:
 
 
 def make_pipe(kind: str, folder: str) -> tuple[Any, dict[str, Any]]:
-    """(a tiny pipeline, the arguments of its calls next to SIZE). folder: of a tiny Wan2.1"""
+    """Returns a tiny pipeline, and the arguments of its calls next to SIZE. folder: of a tiny Wan2.1"""
     import diffusers
 
     parts = dict(load("wan", folder).components)

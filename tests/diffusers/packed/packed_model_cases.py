@@ -1,4 +1,4 @@
-"""What the workers run: images and videos of several sizes in one call or in bags, against one by one."""
+"""Images and videos of several sizes in one call or in bags, run by workers, against one by one."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _one_of_wan(transformer: Any, sample: PackedSample) -> torch.Tensor:
 
 
 def _one_of_flux(transformer: Any, sample: PackedSample) -> torch.Tensor:
-    """With tokens and positions as the pipeline makes them."""
+    """Makes tokens and positions as the pipeline does."""
     assert sample.pooled is not None
     apart = F.pixel_unshuffle(sample.latents[:, 0], 2)
     rows, columns = apart.shape[1:]

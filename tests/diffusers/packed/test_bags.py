@@ -75,7 +75,7 @@ def int8_in_bags(rank: int, world: int, case: PackedCase) -> float:
 
 @pytest.mark.parametrize(("bags", "samples"), [("g2n2", 3), ("g1n2+g2n1", 1)])
 def test_int8_in_bags_is_near_one_by_one_without_gradients(pool, bags, samples):
-    """Rejected on all ranks, also where a bag has nothing to attend to."""
+    """Expects rejections on all ranks, also where a bag has nothing to attend to."""
     assert 1e-6 < max(pool(4).run(int8_in_bags, PackedCase(bags, "dense", samples=(samples,), seed=3))) < 0.02
 
 

@@ -67,7 +67,7 @@ def test_packed_samples_without_db_sp_equal_one_by_one(model, checkpointing):
 
 @torch.no_grad()
 def stock_calls_between(rank: int, world: int) -> None:
-    """Packed calls and stock ones take turns; disabled, the transformer packs on one process, without a trace."""
+    """Interleaves packed calls and stock ones; disabled, the transformer packs on one process, without a trace."""
     samples, _ = PackedCase(dtype=torch.float32).step(0, 1)
     transformer = make_tiny_transformer("wan")
     before = set(vars(transformer)) | set(vars(transformer.blocks[0]))
@@ -90,13 +90,13 @@ def test_stock_calls_between_packed_calls_are_unchanged(pool):
 
 @pytest.mark.parametrize("model", ["flux", "hunyuan"])
 def test_token_flops_are_those_of_its_own_stream(model):
-    """Both kinds of blocks: 4·d² of projections and 8·d² of a feed-forward, two FLOP each (KnapFormer, Eq. 1)."""
+    """Counts in both kinds of block 4·d² of projections, 8·d² of a feed-forward, 2 FLOP each (KnapFormer, Eq. 1)."""
     transformer = make_model(model, torch.float32)
     assert PACKINGS[type(transformer).__name__].token_flops(transformer) == 24 * (6 * 24) ** 2
 
 
 def test_modulation_keeps_no_row_for_every_token():
-    """Autograd keeps no more elements of a modulation, next to its input, than the few rows have."""
+    """Expects autograd to keep no more elements of a modulation, next to its input, than the few rows have."""
     kept: list[int] = []
     x = torch.randn(1, 1000, 8, requires_grad=True)
     rows = torch.randn(3, 8, requires_grad=True)

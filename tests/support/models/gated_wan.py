@@ -17,7 +17,7 @@ FASTWAN22 = "blocks.{}.attn1.to_gate_compress"
 
 
 def gate_weights(transformer: Any, seed: int = 5) -> list[dict[str, torch.Tensor]]:
-    """Weight and bias of each block's gate, the same for the same seed."""
+    """Returns weight and bias of each block's gate, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     width = transformer.blocks[0].attn1.to_q.in_features
     sizes = {"weight": (width, width), "bias": (width,)}
@@ -54,7 +54,7 @@ def add_to_checkpoint(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def named_gates(transformer: Any, stem: str = FASTWAN21, seed: int = 5) -> dict[str, torch.Tensor]:
-    """The weights of `gate_weights` by their names in a checkpoint."""
+    """Returns the weights of `gate_weights` by their names in a checkpoint."""
     return {
         f"{stem.format(number)}.{part}": value
         for number, weights in enumerate(gate_weights(transformer, seed))

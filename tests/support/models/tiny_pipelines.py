@@ -23,7 +23,7 @@ SIZE = {"guidance_scale": 2.0, "height": 64, "width": 96, "num_frames": 9, "num_
 
 
 def load(model: str, folder: str) -> Any:
-    """A pipeline of a class of its own: para-attn changes classes and does not undo it."""
+    """Returns a pipeline of a class of its own: para-attn changes classes and does not undo it."""
     import diffusers
 
     base = {"wan": diffusers.WanPipeline, "cogvideox": diffusers.CogVideoXPipeline}[model]
@@ -66,7 +66,7 @@ def small_wan(folder: Path, **sizes: Any) -> str:
 
 
 def used_state(pipe: Any) -> list[Any]:
-    """state_of after a short generation, since a first one leaves attributes of its own."""
+    """Returns `state_of` after a short generation, since a first one leaves attributes of its own."""
     latents(pipe, num_inference_steps=1)
     return state_of(pipe)
 

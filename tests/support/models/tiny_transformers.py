@@ -91,7 +91,7 @@ def _wan_image(d: Draw) -> dict[str, Any]:
 
 
 def _animate(d: Draw) -> dict[str, Any]:
-    """Three frames, of which the first is given; their face is a video of five."""
+    """Returns three frames, of which the first is given; their face is a video of five."""
     t = d.thw[0]
     face = d.noise(3, 4 * (t - 2) + 1, 16, 16)
     given = {"hidden_states": d.video(12), "pose_hidden_states": d.video(4, t - 1), "face_pixel_values": face}
@@ -187,7 +187,7 @@ def _ltx2(d: Draw) -> dict[str, Any]:
 
 
 def _ltx23(d: Draw) -> dict[str, Any]:
-    """LTX-2.3 of a given first frame, with guidance that skips the first item's attention in the first layer."""
+    """Returns inputs of LTX-2.3 with a first frame, and guidance that skips the first item's attention in layer 0."""
     time = {"timestep": _times_of_tokens(d), "use_cross_timestep": True}
     time |= dict.fromkeys(("audio_timestep", "sigma"), d.full(500.0))
     skipped = {
@@ -205,7 +205,7 @@ def _grid(d: Draw) -> torch.Tensor:
 
 
 def _flux_like(d: Draw, more: int = 0) -> dict[str, Any]:
-    """more: further numbers of each position"""
+    """Returns an image and text with positions. more: further numbers of each position"""
     ids = torch.nn.functional.pad(_grid(d).float(), (1, more))
     image = {"hidden_states": d.image_tokens(4), "img_ids": ids, "timestep": d.full(0.5)}
     return image | {"encoder_hidden_states": d.noise(TEXT, 32), "txt_ids": torch.zeros(TEXT, 3 + more)}
@@ -223,7 +223,7 @@ def _flux2(d: Draw) -> dict[str, Any]:
 
 
 def _flux_reference(d: Draw) -> dict[str, Any]:
-    """With an image of another size next to the generated one, which is a grid of its own."""
+    """Adds an image of another size next to the generated one, which is a grid of its own."""
     inputs, (_, h, w) = _flux(d), d.thw
     other = _flux_like(d.of(1, h - 2, w + 1))
     ids = torch.cat([inputs["img_ids"], other["img_ids"] + torch.tensor([1, 0, 0])])
@@ -241,7 +241,7 @@ def _flux3_reference(d: Draw) -> dict[str, Any]:
 
 
 def _krea(d: Draw) -> dict[str, Any]:
-    """Padding is in the middle of text."""
+    """Puts padding in the middle of text."""
     mask = torch.ones(d.batch, TEXT + 4, dtype=torch.bool)
     mask[:, 3:7] = False
     image = _flux_like(d)
@@ -266,7 +266,7 @@ def _qwen(d: Draw) -> dict[str, Any]:
 
 
 def _qwen_edit(d: Draw) -> dict[str, Any]:
-    """With two images next to the generated one; timesteps of the edited ones are 0."""
+    """Adds two images next to the generated one; timesteps of the edited ones are 0."""
     _, h, w = d.thw
     shapes = [(1, h, w), (1, h - 1, w + 1), (1, 2, 3)]
     tokens = torch.cat([d.of(*shape).image_tokens(16) for shape in shapes], 1)
@@ -274,7 +274,7 @@ def _qwen_edit(d: Draw) -> dict[str, Any]:
 
 
 def _qwen_layered(d: Draw) -> dict[str, Any]:
-    """Two layers, and the image that they are of."""
+    """Returns two layers, and the image that they are of."""
     _, h, w = d.thw
     layers = {"hidden_states": d.noise(3 * h * w, 16), "img_shapes": [[(1, h, w)] * 3] * d.batch}
     return _qwen(d) | layers | {"additional_t_cond": d.full(0)}
@@ -308,14 +308,14 @@ def _z_image(d: Draw) -> dict[str, Any]:
 
 
 def _ltx_condition(d: Draw) -> dict[str, Any]:
-    """With the tokens of a frame that is given next to the video's own."""
+    """Adds the tokens of a frame that is given next to the video's own."""
     inputs, more = _ltx_image(d), _ltx_image(d.of(1, *d.thw[1:]))
     joined = (("hidden_states", 1), ("timestep", 1), ("video_coords", 2))
     return inputs | {name: torch.cat([inputs[name], more[name]], dim) for name, dim in joined}
 
 
 def _minimax_h3(d: Draw) -> dict[str, Any]:
-    """Packed as [text, an image that is given, audio, video]."""
+    """Packs [text, an image that is given, audio, video]."""
     (t, h, w), audio = d.thw, 6
     given, video = h * w, t * h * w
     rows = TEXT + given + audio + video
@@ -354,7 +354,7 @@ def _kandinsky(d: Draw) -> dict[str, Any]:
 
 
 def _kandinsky_nabla(d: Draw) -> dict[str, Any]:
-    """As its pipeline asks for NABLA, for a video of whole tiles of 8 × 8 tokens; for another one, without."""
+    """Asks for NABLA as its pipeline does, for a video of whole tiles of 8 × 8 tokens; not for another one."""
     from diffusers import Kandinsky5T2VPipeline
 
     inputs = _kandinsky(d)
@@ -367,7 +367,7 @@ def _kandinsky_nabla(d: Draw) -> dict[str, Any]:
 
 
 def _open_gates(transformer: Any) -> None:
-    """New ones are closed, so that no block does anything. And rotary tables are applied in the model's own dtype:
+    """Opens gates, which new models have closed, so that no block does anything. Rotary tables are not rounded:
     rounding q and k to bfloat16, as diffusers does, lets the last bit of a sum change them by 2^-9."""
     from diffusers.models.transformers import transformer_kandinsky
 

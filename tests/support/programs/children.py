@@ -27,7 +27,7 @@ def fork_children(beginning: Beginning) -> None:
 
 
 class _Start:
-    """What `subprocess._fork_exec` is asked, where a fork can do it."""
+    """The arguments of `subprocess._fork_exec`, where a fork can do it."""
 
     def __init__(self, command: Command, environment: dict[str, str], given: Sequence[Any]) -> None:
         self.command, self.environment = command, environment

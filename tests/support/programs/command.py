@@ -35,7 +35,7 @@ class Command:
     def from_line(
         cls, line: Sequence[str | bytes | os.PathLike], candidates: Sequence[bytes] | None = None
     ) -> Command | None:
-        """The command of a line that runs this interpreter without options other than -u; None for any other.
+        """Returns the command of a line that runs this interpreter without options other than -u; None for any other.
 
         Args:
             candidates: Files to execute, of which the first that exists is.
@@ -63,7 +63,7 @@ _NO_SUFFIX = ("/dbsp", "/xdit", "/torchrun")
 
 
 def _is_script(path: str) -> bool:
-    """Whether a file is one of this environment's commands."""
+    """Returns whether a file is one of this environment's commands."""
     if not path.endswith(_NO_SUFFIX):
         return False
     with Path(path).open("rb") as file:
@@ -71,7 +71,7 @@ def _is_script(path: str) -> bool:
 
 
 def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of an environment, what the interpreter or libraries read when they begin: a fork cannot change it any more."""
+    """Returns the variables that the interpreter or libraries read when they begin, which a fork cannot change."""
     return {
         name: value
         for name, value in environment.items()

@@ -40,7 +40,7 @@ _KEPT: list[object] = []
 
 @dataclass(frozen=True)
 class Beginning:
-    """What every program begins with.
+    """The state that every program begins with.
 
     Attributes:
         path: Of modules, without PYTHONPATH's folders and the program's own.
@@ -64,7 +64,7 @@ class Beginning:
 
     @classmethod
     def now(cls, own: Iterable[str], files: Iterable[int]) -> Beginning:
-        """As this process is. own: packages that no program shall find imported;  files: that none shall have"""
+        """Keeps this process's state. own: packages that no program finds imported;  files: those that none has"""
         own = tuple(own)
         given = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
         modules = {name: one for name, one in sys.modules.items() if name.split(".")[0] not in (*own, "__main__")}
@@ -88,7 +88,7 @@ class Beginning:
         )
 
     def can_be(self, environment: dict[str, str]) -> bool:
-        """Whether a program in this environment would have begun so."""
+        """Returns whether a program in this environment would have begun so."""
         return read_at_import(environment) == self.at_import
 
     def again(self) -> None:
@@ -129,7 +129,7 @@ def _is_module(value: object, name: str) -> bool:
 
 
 def run_program(beginning: Beginning, command: Command, environment: dict[str, str]) -> None:
-    """In a process that has the program's folder and files: becomes a fresh interpreter, and runs the program."""
+    """Becomes a fresh interpreter, in a process that has the program's folder and files, and runs the program."""
     beginning.again()
     os.environ.clear()
     os.environ.update(environment)
@@ -203,7 +203,7 @@ def open_files() -> list[int]:
 
 
 def _is_open(number: int) -> bool:
-    """Not so, now, is what the files were listed with."""
+    """Returns False for the file that the others were listed with, which is closed by now."""
     try:
         os.fstat(number)
     except OSError:

@@ -1,4 +1,4 @@
-"""What a test starts programs with, in place of `subprocess`."""
+"""Replacements of `subprocess` with which tests start programs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Program(subprocess.Popen):
 
 
 def run(arguments: Sequence[object], timeout: float = 300, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`, with what the program wrote, as text. After `timeout` seconds it and all it started end."""
+    """Runs a program as `subprocess.run` does, output as text. After `timeout` seconds it and all it started end."""
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     words = [os.fspath(word) if isinstance(word, os.PathLike) else str(word) for word in arguments]
     with Program(words, **given) as program:
@@ -125,7 +125,7 @@ def run(arguments: Sequence[object], timeout: float = 300, **options: Any) -> su
 
 
 def run_module(module: str, *arguments: object, timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """`python -m module arguments` on one thread, with what it wrote."""
+    """Runs `python -m module arguments` on one thread, and returns what it wrote."""
     environment = child_environment() | {"OMP_NUM_THREADS": "1"}
     return run([sys.executable, "-m", module, *arguments], timeout, env=environment)
 
@@ -141,6 +141,6 @@ def end_with_descendants(process: int) -> None:
 
 @contextlib.contextmanager
 def children_forked() -> Iterator[None]:
-    """While this lasts, what this process starts by `subprocess` is forked too."""
+    """Forks what this process starts by `subprocess` within a block, too."""
     with mock.patch.object(subprocess, "Popen", Program):
         yield

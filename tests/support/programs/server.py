@@ -58,7 +58,7 @@ class Server:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Until nobody asks any more; nothing that was started outlives that."""
+        """Runs until nobody asks any more; nothing that was started outlives that."""
         gc.collect()
         gc.freeze()
         while True:
@@ -121,7 +121,7 @@ def descendants(process: int) -> list[int]:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Of what libraries say when they are imported."""
+    """Drops what libraries write when they are imported."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nowhere, 2)
