@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests.support.programs import Program, children_forked, run
-from tests.support.programs.program import end_with_descendants
+from tests.support.programs import Program, run
 from tests.support.repository import ROOT, python_path
-
-FORKED = "import torch, sys; sys.exit(0)"
 
 
 def both(*arguments: str, **options) -> list[subprocess.CompletedProcess]:
-    """What a fork makes of it, and an interpreter."""
+    """Returns what a program did when it was forked, and when an interpreter started it."""
     line = [sys.executable, *arguments]
     real = subprocess.run(line, capture_output=True, text=True, **options)
     return [run(line, **options), real]
@@ -78,19 +74,6 @@ def test_a_program_reads_what_it_is_given_and_writes_while_it_runs():
     assert (program.forked, program.returncode, program.poll()) == (True, 0, 0)
 
 
-def test_program_ends_on_a_signal_and_is_ended_with_its_children():
-    line = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"]
-    with Program(line, stdout=subprocess.PIPE) as program:
-        assert program.stdout.readline() == b"1\n"
-        program.terminate()
-        assert program.wait(60) == -signal.SIGTERM
-    starts = [sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])", *line]
-    with Program(starts, stdout=subprocess.PIPE) as program:
-        assert program.stdout.readline() == b"1\n"
-        end_with_descendants(program.pid)
-        assert (program.wait(60), program.stdout.read()) == (-signal.SIGKILL, b""), "the child has closed it too"
-
-
 PARENT = """
 import atexit, os, signal, subprocess, sys, threading, warnings
 import diffusers, my_module, torch
@@ -137,29 +120,6 @@ def test_a_child_of_a_program_is_its_child_and_inherits_nothing_else(tmp_path):
     ]
 
 
-def test_a_child_finds_in_a_package_the_modules_that_its_parent_imported(tmp_path):
-    (tmp_path / "child.py").write_text("import packaging.pylock\nprint(packaging.pylock.__name__)\n")
-    (tmp_path / "parent.py").write_text(
-        "import subprocess, sys, packaging.pylock\n"
-        "sys.exit(subprocess.run([sys.executable, sys.argv[1]]).returncode)\n"
-    )
-    forked, real = both(str(tmp_path / "parent.py"), str(tmp_path / "child.py"))
-    assert (forked.returncode, forked.stdout) == (real.returncode, real.stdout) == (0, "packaging.pylock\n")
-
-
-def test_torchrun_and_its_ranks_are_forked(tmp_path):
-    """Each level takes far less than the imports of an interpreter would."""
-    rank = tmp_path / "rank.py"
-    rank.write_text(
-        "import os, sys, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        "print(dist.get_world_size(), 'diffusers' in sys.modules, os.getsid(0) == os.getpid(), flush=True)\n"
-    )
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3"]
-    done = run([sys.executable, *launch, f"--log-dir={tmp_path / 'logs'}", str(rank)])
-    said = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
-    assert (done.returncode, said) == (0, ["2 True True\n"] * 2), done.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
@@ -177,12 +137,3 @@ def test_what_is_not_known_starts_really(arguments, options):
     with Program([sys.executable, *arguments], stderr=subprocess.DEVNULL, **options) as program:
         assert not program.forked
         program.wait(60)
-
-
-def test_other_programs_start_really():
-    with children_forked():
-        assert subprocess.run(["echo", "1"], capture_output=True, text=True).stdout == "1\n"
-        done = subprocess.run([sys.executable, "-c", "print(2)"], capture_output=True, text=True)
-    assert done.stdout == "2\n"
-    with pytest.raises(FileNotFoundError):
-        run(["no-such-program"])
