@@ -86,21 +86,6 @@ def test_the_results_that_are_named_are_there():
     assert len(named) >= 15
 
 
-HEADINGS = {
-    "# Title": {"title"},
-    "## From a run: `dbsp masks record OUT -- COMMAND…`": {"from-a-run-dbsp-masks-record-out----command"},
-    "## `keys: auto`, ρ_s & more!": {"keys-auto-ρ_s--more"},
-    "### What *is* [linked](other.md#there)": {"what-is-linked"},
-    "## Closed ##": {"closed"},
-    "# A\n## B\n## B\n## A\n": {"a", "b", "b-1", "a-1"},
-}
-
-
-def test_headings_are_called_as_on_github():
-    assert {heading: anchors_of(f"text\n\n{heading}\n\ntext") for heading in HEADINGS} == HEADINGS
-    assert anchors_of('# B\n```\n# no heading\n```\n<a id="own"></a>\n') == {"b", "own"}
-
-
 def test_what_leads_nowhere_is_found(tmp_path):
     (tmp_path / "there.md").write_text("# Here\n")
     (tmp_path / "picture.png").write_bytes(b"")
