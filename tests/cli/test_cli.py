@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from safetensors import SafetensorError
 
 from dbsp_cli.cli import app
+from dbsp_cli.output import path
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
@@ -225,6 +226,14 @@ def test_all_commands_together_have_at_most_40_options():
     others = {name: options for name, options in counted.items() if name != "generate"}
     assert sum(map(len, others.values())) <= MOST_OPTIONS["others"], others
     assert len(counted["generate"]) <= MOST_OPTIONS["generate"], counted["generate"]
+
+
+def test_every_path_of_a_command_is_read_by_one_function():
+    """It expands home folders, and rejects a path without a name."""
+    hints = {words: get_type_hints(one.callback, include_extras=True) for words, one in COMMANDS.items()}
+    paths = [(words, *get_args(hint)) for words, of in hints.items() for hint in of.values() if "Path" in str(hint)]
+    assert len(paths) > 10
+    assert [words for words, _, option in paths if option.parser is not path] == []
 
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("generate",)], ids=" ".join)
