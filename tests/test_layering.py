@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from dbsp_kernels.errors import install_command
 from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment
-from tests.support.texts import nodes_of, strings_of, tree_of
+from tests.support.texts import found_in, nodes_of, strings_of, tree_of
 
 PACKAGES = {
     "dbsp_kernels": set(),
@@ -78,12 +78,6 @@ def tops(names: set[str]) -> set[str]:
 
 def files(*packages: str) -> list[Path]:
     return [path for package in packages for path in sorted(folder_of(package).rglob("*.py"))]
-
-
-def found_in(paths: Iterable[Path], look: Callable[[Path], set[str]]) -> dict[str, set[str]]:
-    """What is found in files that must not be there, by file."""
-    found = {str(path.relative_to(ROOT)): look(path) for path in paths}
-    return {path: names for path, names in found.items() if names}
 
 
 def package_of(path: Path) -> str:

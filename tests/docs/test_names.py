@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES, docstrings_of, nodes_of, strings_of, tree_of, without_code_blocks
+from tests.support.texts import PAGES, docstrings_of, found_in, nodes_of, strings_of, tree_of, without_code_blocks
 from tests.test_layering import PACKAGES, files
 
 SOURCES = files(*PACKAGES)
@@ -156,9 +156,10 @@ def _exists_elsewhere(name: str) -> bool:
 
 
 def test_names_in_code_quotes_exist():
-    texts = {path: prose_of(path) for path in SOURCES + PRESENT}
-    wrong = {path: [name for name in quoted_names(text) if not exists(name)] for path, text in texts.items()}
-    assert {str(path.relative_to(ROOT)): names for path, names in wrong.items() if names} == {}
+    def wrong(path: Path) -> list[str]:
+        return [name for name in quoted_names(prose_of(path)) if not exists(name)]
+
+    assert found_in(SOURCES + PRESENT, wrong) == {}
 
 
 def test_names_that_do_not_exist_are_found():
@@ -188,10 +189,8 @@ def unknown_settings(text: str) -> list[str]:
 
 
 def test_settings_that_a_text_asks_for_exist():
-    texts = {path: prose_of(path) for path in PRESENT}
-    texts |= {path: "\n".join(strings_of(path)) for path in SOURCES}
-    found = {str(path.relative_to(ROOT)): unknown_settings(text) for path, text in texts.items()}
-    assert {path: keys for path, keys in found.items() if keys} == {}
+    assert found_in(PRESENT, lambda path: unknown_settings(prose_of(path))) == {}
+    assert found_in(SOURCES, lambda path: unknown_settings("\n".join(strings_of(path)))) == {}
 
 
 def test_settings_that_do_not_exist_are_found():
@@ -206,8 +205,7 @@ def private_forms(docstring: str) -> list[str]:
 
 
 def test_docstrings_have_one_form():
-    forms = {path: [form for text in docstrings_of(path) for form in private_forms(text)] for path in SOURCES}
-    assert {str(path.relative_to(ROOT)): found for path, found in forms.items() if found} == {}
+    assert found_in(SOURCES, lambda path: [one for text in docstrings_of(path) for one in private_forms(text)]) == {}
 
 
 def test_private_forms_are_found():

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES
+from tests.support.texts import PAGES, found_in
 from tests.test_layering import PACKAGES, files
 
 UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
@@ -53,8 +53,7 @@ def missing(text: str) -> list[str]:
 
 
 def test_files_and_modules_that_are_named_are_there():
-    gone = {str(path.relative_to(ROOT)): missing(path.read_text(encoding="utf-8")) for path in TEXTS}
-    assert {path: names for path, names in gone.items() if names} == {}
+    assert found_in(TEXTS, lambda path: missing(path.read_text(encoding="utf-8"))) == {}
 
 
 def test_what_is_not_there_is_found():
