@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.outcomes import said
 from tests.xdit.xdit_cases import in_xfusers_class
 
@@ -30,7 +29,6 @@ TRANSFORMERS = {
     "unknown of xfuser": _unknown_of_xfuser,
     "cached before": _cached_before,
     "wrapper": lambda: in_xfusers_class("wan"),
-    "cogvideox": lambda: make_tiny_transformer("cogvideox"),
 }
 
 
@@ -47,7 +45,6 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
         ("cached before", {}, 1, "attach db-SP before step caches"),
         ("wrapper", {"strategy": "U3R1"}, 1, "strategy U3R1 needs 3 GPUs"),
         ("wrapper", {}, 2, "use_cfg_parallel: SimpleNamespace does not run the two CFG passes"),
-        ("cogvideox", {}, 2, "use_cfg_parallel: SimpleNamespace does not run the two CFG passes"),
     ],
 )
 def test_attach_is_rejected_on_all_ranks(xfuser, kind, config, guidance, expected):
