@@ -105,7 +105,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_child_of_a_program_is_its_child_and_inherits_nothing_else(tmp_path):
-    """The lines are those that an interpreter's child prints, which takes long to start twice."""
+    """Compares with the lines that an interpreter's child prints, which takes long to start twice."""
     (tmp_path / "my_module.py").touch()
     environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
     done = run([sys.executable, "-c", PARENT, CHILD], env=environment)

@@ -19,7 +19,7 @@ OTHERS = ("Image", "tarfile", "zipfile", "webbrowser", "os", "gzip")
 
 
 def without_encoding(source: str) -> Iterator[int]:
-    """The lines of calls that read or write text in the locale's encoding."""
+    """Yields the lines of calls that read or write text in the locale's encoding."""
     for call in ast.walk(ast.parse(source)):
         if not isinstance(call, ast.Call) or any(word.arg in ("encoding", None) for word in call.keywords):
             continue
@@ -37,7 +37,7 @@ def without_encoding(source: str) -> Iterator[int]:
 
 
 def programs() -> Iterator[tuple[Path, str]]:
-    """Every Python program and its text, also those without a suffix."""
+    """Yields every Python program and its text, also those without a suffix."""
     for path in (path for folder in FOLDERS for path in sorted(folder.rglob("*"))):
         if path.is_file() and path.suffix in ("", ".py"):
             text = path.read_text(encoding="utf-8", errors="replace")

@@ -108,7 +108,7 @@ def openings_of(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
 
 
 def _is_help(path: Path) -> bool:
-    """Whether a file's docstrings are read as help of `dbsp`, which is in the imperative."""
+    """Returns True if a file's docstrings are help of `dbsp`, which is in the imperative."""
     return path.parent.name == "commands" or path == ROOT / "dbsp_cli" / "cli.py"
 
 

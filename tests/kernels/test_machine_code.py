@@ -1,4 +1,4 @@
-"""What the installed Triton's compilers make of the kernels, in all shapes that shipped configurations ask for."""
+"""Machine code that the installed Triton makes of the kernels, in all shapes of shipped configurations."""
 
 from __future__ import annotations
 

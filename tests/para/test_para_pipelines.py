@@ -184,7 +184,7 @@ def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, wo
 
 
 def test_ranks_decide_identically_where_stock_averages_would_not():
-    """Two shards of 3 and 2 tokens give the decision of 5 tokens; sums are in tests/diffusers/test_step_caches.py."""
+    """Decides for 5 tokens in shards of 3 and 2; sums are in tests/diffusers/test_step_caches.py."""
     video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
     before = video.take(torch.ones(1, 5, 4), dim=1)
     now = before * 1.1

@@ -40,7 +40,7 @@ def run_pipeline(rank: int, world: int, case: PipelineCase) -> None:
     [(2, "U1R2", CDF, True), pytest.param(3, "auto", MASK, False, marks=pytest.mark.long)],
 )
 def test_pipeline_equals_one_process_and_reports_the_whole_video(xfuser, tiny, tmp_path, world, strategy, mask, own):
-    """5 rows of 7 tokens, which no number of ranks divides."""
+    """Makes 5 rows of 7 tokens, which no number of ranks divides."""
     config = {"mask": mask, "strategy": strategy, "machine": "a800", "report": str(tmp_path)}
     xfuser(world).run(run_pipeline, PipelineCase(tiny, config, height=80, width=112, own=own))
     report = json.loads((tmp_path / "report.json").read_text())
@@ -62,5 +62,5 @@ def run_prompts(rank: int, world: int, case: PipelineCase) -> None:
 
 @pytest.mark.long
 def test_prompts_distributed_by_xfuser_equal_one_process(xfuser, tiny):
-    """Each group of ranks is given one of two prompts; both make the same video, by the same seed."""
+    """Gives each group of ranks one of two prompts; both make the same video, by the same seed."""
     xfuser(4, 1, 2).run(run_prompts, PipelineCase(tiny, {"mask": MASK, "strategy": "U1R2"}, height=64))

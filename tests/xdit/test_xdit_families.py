@@ -57,7 +57,7 @@ def test_family_equals_one_process(xfuser, model):
     ],
 )
 def test_transformer_equals_one_process(xfuser, world, strategy, mask):
-    """The transformer becomes diffusers' own, of which tests/diffusers/models has every strategy."""
+    """Tries few strategies: tests/diffusers/models has all of diffusers' class, which the transformer becomes."""
     xfuser(world).run(run_family, "wan", {"mask": mask, "strategy": strategy, "machine": "a800"})
 
 

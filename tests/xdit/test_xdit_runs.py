@@ -31,7 +31,7 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def expected(tiny):
-    """Final latents of one process."""
+    """Returns final latents of one process."""
     pipe = load_cogvideox(tiny)
     attach_single_process(pipe.transformer, {"mask": MASK})
     generator = torch.Generator().manual_seed(42)

@@ -1,4 +1,4 @@
-"""What the workers run: xfuser's real wrappers and pipelines with db-SP attached, against diffusers in one process."""
+"""Cases for the workers: xfuser's real wrappers and pipelines with db-SP attached, against one process."""
 
 from __future__ import annotations
 

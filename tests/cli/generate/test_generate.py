@@ -34,7 +34,7 @@ DBSP = [sys.executable, "-m", "dbsp_cli"]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """expected(model): latents of stock diffusers in this process, with the same masks and without parallelism."""
+    """Makes expected(model) give latents of stock diffusers in one process, with the same masks."""
     made: dict[str, torch.Tensor] = {}
 
     def latents(model: str) -> torch.Tensor:
@@ -104,7 +104,7 @@ def test_from_yaml_to_mp4(tmp_path, expected, start):
 
 @pytest.mark.long
 def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_property, capsys):
-    """Each node's torchrun starts the command, which joins."""
+    """Lets each node's torchrun start the command, which joins."""
     with two_nodes() as (nodes, what):
         record_property("nodes", what)
         with capsys.disabled():
@@ -134,7 +134,7 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
 
 
 def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
-    """Rank 1 is killed in the second step, as for want of memory: the other would wait for it."""
+    """Kills rank 1 in the second step, as for want of memory: the other would wait for it."""
     mask = "{source: callable, function: 'tests.support.user_masks:dies_in_the_second_step', depends_on: step}"
     out, report = tmp_path / "ball.mp4", tmp_path / "report"
     out.write_text("an older video")
@@ -151,7 +151,7 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_all_ranks_and_leaves_nothing_half_written(tmp_path, number, code):
-    """A real start, whose processes are found by their command lines."""
+    """Starts really, and finds processes by their command lines."""
     started = subprocess.Popen(
         command("tiny-wan", tmp_path / "ball.mp4", "--nproc", 2, "--set", "generate.steps=1000"),
         stderr=subprocess.PIPE,
@@ -176,7 +176,7 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing_half_written(tmp_path, numbe
 
 
 def processes_with(folder: Path) -> list[str]:
-    """Command lines that name a folder."""
+    """Returns command lines that name a folder."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

@@ -44,7 +44,7 @@ def test_setting_that_can_work_is_accepted():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and a hub that cannot be reached: tests run offline."""
+    """Gives an empty cache, and a hub that cannot be reached: tests run offline."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
@@ -141,7 +141,7 @@ def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_mac
     "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x09" + b"\0" * 7 + b'{"a": {}}']
 )
 def test_what_is_no_file_of_weights_is_named(tmp_path, content):
-    """Of Git LFS's stub the first eight bytes are no length to read."""
+    """Tries Git LFS's stub, too, whose first eight bytes are no length to read."""
     file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
     file.parent.mkdir()
     file.write_bytes(content)

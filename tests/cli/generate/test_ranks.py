@@ -31,7 +31,7 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 @pytest.fixture
 def exported(monkeypatch):
-    """exported(info): the variables that a rank leaves for torch.distributed."""
+    """Makes exported(info) give the variables that a rank leaves for torch.distributed."""
 
     def variables(info: RankInfo) -> dict[str, str]:
         for name in (*TORCHRUN, *MEETING):
@@ -173,7 +173,7 @@ MISTAKE = "a warning\ndbsp: error: yours to mend\n"
     ],
 )
 def test_the_rank_that_failed_first_is_named_with_its_last_words(tmp_path, capsys, codes, said, code, explained):
-    """torchrun says which ranks had failed when it saw the first, and the files what they said; rank 0 has said it."""
+    """Reads torchrun's ranks that had failed when it saw the first, and their files; rank 0 has the terminal."""
     for rank, text in said.items():
         log = tmp_path / "run" / "attempt_0" / str(rank) / "stderr.log"
         log.parent.mkdir(parents=True)

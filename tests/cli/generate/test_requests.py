@@ -27,7 +27,7 @@ SIZE = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "gen
 
 
 def decided(folder: Path, info: RankInfo = RankInfo(), **given: object) -> Generation:  # noqa: B008  it is frozen
-    """What a request means, for a rank."""
+    """Returns what a request means, for a rank."""
     usual = {"config": "tiny-wan", "prompt": "a red ball", "out": str(folder / "v.mp4"), "changes": SIZE}
     return resolve(GenerationRequest(**usual | given), info)
 
@@ -39,7 +39,7 @@ class TestPrompts:
         assert [output.prompt for output in by_setting.outputs] == [""]
 
     def test_a_command_line_that_the_locale_cannot_read_is_utf_8(self, tmp_path):
-        """Python hands bytes beyond a locale's encoding on as surrogates."""
+        """Tries surrogates, which Python makes of bytes beyond a locale's encoding."""
         as_read = "ein Bär".encode().decode("ascii", "surrogateescape")
         changes = (*SIZE, f"generate.negative_prompt={as_read}")
         video = decided(tmp_path, prompt=as_read, changes=changes).config.generate
@@ -240,7 +240,7 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, given, me
 
 
 def test_features_with_numbers(tmp_path):
-    """The path of LoRA weights may hold an equals sign."""
+    """Tries paths of LoRA weights that hold an equals sign, too."""
     (tmp_path / "rank=16").mkdir()
     one = str(tmp_path / "rank=16")
     features = Features(lora=("some/lora", "a.safetensors=0.5", one, f"{one}=0.5"), cache="first-block=0.2")
