@@ -16,16 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
+from tests.support.models.tiny_pipelines import SIZE, alone, load
 from tests.support.nodes import two_nodes
 from tests.support.programs import Program, run
-from tests.support.single_process import attach_single_process
 
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
-SIZES = {"height": 64, "width": 96, "num_frames": 9, "steps": 2, "guidance_scale": 2.0}
-SMALL = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
+SETTINGS = {"steps" if name == "num_inference_steps" else name: value for name, value in SIZE.items()}
+SMALL = [part for name, value in SETTINGS.items() for part in ("--set", f"generate.{name}={value}")]
 SUMMARY = (
     r"attention \d+% of [\d.]+ m?s, density 0\.\d{3}, ρ_s \d\.\d{3} → \d\.\d{3}, times on CPUs say nothing about GPUs"
 )
@@ -35,22 +34,12 @@ DBSP = [sys.executable, "-m", "dbsp_cli"]
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     """Makes expected(model) give latents of stock diffusers in one process, with the same masks."""
-    made: dict[str, torch.Tensor] = {}
 
+    @functools.cache
     def latents(model: str) -> torch.Tensor:
-        if model not in made:
-            import diffusers
-
-            folder = make_tiny(model, tmp_path_factory.mktemp("tiny") / model)
-            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
-            pipe.set_progress_bar_config(disable=True)
-            config = DbspConfig.load(f"tiny-{model}")
-            attach_single_process(pipe.transformer, config)
-            names = {"steps": "num_inference_steps"}
-            size = {names.get(name, name): value for name, value in SIZES.items()}
-            generator = torch.Generator().manual_seed(7)
-            made[model] = pipe(PROMPT, negative_prompt="", generator=generator, output_type="latent", **size).frames
-        return made[model]
+        pipe = load(model, str(make_tiny(model, tmp_path_factory.mktemp("tiny") / model)))
+        own = {"negative_prompt": "", "max_sequence_length": {"wan": 512, "cogvideox": 226}[model]}
+        return alone(pipe, f"tiny-{model}", prompt=PROMPT, seed=7, **own)
 
     return latents
 
@@ -95,7 +84,7 @@ def test_from_yaml_to_mp4(tmp_path, expected, start):
     assert len(in_force) == 1, done.stderr
     assert "strategy U2R1, planner dbsp, layout contiguous, kernel cpu" in in_force[0]
     source = next(line for line in lines if line.startswith("dbsp: mask synthetic:block_q="))
-    assert "; from tiny-cogvideox, but for generate.height" in source
+    assert "; from tiny-cogvideox, but for generate.guidance_scale" in source
     assert "2/2" in done.stderr, "rank 0's bar is seen"
     assert "Warning" not in done.stderr
     settings = RunReport.read(tmp_path / "report").environment.settings
