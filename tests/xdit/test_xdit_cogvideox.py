@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from dbsp_xdit import attach, detach
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.outcomes import apart, assert_near
 from tests.xdit.xdit_cases import PipelineCase, cogvideox_alone
@@ -17,8 +18,6 @@ CDF = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_
 
 
 def run_pipeline(rank: int, world: int, case: PipelineCase) -> None:
-    from dbsp_xdit import attach, detach
-
     dense, expected = cogvideox_alone(case)
     pipe = case.pipe(world)
     before = fingerprint(pipe.transformer)
@@ -49,8 +48,6 @@ def test_pipeline_equals_one_process_and_reports_the_whole_video(xfuser, tiny, t
 
 def run_prompts(rank: int, world: int, case: PipelineCase) -> None:
     """Gives xfuser's own pipeline two prompts, of which this rank's group makes one."""
-    from dbsp_xdit import attach, detach
-
     _, expected = cogvideox_alone(case)
     pipe = case.pipe(world, data=2)
     attach(pipe, case.config)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dbsp_xdit import attach, detach
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, assert_near, outputs, said
@@ -27,8 +28,6 @@ def one_process(model: str, mask: dict[str, Any], seed: int) -> tuple[list[torch
 
 
 def run_family(rank: int, world: int, model: str, config: dict[str, Any], seed: int = 1) -> None:
-    from dbsp_xdit import attach, detach
-
     dense, expected = one_process(model, config["mask"], seed)
     wrapped = in_xfusers_class(model)
     pipe, before = SimpleNamespace(transformer=wrapped), fingerprint(wrapped)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
+from dbsp_xdit import attach, detach
 from tests.support.outcomes import said
 from tests.xdit.xdit_cases import in_xfusers_class
 
@@ -33,8 +34,6 @@ TRANSFORMERS = {
 
 
 def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> str:
-    from dbsp_xdit import attach
-
     return said(lambda: attach(SimpleNamespace(transformer=TRANSFORMERS[kind]()), config))
 
 
@@ -57,8 +56,6 @@ def test_attach_is_rejected_on_all_ranks(xfuser, kind, config, guidance, expecte
 
 def kept_forward(rank: int, world: int) -> None:
     """Calls a forward that a library keeps from before `detach`: the transformer's own, which is gone."""
-    from dbsp_xdit import attach, detach
-
     pipe = SimpleNamespace(transformer=in_xfusers_class("wan"))
     attach(pipe, {})
     kept = pipe.transformer.forward
