@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def folder_of(item: pytest.Item) -> str:
-    """Folder of `tests` that a test is in."""
+    """Returns the folder of `tests` that a test is in."""
     return item.path.relative_to(ROOT / "tests").parts[0]
 
 
@@ -50,25 +50,25 @@ def pools() -> Iterator[WorkerPools]:
 
 @pytest.fixture
 def pool(pools: WorkerPools, request: pytest.FixtureRequest) -> Callable[[int], WorkerPool]:
-    """pool(world) gives the worker processes of that world size, which live as long as one folder's tests run."""
+    """Makes pool(world) give the worker processes of that world size, which live as long as one folder's tests run."""
     return pools.for_folder(folder_of(request.node))
 
 
 @pytest.fixture
 def threads() -> Callable[[int], ThreadRanks]:
-    """threads(world) gives that many ranks that are threads: for what is no matter of processes or of transport."""
+    """Makes threads(world) give ranks that are threads, where processes and transport do not matter."""
     return ThreadRanks
 
 
 @pytest.fixture
 def debug(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks compare what they attend with before each attention."""
+    """Lets ranks compare what they attend with before each attention."""
     monkeypatch.setenv("DBSP_DEBUG", "1")
 
 
 @pytest.fixture(scope="session")
 def gpu_node() -> Iterator[GpuNode]:
-    """gpu_node.run(world, function, *arguments) runs on ranks that each have a simulated GPU."""
+    """Starts the node whose run(world, function, *arguments) runs on ranks that each have a simulated GPU."""
     reason = why_unavailable()
     if reason is not None:
         pytest.skip(reason)
@@ -81,7 +81,7 @@ def gpu_node() -> Iterator[GpuNode]:
 def dbsp(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[object, str, str]]:
-    """dbsp(*args) runs the command. Returns exit code, standard output, standard error."""
+    """Makes dbsp(*args) run the command, and return exit code, standard output, standard error."""
 
     def run(*args: object) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["dbsp", *map(str, args)])
@@ -97,7 +97,7 @@ def dbsp(
 
 @pytest.fixture
 def mistake(dbsp: Callable[..., tuple[object, str, str]]) -> Callable[..., str]:
-    """mistake(*args) runs a command that must end with one line and exit code 2. Returns the line."""
+    """Makes mistake(*args) run a command that must end with one line and exit code 2, and return the line."""
 
     def run(*args: object) -> str:
         code, out, err = dbsp(*args)

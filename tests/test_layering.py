@@ -1,4 +1,4 @@
-"""Who may import whom."""
+"""Order of packages and of their parts: which may import which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from dbsp_kernels.errors import install_command
 from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment
-from tests.support.texts import nodes_of, strings_of, tree_of
+from tests.support.texts import found_in, nodes_of, strings_of, tree_of
 
 PACKAGES = {
     "dbsp_kernels": set(),
@@ -61,7 +61,7 @@ def nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
 
 
 def imports(path: Path, inside_functions: bool = True) -> set[str]:
-    """Full names of the modules a file imports."""
+    """Returns full names of the modules a file imports."""
     found = set()
     for node in nodes(tree_of(path), inside_functions):
         if isinstance(node, ast.Import):
@@ -78,12 +78,6 @@ def tops(names: set[str]) -> set[str]:
 
 def files(*packages: str) -> list[Path]:
     return [path for package in packages for path in sorted(folder_of(package).rglob("*.py"))]
-
-
-def found_in(paths: Iterable[Path], look: Callable[[Path], set[str]]) -> dict[str, set[str]]:
-    """What is found in files that must not be there, by file."""
-    found = {str(path.relative_to(ROOT)): look(path) for path in paths}
-    return {path: names for path, names in found.items() if names}
 
 
 def package_of(path: Path) -> str:
@@ -116,7 +110,7 @@ def test_plain_diffusers_needs_neither_of_the_other_hosts():
 
 
 def test_what_begins_a_process_needs_nothing_but_python():
-    """So that an interrupt is quiet before torch has been imported, and torch can call what it loads."""
+    """Keeps an interrupt quiet before torch has been imported, and lets torch call what it loads."""
     first = [folder_of("dbsp_cli") / f"{name}.py" for name in ("__init__", "entry", "import_hook")]
     own = {"dbsp_cli"} | sys.stdlib_module_names
     assert found_in(first, lambda path: tops(imports(path, inside_functions=False)) - own) == {}
@@ -167,13 +161,13 @@ def test_imports_load_nothing_that_few_need():
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """The modules of a package by full name."""
+    """Returns the modules of a package by full name."""
     names = {path: ".".join(path.relative_to(root.parent).with_suffix("").parts) for path in root.rglob("*.py")}
     return {name.removesuffix(".__init__"): path for path, name in names.items()}
 
 
 def imported(path: Path, ours: dict[str, Path]) -> set[str]:
-    """Which of our modules a file imports, inside functions and for types alone too."""
+    """Returns our modules that a file imports, inside functions and for types alone too."""
     found = imports(path)
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
@@ -209,7 +203,7 @@ ORDER = {
 
 
 def upward(root: Path, order: tuple[str, ...]) -> set[str]:
-    """Imports of a part of a package by one that is lower. The package itself, its `__init__`, is above all parts."""
+    """Returns imports of a part of a package by a lower one; the package itself, its `__init__`, is above all."""
     ours = modules(root)
     levels = {f"{root.name}.{part}": level for level, part in enumerate(order)} | {root.name: len(order)}
 
@@ -275,7 +269,7 @@ def test_everything_imports_without_frameworks_and_doctor_names_them_and_the_fix
 
 
 def test_pyproject_lists_every_package_and_no_folder_lacks_its_init_file():
-    """Or else it leaves a folder out of the wheel. `configs` has no code: it is one by its name in the list alone."""
+    """Guards against a wheel without a folder. `configs` has no code: it is one by its name in the list alone."""
     (text,) = re.findall(r"^packages = \[([^]]*)\]", (ROOT / "pyproject.toml").read_text(), re.M)
     listed = re.findall(r'"([\w.]+)"', text)
     found = {path: folder_of(package) for package in PACKAGES for path in files(package)}
@@ -290,13 +284,13 @@ OF_OTHERS = (ROOT / "scripts" / "checks" / "upstream", ROOT / "tests" / "support
 
 
 def edits_path(text: str) -> bool:
-    """Whether a source changes or replaces sys.path."""
+    """Returns True if a source changes or replaces sys.path."""
     changed = r"sys\.path\.(insert|append|extend|remove|pop|clear)\(|sys\.path(\[[^]]*\])? *\+?= "
     return bool(re.search(changed, text))
 
 
 def test_tests_and_scripts_are_imported_by_package():
-    """A module that is named without its package is not found then."""
+    """Makes sure that a module which is named without its package is not found."""
     laboratory = [path for folder in ("tests", "scripts", "docs") for path in (ROOT / folder).rglob("*.py")]
     own = [path for path in laboratory if not any(path.is_relative_to(folder) for folder in OF_OTHERS)]
     assert [path for path in own if edits_path(path.read_text())] == []

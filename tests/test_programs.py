@@ -13,11 +13,9 @@ from tests.support.programs import Program, run
 from tests.support.programs.program import end_with_descendants
 from tests.support.repository import ROOT, python_path
 
-FORKED = "import torch, sys; sys.exit(0)"
-
 
 def both(*arguments: str, **options) -> list[subprocess.CompletedProcess]:
-    """What a fork makes of it, and an interpreter."""
+    """Returns what a program did when it was forked, and when an interpreter started it."""
     line = [sys.executable, *arguments]
     real = subprocess.run(line, capture_output=True, text=True, **options)
     return [run(line, **options), real]
@@ -115,7 +113,7 @@ os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_a_child_of_a_program_is_its_child_and_inherits_nothing_else(tmp_path):
-    """The lines are those that an interpreter's child prints, which takes long to start twice."""
+    """Compares with the lines that an interpreter's child prints, which takes long to start twice."""
     (tmp_path / "my_module.py").touch()
     environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
     done = run([sys.executable, "-c", PARENT, CHILD], env=environment)
@@ -128,29 +126,6 @@ def test_a_child_of_a_program_is_its_child_and_inherits_nothing_else(tmp_path):
         "-15 False",
         "the parent's",
     ]
-
-
-def test_a_child_finds_in_a_package_the_modules_that_its_parent_imported(tmp_path):
-    (tmp_path / "child.py").write_text("import packaging.pylock\nprint(packaging.pylock.__name__)\n")
-    (tmp_path / "parent.py").write_text(
-        "import subprocess, sys, packaging.pylock\n"
-        "sys.exit(subprocess.run([sys.executable, sys.argv[1]]).returncode)\n"
-    )
-    forked, real = both(str(tmp_path / "parent.py"), str(tmp_path / "child.py"))
-    assert (forked.returncode, forked.stdout) == (real.returncode, real.stdout) == (0, "packaging.pylock\n")
-
-
-def test_torchrun_and_its_ranks_are_forked(tmp_path):
-    """Each level takes far less than the imports of an interpreter would."""
-    rank = tmp_path / "rank.py"
-    rank.write_text(
-        "import os, sys, torch.distributed as dist\ndist.init_process_group('gloo')\n"
-        "print(dist.get_world_size(), 'diffusers' in sys.modules, os.getsid(0) == os.getpid(), flush=True)\n"
-    )
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--redirects=3"]
-    done = run([sys.executable, *launch, f"--log-dir={tmp_path / 'logs'}", str(rank)])
-    said = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
-    assert (done.returncode, said) == (0, ["2 True True\n"] * 2), done.stderr
 
 
 @pytest.mark.parametrize(

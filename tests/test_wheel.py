@@ -37,7 +37,7 @@ MOST_BYTES = 12e6
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Built from a copy of the files that git knows, or would add."""
+    """Builds it from a copy of the files that git knows, or would add."""
     folder = tmp_path_factory.mktemp("wheel")
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from safetensors import SafetensorError
 
 from dbsp_cli.cli import app
+from dbsp_cli.output import path
 from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
@@ -28,7 +29,7 @@ GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
 
 @pytest.fixture
 def mask_file(tmp_path):
-    """Two layers of five heads."""
+    """Saves two layers of five heads."""
     path = tmp_path / "masks.safetensors"
     save_mask(path, [BlockMask(random_bits(5, GRID, seed), GRID) for seed in (1, 2)])
     return path
@@ -70,7 +71,7 @@ class TestPlan:
         assert rows == [list(one) for one in combinations]
 
     def test_the_table_ends_with_the_most_even_plan_and_says_what_the_bound_is(self, dbsp, tmp_path):
-        """Whole heads cannot be even here, and rows can."""
+        """Plans a mask whose whole heads cannot be balanced, and whose rows can."""
         bits = np.zeros((2, GRID.nq, GRID.nk), dtype=bool)
         bits[0], bits[1, 0, 0] = True, True
         save_mask(tmp_path / "mask.safetensors", BlockMask(bits, GRID))
@@ -206,7 +207,7 @@ MOST_LINES = 40
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Every command by its words, groups included."""
+    """Returns every command by its words, groups included."""
     found = {words: command}
     for name, inner in getattr(command, "commands", {}).items():
         found |= commands(inner, (*words, name))
@@ -225,6 +226,14 @@ def test_all_commands_together_have_at_most_40_options():
     others = {name: options for name, options in counted.items() if name != "generate"}
     assert sum(map(len, others.values())) <= MOST_OPTIONS["others"], others
     assert len(counted["generate"]) <= MOST_OPTIONS["generate"], counted["generate"]
+
+
+def test_every_path_of_a_command_is_read_by_one_function():
+    """Finds `path`, which expands home folders and rejects a path without a name."""
+    hints = {words: get_type_hints(one.callback, include_extras=True) for words, one in COMMANDS.items()}
+    paths = [(words, *get_args(hint)) for words, of in hints.items() for hint in of.values() if "Path" in str(hint)]
+    assert len(paths) > 10
+    assert [words for words, _, option in paths if option.parser is not path] == []
 
 
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("generate",)], ids=" ".join)

@@ -31,7 +31,7 @@ def drifting(layer, step):
 
 @pytest.fixture
 def file(tmp_path):
-    """Three layers, two step groups."""
+    """Saves three layers, two step groups."""
     path = tmp_path / "masks.safetensors"
     masks = [[drifting(layer, step) for layer in range(3)] for step in (0, 3)]
     save_mask(path, masks, groups="5-9,10-", packed=True)
@@ -40,7 +40,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def recording(tmp_path):
-    """Five steps of two branches, three layers."""
+    """Records five steps of two branches, three layers."""
     recorder = MaskRecorder(RecordSettings(str(tmp_path / "recording")), 3)
     for step in range(5):
         for branch in range(2):
@@ -143,7 +143,7 @@ class TestInfo:
         assert len(np.unique(image.reshape(-1, image.shape[2]), axis=0)) > 50
 
     def test_picture_of_a_dense_layer_with_fewer_heads_than_sparse_ones_is_drawn(self, dbsp, tmp_path):
-        """Sparse layers have masks of two batch items, which count as heads; a dense layer has one of its own."""
+        """Records masks of two batch items, which count as heads, for a sparse layer, and one for a dense layer."""
         recorder = MaskRecorder(RecordSettings(str(tmp_path / "recording")), 2)
         recorder.begin(DenoisingStep(0, 0))
         for layer, mask in enumerate((BlockMask(random_bits(8, GRID, 0), GRID), BlockMask.dense(4, GRID))):

@@ -130,7 +130,7 @@ class TestForms:
 
     @pytest.mark.parametrize("steps", [1, 2])
     def test_a_recording_s_pass_with_a_dense_layer(self, tmp_path, steps):
-        """Its step is named if there are several."""
+        """Names its step if there are several."""
         recorder = MaskRecorder(RecordSettings(str(tmp_path / "r")), 2)
         masks = {}
         for step, branch in itertools.product(range(steps), range(2)):
@@ -150,7 +150,7 @@ class TestForms:
 
 
 def row_lists(bits, encoding, padding):
-    """int64[H, nq, nk + 2] and int64[H, nq], written block by block."""
+    """Returns int64[H, nq, nk + 2] and int64[H, nq], written block by block."""
     heads, nq, nk = bits.shape
     lut = torch.full((heads, nq, nk + 2), padding)
     for head, row in np.ndindex(heads, nq):

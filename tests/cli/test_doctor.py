@@ -111,7 +111,7 @@ def test_it_says_of_each_engine_that_is_installed_whether_it_sees_dbsp(monkeypat
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU for which fa4 and Triton seem to be installed."""
+    """Makes a GPU seem to be there, for which fa4 and Triton are installed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -153,7 +153,7 @@ def test_version(dbsp):
 
 
 def extras() -> dict[str, set[str]]:
-    """Packages that each extra names, itself or through another of ours, as they are imported."""
+    """Returns packages that each extra names, itself or through another of ours, as they are imported."""
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = project["optional-dependencies"]
@@ -178,7 +178,7 @@ INTERFACES = ("lo", "docker0", "eth7", "eth0", "ib0")
 
 @pytest.fixture
 def node(monkeypatch, tmp_path):
-    """node(address, variables, names) sets what a machine has: its host name's address, or none, and interfaces."""
+    """Makes node(…) set what a machine has: the address of its host name, or none, and interfaces."""
 
     def make(address: str | None = "10.0.0.7", names: tuple[str, ...] = INTERFACES, **variables: str) -> None:
         def resolve(*_: object, **__: object) -> list[tuple]:

@@ -48,7 +48,7 @@ SMALL = "--model tiny --ring_degree 2 --height 64 --width 96 --num_frames 9 --nu
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the tiny model in it."""
+    """Makes a folder with the tiny model in it."""
     folder = tmp_path_factory.mktemp("examples")
     make_tiny("wan-trained", folder / "tiny")
     return folder
@@ -60,7 +60,7 @@ def require(package: str) -> None:
 
 
 def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
-    """Runs a copy of an example on two processes; what each rank wrote, by rank."""
+    """Runs a copy of an example on two processes, and returns what each rank wrote, by rank."""
     text = (EXAMPLES / name).read_text()
     if name in ("diffusers_wan.py", "paraattention_wan.py", "packed.py"):
         for large, small in LESS.items():
@@ -77,7 +77,7 @@ def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
 
 
 def videos(folder: Path) -> list[str]:
-    """Names of the videos that are there, and nothing of them after."""
+    """Returns names of the videos that are there, and removes them."""
     found = sorted(folder.glob("*.mp4"))
     assert all(path.stat().st_size > 1000 for path in found)
     for path in found:
@@ -119,7 +119,7 @@ def load_method(text: str) -> ModuleType:
 
 
 def test_the_method_fails_if_outputs_differ_from_dense_attention(monkeypatch):
-    """On one rank, in this process, with a wrong scale."""
+    """Runs one rank in this process, with a wrong scale."""
     text, scale = (EXAMPLES / "method.py").read_text(), "rows.shape[-1] ** -0.5"
     assert text.count(scale) == 1
     rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -187,7 +187,7 @@ def test_training_in_two_stages_ends_under_predicted_masks(folder):
 
 @pytest.mark.long
 def test_encoders_of_packed_training_share_their_work(folder):
-    """One rank loads a clip of nine frames and an image, the other one five images."""
+    """Lets one rank load a clip of nine frames and an image, the other one five images."""
     said = start(folder, "train_packed.py")
     found = [re.findall(r"rank \d: loaded (\d), encoded (\d) prompts and (\d) clips\n", said[rank]) for rank in "01"]
     assert sorted(found) == [[("2", "4", "1")] * 2, [("5", "3", "6")] * 2]
@@ -250,7 +250,7 @@ def test_command_of_the_table_has_a_plan(tmp_path, monkeypatch, dbsp):
 
 
 def words_of(script: str) -> list[str]:
-    """The command of a shell script, its comments and `export` left out."""
+    """Returns the command of a shell script, its comments and `export` left out."""
     text = (EXAMPLES / script).read_text().replace("\\\n", " ")
     return [word for line in text.splitlines() if not re.match(r"#|export", line) for word in shlex.split(line)]
 
@@ -296,7 +296,7 @@ def test_the_page_names_every_file():
 
 
 def scripts() -> dict[str, str]:
-    """Python programs that a user may copy, by where they are: files of examples/, code in pages."""
+    """Returns Python programs that a user may copy, by location: files of examples/, code in pages."""
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     blocks = {
         f"{page.name} {number}": block
@@ -307,7 +307,7 @@ def scripts() -> dict[str, str]:
 
 
 def unknown_names(program: str) -> list[str]:
-    """What a program imports of ours, or calls with such arguments, and we do not have."""
+    """Returns what a program imports of ours, or calls with such arguments, and we do not have."""
     ours, unknown = {}, []
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):

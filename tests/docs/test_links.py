@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES, nodes_of, strings_of, without_code_blocks
+from tests.support.texts import PAGES, found_in, nodes_of, strings_of, without_code_blocks
 from tests.test_layering import PACKAGES, files
 
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
@@ -18,7 +18,7 @@ _OWN_ANCHOR = re.compile(r"<a\b[^>]*?\b(?:id|name)=\"([^\"]+)\"")
 
 
 def links_in(text: str) -> list[str]:
-    """The targets of a page's links and pictures, without those of other sites; code has none."""
+    """Returns the targets of a page's links and pictures, without those of other sites; code has none."""
     text = without_code_blocks(text)
     text = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", lambda code: "x" * len(code[0]), text, flags=re.S)
     found = [target for pattern in (_LINK, _REFERENCE, _TAG) for target in pattern.findall(text)]
@@ -26,8 +26,7 @@ def links_in(text: str) -> list[str]:
 
 
 def anchors_of(text: str) -> set[str]:
-    """What GitHub calls a page's headings: in lower case, spaces as hyphens, without most other signs; numbered where
-    they come again."""
+    """Returns GitHub's names of a page's headings: in lower case, with hyphens, numbered where they come again."""
     text, found = without_code_blocks(text), set(_OWN_ANCHOR.findall(text))
     for heading in re.findall(r"^ {0,3}#{1,6}[ \t]+(.*?)[ \t]*#*$", text, re.M):
         words = re.sub(r"!?\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\([^)]*\)", r"\1", heading)
@@ -38,7 +37,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def broken_links(page: Path, root: Path = ROOT) -> list[str]:
-    """Targets of a page that lead nowhere, or out of the repository."""
+    """Returns targets of a page that lead nowhere, or out of the repository."""
     broken = []
     for target in links_in(page.read_text(encoding="utf-8")):
         file_name, _, anchor = target.partition("#")
@@ -51,8 +50,7 @@ def broken_links(page: Path, root: Path = ROOT) -> list[str]:
 
 
 def test_links_lead_somewhere():
-    broken = {str(page.relative_to(ROOT)): broken_links(page) for page in PAGES}
-    assert {page: targets for page, targets in broken.items() if targets} == {}
+    assert found_in(PAGES, broken_links) == {}
 
 
 def test_messages_send_to_pages_that_are_there():
@@ -84,21 +82,6 @@ def test_the_results_that_are_named_are_there():
     named = {name for text in pages for name in re.findall(r"`([\w-]+\.(?:csv|json|png))`", text)}
     assert [name for name in named if not (folder / name).is_file()] == []
     assert len(named) >= 15
-
-
-HEADINGS = {
-    "# Title": {"title"},
-    "## From a run: `dbsp masks record OUT -- COMMAND…`": {"from-a-run-dbsp-masks-record-out----command"},
-    "## `keys: auto`, ρ_s & more!": {"keys-auto-ρ_s--more"},
-    "### What *is* [linked](other.md#there)": {"what-is-linked"},
-    "## Closed ##": {"closed"},
-    "# A\n## B\n## B\n## A\n": {"a", "b", "b-1", "a-1"},
-}
-
-
-def test_headings_are_called_as_on_github():
-    assert {heading: anchors_of(f"text\n\n{heading}\n\ntext") for heading in HEADINGS} == HEADINGS
-    assert anchors_of('# B\n```\n# no heading\n```\n<a id="own"></a>\n') == {"b", "own"}
 
 
 def test_what_leads_nowhere_is_found(tmp_path):

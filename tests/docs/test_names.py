@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES, docstrings_of, nodes_of, strings_of, tree_of, without_code_blocks
+from tests.support.texts import PAGES, docstrings_of, found_in, nodes_of, strings_of, tree_of, without_code_blocks
 from tests.test_layering import PACKAGES, files
 
 SOURCES = files(*PACKAGES)
@@ -38,7 +38,7 @@ _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 def prose_of(path: Path) -> str:
-    """A page; of a source file its docstrings, and its comments if there may be code quotes in one."""
+    """Returns a page; of a source file its docstrings, and its comments if one may have code quotes."""
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         return without_code_blocks(source)
@@ -50,14 +50,14 @@ def prose_of(path: Path) -> str:
 
 
 def quoted_names(text: str) -> list[str]:
-    """Words that a text has in code quotes, with dots or not; words of one or two letters left out."""
+    """Returns words that a text has in code quotes, with dots or not; words of one or two letters left out."""
     names = [quoted.strip() for quoted in _QUOTED.findall(text) if _NAME.fullmatch(quoted.strip())]
     return [name for name in names if len(name) > 2]
 
 
 @cache
 def words_of(path: Path) -> frozenset[str]:
-    """Every word of a source file, its texts and its name; docstrings and comments left out."""
+    """Returns every word of a source file, its texts and its name; docstrings and comments left out."""
     words = {*path.relative_to(ROOT).with_suffix("").parts, "py"}
     words.update(word for text in strings_of(path) for word in _WORD.findall(text))
     for node in nodes_of(path):
@@ -69,7 +69,7 @@ def words_of(path: Path) -> frozenset[str]:
 
 @cache
 def words_of_product() -> frozenset[str]:
-    """Every word of our packages and of settings."""
+    """Returns every word of our packages and of settings."""
     words = set().union(*map(words_of, SOURCES))
     for pattern in ("configs/**/*.yaml", "scripts/*", "*.toml", "docs/**/*.*", ".github/**/*.yml"):
         for path in filter(Path.is_file, ROOT.glob(pattern)):
@@ -81,7 +81,7 @@ def words_of_product() -> frozenset[str]:
 
 @cache
 def is_word_of_code(word: str) -> bool:
-    """Whether our packages have a word, or else tests or scripts, of which those are parsed that have its letters."""
+    """Returns True if our packages have a word, or tests or scripts, of which those with its letters are parsed."""
     if word in words_of_product():
         return True
     others = (path for path in OTHER_CODE if path != Path(__file__))
@@ -90,7 +90,7 @@ def is_word_of_code(word: str) -> bool:
 
 @cache
 def members() -> dict[str, frozenset[str]]:
-    """By class and by module of ours: what it defines; a class has its bases' too, None represents unknown ones."""
+    """Returns what each class and module of ours defines, by its name; a class has its bases' too."""
     own: dict[str, set[str]] = defaultdict(set)
     bases: dict[str, set[str]] = defaultdict(set)
     for path in SOURCES:
@@ -114,7 +114,7 @@ def _last(node: ast.expr) -> str:
 
 
 def _defined(node: ast.AST) -> list[str]:
-    """Names that a statement defines: functions, classes, variables, fields, imports, and attributes of `self`."""
+    """Returns names that a statement defines: functions, classes, variables, imports, and attributes of `self`."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
     if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -127,7 +127,7 @@ def _defined(node: ast.AST) -> list[str]:
 
 
 def exists(name: str) -> bool:
-    """Whether a name is one of our code or settings, one of an installed package, or known to be another project's."""
+    """Returns True for a name of our code or settings, of an installed package, or known to be another project's."""
     name = name.removesuffix("()").strip(".")
     first, *rest = name.split(".")
     if name in FROM_OTHERS:
@@ -156,9 +156,10 @@ def _exists_elsewhere(name: str) -> bool:
 
 
 def test_names_in_code_quotes_exist():
-    texts = {path: prose_of(path) for path in SOURCES + PRESENT}
-    wrong = {path: [name for name in quoted_names(text) if not exists(name)] for path, text in texts.items()}
-    assert {str(path.relative_to(ROOT)): names for path, names in wrong.items() if names} == {}
+    def wrong(path: Path) -> list[str]:
+        return [name for name in quoted_names(prose_of(path)) if not exists(name)]
+
+    assert found_in(SOURCES + PRESENT, wrong) == {}
 
 
 def test_names_that_do_not_exist_are_found():
@@ -175,23 +176,21 @@ def test_names_that_do_not_exist_are_found():
 
 @cache
 def settings() -> set[str]:
-    """Keys of the configuration: those of the tables of its page, which are made from the code."""
+    """Returns keys of the configuration: those of the tables of its page, which are made from the code."""
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `.*", page, re.M)
     return {"source"}.union(*(re.findall(r"`(\w+)`", row) for row in rows))
 
 
 def unknown_settings(text: str) -> list[str]:
-    """Keys that a text asks to set, in a quote such as `key: value` or as "set key: value", and that do not exist."""
+    """Returns keys that a text asks to set, as `key: value` or as "set key: value", and that do not exist."""
     asked = re.findall(r"(?:(?<!`)`\{?|\bset )(\w+): [^`\s]", text)
     return [key for key in asked if key not in settings() | FROM_OTHERS]
 
 
 def test_settings_that_a_text_asks_for_exist():
-    texts = {path: prose_of(path) for path in PRESENT}
-    texts |= {path: "\n".join(strings_of(path)) for path in SOURCES}
-    found = {str(path.relative_to(ROOT)): unknown_settings(text) for path, text in texts.items()}
-    assert {path: keys for path, keys in found.items() if keys} == {}
+    assert found_in(PRESENT, lambda path: unknown_settings(prose_of(path))) == {}
+    assert found_in(SOURCES, lambda path: unknown_settings("\n".join(strings_of(path)))) == {}
 
 
 def test_settings_that_do_not_exist_are_found():
@@ -200,14 +199,13 @@ def test_settings_that_do_not_exist_are_found():
 
 
 def private_forms(docstring: str) -> list[str]:
-    """Arguments and results that are said neither in a sentence nor under a heading of Google's form."""
+    """Returns arguments and results that are neither in a sentence nor under a heading of Google's form."""
     sections = re.compile(r"^ *(Args|Attributes|Returns|Raises|Yields):$.*", re.M | re.S)
     return re.findall(r"\breturns:|(?:^ *|; +)[a-z]\w*(?:, \w+)*: +\S", sections.sub("", docstring), re.M)
 
 
 def test_docstrings_have_one_form():
-    forms = {path: [form for text in docstrings_of(path) for form in private_forms(text)] for path in SOURCES}
-    assert {str(path.relative_to(ROOT)): found for path, found in forms.items() if found} == {}
+    assert found_in(SOURCES, lambda path: [one for text in docstrings_of(path) for one in private_forms(text)]) == {}
 
 
 def test_private_forms_are_found():

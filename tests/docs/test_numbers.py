@@ -20,13 +20,13 @@ PLANS = (("contiguous", "contiguous"), ("snake", "contiguous"), ("contiguous", "
 
 
 def said(pattern: str) -> list[float]:
-    """The numbers in the only match of a pattern in README."""
+    """Returns the numbers in the only match of a pattern in README."""
     (found,) = re.findall(pattern, TEXT)
     return [float(one) for one in ([found] if isinstance(found, str) else found)]
 
 
 def balanced(strategy: str, planner: str, layout: str, *keys: str) -> list[float]:
-    """Numbers of balanced.csv on one way to plan Wan2.1-14B's masks."""
+    """Returns numbers of balanced.csv on one way to plan Wan2.1-14B's masks."""
     (row,) = rows("balanced", preset="wan2.1-t2v-14b", strategy=strategy, planner=planner, layout=layout)
     return [float(row[key]) for key in keys]
 
@@ -48,7 +48,7 @@ def test_table_of_balance(strategy):
 
 
 def test_seconds_of_minimax_h3():
-    """The engine's tests run the page's commands."""
+    """Compares the table alone: the engine's tests run the page's commands."""
     found = table("docs/minimax-h3.md", "| attention | ")
     kept = rows("h3", machine="h100")
     assert len(found) == len(kept)

@@ -120,7 +120,7 @@ OTHERS = ("unrecognized arguments", "import xfuser", "terminate called", "Failed
 
 
 def strings() -> Iterator[str]:
-    """Every string of the packages; f-strings with … for their values."""
+    """Yields every string of the packages; f-strings with … for their values."""
     for node in itertools.chain.from_iterable(map(nodes_of, files(*PACKAGES))):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
@@ -129,13 +129,13 @@ def strings() -> Iterator[str]:
 
 
 def quoted() -> list[str]:
-    """Messages in bold code on the page, line breaks closed up."""
+    """Returns messages in bold code on the page, line breaks closed up."""
     spans = re.findall(r"\*\*`([^`]+)`", TROUBLESHOOTING)
     return [span for span in (" ".join(span.split()) for span in spans) if not any(o in span for o in OTHERS)]
 
 
 def is_in(message: str, texts: Iterable[str]) -> bool:
-    """Whether one text has a message, in which … is for anything."""
+    """Returns True if one text has a message, in which … is for anything."""
     wanted = re.compile(".+?".join(re.escape(piece.strip()) for piece in message.split("…")), re.S)
     return any(wanted.search(text) for text in texts)
 

@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES
+from tests.support.texts import PAGES, found_in
 from tests.test_layering import PACKAGES, files
 
 UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
@@ -22,7 +22,7 @@ _COMMAND = re.compile(r"python3? -m ((?:scripts|tests|dbsp_\w+)(?:\.\w+)+)")
 
 @cache
 def paths() -> frozenset[str]:
-    """Files and folders of the repository, and by the shorter names that texts give them inside a package."""
+    """Returns files and folders of the repository, and the shorter names of those inside a package."""
     found = set()
     for folder in FOLDERS:
         top = ROOT / folder
@@ -35,14 +35,14 @@ def paths() -> frozenset[str]:
 
 @cache
 def _path_pattern() -> re.Pattern[str]:
-    """Paths that begin with a folder of the repository, or with one inside a package and end as a file of Python."""
+    """Matches paths that begin with a folder of the repository, or with one inside a package and end in .py."""
     inside = {path.name for folder in INSIDE for path in (ROOT / folder).rglob("*") if path.is_dir()}
     ours, parts = "|".join(FOLDERS), "|".join(sorted(inside - {"__pycache__"}))
     return re.compile(rf"(?<![\w/.-])(?:\./)?((?:{ours})/[\w./-]*[\w/]|(?:{parts})/[\w/]*\w\.py\b)(?![\w*{{])")
 
 
 def missing(text: str) -> list[str]:
-    """Paths and modules that a text names and that are not there."""
+    """Returns paths and modules that a text names and that are not there."""
     named = [path.rstrip("/") for path in _path_pattern().findall(text)]
     modules = _COMMAND.findall(text)
     sources = {name: name.replace(".", "/") for name in modules}
@@ -53,8 +53,7 @@ def missing(text: str) -> list[str]:
 
 
 def test_files_and_modules_that_are_named_are_there():
-    gone = {str(path.relative_to(ROOT)): missing(path.read_text(encoding="utf-8")) for path in TEXTS}
-    assert {path: names for path, names in gone.items() if names} == {}
+    assert found_in(TEXTS, lambda path: missing(path.read_text(encoding="utf-8"))) == {}
 
 
 def test_what_is_not_there_is_found():
@@ -70,7 +69,7 @@ PRODUCT = [path.relative_to(ROOT) for path in files(*PACKAGES) if not path.name.
 
 
 def test_the_code_map_names_every_file_of_the_packages():
-    """Commands are named without their endings."""
+    """Expects commands without their endings."""
     assert len(PRODUCT) > 120
     named = {path: rf"[`/]{re.escape(path.name)}`" for path in PRODUCT}
     named |= {path: f"`{path.stem}`" for path in PRODUCT if path.parent.as_posix() == "dbsp_cli/commands"}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES, nodes_of, without_code_blocks
+from tests.support.texts import PAGES, found_in, nodes_of, without_code_blocks
 from tests.test_layering import PACKAGES, files
 
 PACKAGE_FILES = files(*PACKAGES)
@@ -107,24 +107,18 @@ def openings_of(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
             yield node.lineno, text.splitlines()[0]
 
 
-def found(by_file: dict[Path, list[object]]) -> dict[str, list[object]]:
-    """Returns what is found, by the path of a file, of files in which something is."""
-    return {str(path.relative_to(ROOT)): lines for path, lines in by_file.items() if lines}
-
-
 def _is_help(path: Path) -> bool:
-    """Whether a file's docstrings are read as help of `dbsp`, which is in the imperative."""
+    """Returns True if a file's docstrings are help of `dbsp`, which is in the imperative."""
     return path.parent.name == "commands" or path == ROOT / "dbsp_cli" / "cli.py"
 
 
 def test_words_that_have_a_plainer_one_are_not_used():
-    files = PACKAGE_FILES + OTHER_FILES
-    assert found({path: list(words_in(path.read_text(encoding="utf-8"))) for path in files}) == {}
+    assert found_in(PACKAGE_FILES + OTHER_FILES, lambda path: [*words_in(path.read_text(encoding="utf-8"))]) == {}
 
 
 def test_words_that_have_a_plainer_one_are_not_used_on_pages():
     texts = [*PAGES, *(ROOT / "configs").rglob("*.yaml"), ROOT / "docs" / "results" / "evidence.yaml"]
-    assert found({path: list(words_on(path.read_text(encoding="utf-8"))) for path in texts}) == {}
+    assert found_in(texts, lambda path: [*words_on(path.read_text(encoding="utf-8"))]) == {}
 
 
 def test_a_word_is_found_in_the_prose_of_a_page_alone():
@@ -150,7 +144,8 @@ def test_a_word_is_found_in_names_comments_and_strings():
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():
-    assert found({path: list(openings_of(nodes_of(path))) for path in PACKAGE_FILES if not _is_help(path)}) == {}
+    no_help = [path for path in PACKAGE_FILES if not _is_help(path)]
+    assert found_in(no_help, lambda path: [*openings_of(nodes_of(path))]) == {}
 
 
 def test_a_docstring_that_begins_otherwise_is_found():

@@ -9,14 +9,14 @@ from dbsp_kernels.prediction import pooled_scores, select_blocks
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
+from dbsp_kernels.triton.prediction import pooled_scores_triton, select_blocks_triton
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("nk", [1, 16, 37])
 @pytest.mark.parametrize("limit", [(0.5, 0), (0.93, 0), (0.125, 0), (1e-9, 0), (None, 1), (None, 4), (None, 100)])
 def test_triton_selection_equals_sorting(nk, limit):
-    from dbsp_kernels.triton.prediction import select_blocks_triton
-
     generator = torch.Generator().manual_seed(nk)
     chance = torch.softmax(3 * torch.randn(2, 3, nk, generator=generator, dtype=torch.float64), dim=-1)
     chance[0, 1], chance[0, 2] = torch.nan, 0.0
@@ -30,8 +30,6 @@ def test_triton_selection_equals_sorting(nk, limit):
 
 
 def test_selection_accepts_expanded_masks_and_views():
-    from dbsp_kernels.triton.prediction import select_blocks_triton
-
     generator = torch.Generator().manual_seed(5)
     chance = torch.rand(7, 3, 2 * 19, generator=generator, dtype=torch.float64)[..., ::2].to(DEVICE)
     dense = (torch.rand(3 + 19, generator=generator) < 0.2).to(DEVICE).expand(7, -1)
@@ -42,8 +40,6 @@ def test_selection_accepts_expanded_masks_and_views():
 
 @pytest.mark.parametrize(("nq", "nk", "width"), [(3, 40, 8), (33, 2, 5), (40, 33, 128)])
 def test_triton_scores_equal_torchs(nq, nk, width):
-    from dbsp_kernels.triton.prediction import pooled_scores_triton
-
     rows = pooled(nq + nk, width)
     rows[:, nq, -1], rows[:, nq + 1, -1] = 0.25, 0.5
     with interpreted():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -207,27 +206,6 @@ def test_hints_that_are_true_change_nothing(kernel):
 
 
 class TestMerge:
-    @staticmethod
-    def parts(seed: int, count: int) -> tuple[Packed, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Returns an attention, and partial results of its blocks in `count` parts, some of them empty."""
-        p = packed(rows=6, seed=seed)
-        part_of = torch.from_numpy(np.random.default_rng(seed).integers(count, size=p.kv_index.shape))
-        results = []
-        for part in range(count):
-            used = (part_of == part) & (torch.arange(6) < p.kv_count[:, None])
-            order = torch.argsort(~used, dim=1, stable=True)
-            tables = {"kv_index": p.kv_index.gather(1, order), "kv_count": used.sum(1).int()}
-            results.append(replace(p, **tables).attend("reference"))
-        return p, results
-
-    @given(SEEDS)
-    @examples(20)
-    def test_parts_in_any_order_give_the_whole(self, seed):
-        p, results = self.parts(seed, 3)
-        whole = p.attend("reference")
-        for first, second, third in itertools.permutations(results):
-            torch.testing.assert_close(merge_states(*merge_states(*first, *second), *third), whole)
-
     def test_merging_two_empty_sides_gives_nothing(self):
         nothing = torch.zeros(4, 8, 16), torch.full((4, 8), -torch.inf)
         assert all(map(torch.equal, merge_states(*nothing, *nothing), nothing))

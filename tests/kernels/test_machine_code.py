@@ -1,4 +1,4 @@
-"""What the installed Triton's compilers make of the kernels, in all shapes that shipped configurations ask for."""
+"""Machine code that the installed Triton makes of the kernels, in all shapes of shipped configurations."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.sources import SOURCES, MaskRequest
 from dbsp_core.utils.yaml_file import shipped_configs
+from scripts.checks.machine_code.reading import is_serialised
 from scripts.checks.machine_code.variants import ATTENTION, DTYPES, SHIPPED
 
 FIELDS = {
@@ -147,8 +148,6 @@ def test_compiler_that_ends_its_process_costs_only_its_variant(tmp_path):
 
 
 def test_every_warning_of_serialised_products_counts():
-    from scripts.checks.machine_code.reading import is_serialised
-
     said = "ptxas info : (C{}) Potential Performance Loss: wgmma.mma_async instructions are serialized due to …"
     assert all(is_serialised(said.format(code)) for code in (7510, 7514, 7515, 7519))
     assert not any(is_serialised(said.format(code)) for code in (7520, 751))

@@ -82,18 +82,6 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     return laid_out(source_shape, draw(layouts), source), laid_out(destination_shape, draw(layouts)), table
 
 
-@given(copies(), st.booleans())
-@examples(100)
-def test_runs_are_copied_and_nothing_else_is_touched(case, by_triton):
-    source, destination, table = case
-    expected, segments = one_by_one(source, destination, table), CopySegments.from_columns(table, CPU)
-    if by_triton:
-        copied_by_triton([source], destination, [segments])
-    else:
-        copy_segments([source], destination, [segments])
-    assert torch.equal(destination, expected)
-
-
 @contextmanager
 def triton_interpreted() -> Iterator[None]:
     """Runs Triton's kernels in its interpreter."""
@@ -111,13 +99,25 @@ def copied_by_triton(sources: list[torch.Tensor], destination: torch.Tensor, seg
         triton_copy_segments(sources, destination, [one.table for one in segments], segments[0].mean)
 
 
-@given(st.lists(copies(), min_size=1, max_size=3), st.booleans())
+BOTH = st.sampled_from([copy_segments, copied_by_triton])
+
+
+@given(copies(), BOTH)
+@examples(100)
+def test_runs_are_copied_and_nothing_else_is_touched(case, copy):
+    source, destination, table = case
+    expected, segments = one_by_one(source, destination, table), CopySegments.from_columns(table, CPU)
+    copy([source], destination, [segments])
+    assert torch.equal(destination, expected)
+
+
+@given(st.lists(copies(), min_size=1, max_size=3), BOTH)
 @examples(30)
-def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
+def test_several_sources_are_gathered_in_one_launch(cases, copy):
     """Copies as q, k and v are: the destinations of all lie one behind the other."""
     (like, first, _), *_ = cases
     sources = [torch.randn(like.shape) for _ in cases]
-    destination, segments, expected = torch.full_like(first.repeat(1, 3, 4, 1), UNTOUCHED), [], None
+    destination, segments = torch.full_like(first.repeat(1, 3, 4, 1), UNTOUCHED), []
     expected = destination.clone()
     for i, (source, (_, _, table)) in enumerate(zip(sources, cases, strict=True)):
         table = table.copy()
@@ -130,10 +130,7 @@ def test_several_sources_are_gathered_in_one_launch(cases, on_a_gpu):
             table = table[:1]
         expected = one_by_one(source, expected, table)
         segments.append(CopySegments.from_columns(table, CPU))
-    if on_a_gpu:
-        copied_by_triton(sources, destination, segments)
-    else:
-        copy_segments(sources, destination, segments)
+    copy(sources, destination, segments)
     assert torch.equal(destination, expected)
 
 
@@ -166,7 +163,7 @@ def numbers_and_scales(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, to
 
 
 def tokens_of(seed: int, *shape: int) -> torch.Tensor:
-    """Tokens of very different lengths, some all zeros, some with halves to be rounded."""
+    """Returns tokens of very different lengths, some all zeros, some with halves to be rounded."""
     generator = torch.Generator().manual_seed(seed)
     tokens = (
         torch.randn(shape, generator=generator)
@@ -206,7 +203,7 @@ def test_tokens_too_small_for_a_scale_are_zeros(size):
 
 @st.composite
 def packings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, np.ndarray, tuple[int, ...]]:
-    """Tokens, what is subtracted from them, segments that pack them, and the buffer's shape."""
+    """Draws tokens, what is subtracted from them, segments that pack them, and the buffer's shape."""
     rng = np.random.default_rng(draw(SEEDS))
     batch, heads, width = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 8, 23, 64]))
     count, longest = draw(st.integers(0, 6)), draw(st.sampled_from([1, 5, 70]))

@@ -16,6 +16,8 @@ from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
+from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
+from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, padded, tiles_for
 
 LOOPS = ("plain", "late", "halves")
@@ -51,8 +53,6 @@ def most_error(kernel: str, dtype: torch.dtype) -> float:
 def assert_right(
     p: Packed, kernel: str = "triton", scale: float | None = None, kv_full: torch.Tensor | None = None, **options
 ) -> None:
-    from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
-
     scale = p.q.shape[-1] ** -0.5 if scale is None else scale
     run = triton_int8_attention if kernel == "triton-int8" else triton_attention
     out, lse = run(KernelInputs(*vars(p).values(), scale, kv_full), **options)
@@ -67,8 +67,6 @@ def assert_right(
 
 def assert_twice_is_merged(p: Packed, kv_full: torch.Tensor, **options) -> None:
     """Checks that an attention merged with itself has the same output, and twice the sum of weights."""
-    from dbsp_kernels.triton.forward import triton_attention
-
     inputs = KernelInputs(*vars(p).values(), p.q.shape[-1] ** -0.5, kv_full)
     out, lse = (t.clone() for t in triton_attention(inputs, **options))
     twice, twice_lse = triton_attention(replace(inputs, partial=(out.clone(), lse.clone())), **options)
@@ -240,8 +238,6 @@ class TestTriton:
     )
     @examples(20)
     def test_merge_kernel_equals_merge_states(self, rows, tokens, head_dim, dtypes, seed):
-        from dbsp_kernels.triton.merge import triton_merge_into
-
         generator = torch.Generator().manual_seed(seed)
         sides = []
         for dtype in dtypes:

@@ -69,7 +69,7 @@ def run_transformer(rank: int, world: int, model: str, config: dict[str, Any]) -
     ],
 )
 def test_transformer_equals_one_process(pool, model, strategy, source):
-    """tests/diffusers/models has every strategy of each class; whole models with sources of patterns are only here."""
+    """Tries sources of patterns in whole models; tests/diffusers/models has every strategy of each class."""
     pool(2).run(run_transformer, model, {"mask": SOURCES[source], "strategy": strategy})
 
 
@@ -162,7 +162,7 @@ except TypeError:
 
 @pytest.mark.parametrize("start", [run, pytest.param(subprocess.run, marks=pytest.mark.long)])
 def test_para_attn_accepts_the_argument_before_db_sp_is_imported(tmp_path, start):
-    """torch finds the entry points of pyproject.toml in an installation's metadata."""
+    """Writes an installation's metadata, in which torch finds the entry points of pyproject.toml."""
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     pytest.importorskip("para_attn")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -194,13 +194,13 @@ def run_stock(rank: int, world: int, model: str, frames: int) -> float | str:
 
 
 def test_stock_para_attn_fails_on_wan(pool):
-    """Of docs/paraattention.md. When this fails, para-attn has been corrected: say so there."""
+    """Shows what docs/paraattention.md says. When this fails, para-attn has been corrected: say so there."""
     pytest.importorskip("para_attn")
     assert all("'tuple' object has no attribute 'shape'" in str(r) for r in pool(2).run(run_stock, "wan", 2))
 
 
 def test_stock_para_attn_is_wrong_on_cogvideox_1_5(pool):
-    """Of docs/paraattention.md. CogVideoX 1.0 shows that the comparison is a fair one."""
+    """Shows what docs/paraattention.md says; CogVideoX 1.0, that the comparison is a fair one."""
     pytest.importorskip("para_attn")
     assert all(r <= 1e-5 for r in pool(2).run(run_stock, "cogvideox1.0", 3))
     assert all(r > 0.1 for r in pool(2).run(run_stock, "cogvideox", 3))

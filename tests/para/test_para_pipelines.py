@@ -1,4 +1,4 @@
-"""dbsp_para: whole pipelines make one video, one after the other, after failures, with a cache."""
+"""Whole pipelines of dbsp_para: one video after another, after failures, with a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dbsp_diffusers.sharding.stream_shards import StreamShards
 from dbsp_para.patches import _over_real_tokens
 from tests.para.test_para import para_mesh
 from tests.support import user_masks
-from tests.support.models.tiny_pipelines import SIZE, alone, latents, load, state_of, used_state
+from tests.support.models.tiny_pipelines import SIZE, alone, latents, load
 from tests.support.outcomes import apart, assert_near
 from tests.support.references import by_first_rank
 
@@ -38,35 +38,8 @@ def made_alone(model: str, folder: str, config: Any) -> torch.Tensor:
     return alone(load(model, folder), config)
 
 
-def run_two_of_a_class(rank: int, world: int, folder: str, config: Any) -> None:
-    """Two pipelines of one class, parallelized through para-attn and undone in the order they were made."""
-    from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
-
-    first = load("wan", folder)
-    dense, before = latents(first), used_state(first)
-    second = type(first)(**first.components)
-    second.transformer = type(first.transformer).from_pretrained(folder, subfolder="transformer")
-    second.set_progress_bar_config(disable=True)
-    for pipe in (first, second):
-        parallelize_pipe(pipe, mesh=para_mesh(world), attn="dbsp", config=config)
-    for pipe in (first, second):
-        assert_near(latents(pipe), made_alone("wan", folder, config), dense)
-        torch.manual_seed(rank)  # ranks would draw different noise
-        total = latents(pipe, seed=None, num_inference_steps=1).double().sum()
-        assert len({float(one) for one in SequenceGroup.from_group().all_gather(total.view(1))}) == 1
-        dbsp_para.unparallelize(pipe)
-    assert state_of(first) == before
-    assert torch.equal(latents(first), dense)
-
-
-def test_two_pipelines_of_a_class_equal_one_process(pool, folders, tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("mask: {source: synthetic, density: 0.3, block_q: 16, block_k: 8}\n")
-    pool(2).run(run_two_of_a_class, folders["wan"], str(file))
-
-
 def run_generations(rank: int, world: int, model: str, folder: str, config: dict[str, Any]) -> None:
-    """Generations one after the other, each of them against a fresh run of the same.
+    """Makes generations one after the other, and compares each with a fresh run of the same.
 
     The second and third have the last one's first timestep at once, or another size, prompt and number of steps.
     """
@@ -211,7 +184,7 @@ def test_first_block_cache_skips_what_one_process_skips(pool, folders, model, wo
 
 
 def test_ranks_decide_identically_where_stock_averages_would_not():
-    """Two shards of 3 and 2 tokens give the decision of 5 tokens; sums are in tests/diffusers/test_step_caches.py."""
+    """Decides for 5 tokens in shards of 3 and 2; sums are in tests/diffusers/test_step_caches.py."""
     video = StreamShards(SequenceLayout.contiguous(5, 2), SequenceGroup(1, 2), 0, 5)
     before = video.take(torch.ones(1, 5, 4), dim=1)
     now = before * 1.1

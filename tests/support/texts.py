@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Callable, Iterable, Sized
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 from tests.support.repository import ROOT
 
 _OUTSIDE_DOCS = ("README", "CONTRIBUTING", "CHANGES", "examples/README", "scripts/README", "tests/README")
 PAGES = [*(ROOT / f"{name}.md" for name in _OUTSIDE_DOCS), *sorted((ROOT / "docs").rglob("*.md"))]
 _FENCE = re.compile(r"^ {0,3}(```|~~~).*?^ {0,3}\1[^\n]*$", re.S | re.M)
+Found = TypeVar("Found", bound=Sized)
+
+
+def found_in(paths: Iterable[Path], look: Callable[[Path], Found]) -> dict[str, Found]:
+    """Returns what is found in files that must not be there, by file."""
+    found = {str(path.relative_to(ROOT)): look(path) for path in paths}
+    return {path: names for path, names in found.items() if names}
 
 
 def without_code_blocks(page: str) -> str:

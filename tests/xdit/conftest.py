@@ -10,7 +10,7 @@ from tests.xdit.xdit_cases import start_xfuser
 
 @pytest.fixture
 def xfuser(pool):
-    """xfuser(world, guidance, data) gives worker processes in which xfuser has groups of these degrees."""
+    """Makes xfuser(world, guidance, data) give worker processes in which xfuser has groups of these degrees."""
 
     def start(world, guidance=1, data=1):
         workers = pool(world)

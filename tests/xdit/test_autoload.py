@@ -1,4 +1,4 @@
-"""What torch calls at the end of its import: the processes it acts on, and those that it leaves alone."""
+"""Function that torch calls at the end of its import: the processes it acts on, and those that it leaves alone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_xfuser_run_with_a_db_sp_flag_or_help_is_recognized_and_no_other(command
 
 
 def test_torch_import_without_the_flag_imports_and_prints_nothing(tmp_path):
-    """Neither in xfuser's own runs nor elsewhere."""
+    """Tries a run of xfuser's own."""
     (tmp_path / "xdit").write_text(
         "import sys, torch\nfrom dbsp_cli.autoload import autoload\nautoload()\n"
         "names = ('dbsp_core', 'dbsp_diffusers', 'dbsp_kernels', 'dbsp_xdit.runner')\n"

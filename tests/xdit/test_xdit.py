@@ -16,7 +16,8 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.sources import NablaSource, UnionSource, WindowSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import require_names
-from dbsp_xdit.command_line import config_from, source_of
+from dbsp_xdit.command_line import config_from, source_of, xfuser_name
+from dbsp_xdit.runner import preflight
 from tests.support.programs import run
 
 FLAG = {"sp_backend": "dbsp", "model": "m"}
@@ -66,8 +67,6 @@ def test_config_without_dbsp_is_none():
 
 def preflight_error(rank: int, world: int, argv: list[str]) -> str:
     """Returns what a command line is rejected with before anything is launched; "" if it is not."""
-    from dbsp_xdit.runner import preflight
-
     written = io.StringIO()
     try:
         with contextlib.redirect_stderr(written), mock.patch("dbsp_xdit.runner.require_checkpoint"):
@@ -143,8 +142,6 @@ def registered_model(rank: int, world: int, name: str) -> dict[str, Any]:
     """Returns what the runner model that `--model name` means has in mind, by which name, and whose it is."""
     from xfuser import xFuserArgs
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
-
-    from dbsp_xdit.command_line import xfuser_name
 
     key = xfuser_name(name, DbspConfig())
     cls = MODEL_REGISTRY[key]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from dbsp_xdit import attach, detach
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.outcomes import apart, assert_near
 from tests.xdit.xdit_cases import PipelineCase, cogvideox_alone
@@ -17,8 +18,6 @@ CDF = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_
 
 
 def run_pipeline(rank: int, world: int, case: PipelineCase) -> None:
-    from dbsp_xdit import attach, detach
-
     dense, expected = cogvideox_alone(case)
     pipe = case.pipe(world)
     before = fingerprint(pipe.transformer)
@@ -40,7 +39,7 @@ def run_pipeline(rank: int, world: int, case: PipelineCase) -> None:
     [(2, "U1R2", CDF, True), pytest.param(3, "auto", MASK, False, marks=pytest.mark.long)],
 )
 def test_pipeline_equals_one_process_and_reports_the_whole_video(xfuser, tiny, tmp_path, world, strategy, mask, own):
-    """5 rows of 7 tokens, which no number of ranks divides."""
+    """Makes 5 rows of 7 tokens, which no number of ranks divides."""
     config = {"mask": mask, "strategy": strategy, "machine": "a800", "report": str(tmp_path)}
     xfuser(world).run(run_pipeline, PipelineCase(tiny, config, height=80, width=112, own=own))
     report = json.loads((tmp_path / "report.json").read_text())
@@ -49,8 +48,6 @@ def test_pipeline_equals_one_process_and_reports_the_whole_video(xfuser, tiny, t
 
 def run_prompts(rank: int, world: int, case: PipelineCase) -> None:
     """Gives xfuser's own pipeline two prompts, of which this rank's group makes one."""
-    from dbsp_xdit import attach, detach
-
     _, expected = cogvideox_alone(case)
     pipe = case.pipe(world, data=2)
     attach(pipe, case.config)
@@ -62,5 +59,5 @@ def run_prompts(rank: int, world: int, case: PipelineCase) -> None:
 
 @pytest.mark.long
 def test_prompts_distributed_by_xfuser_equal_one_process(xfuser, tiny):
-    """Each group of ranks is given one of two prompts; both make the same video, by the same seed."""
+    """Gives each group of ranks one of two prompts; both make the same video, by the same seed."""
     xfuser(4, 1, 2).run(run_prompts, PipelineCase(tiny, {"mask": MASK, "strategy": "U1R2"}, height=64))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dbsp_xdit import attach, detach
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, assert_near, outputs, said
@@ -27,8 +28,6 @@ def one_process(model: str, mask: dict[str, Any], seed: int) -> tuple[list[torch
 
 
 def run_family(rank: int, world: int, model: str, config: dict[str, Any], seed: int = 1) -> None:
-    from dbsp_xdit import attach, detach
-
     dense, expected = one_process(model, config["mask"], seed)
     wrapped = in_xfusers_class(model)
     pipe, before = SimpleNamespace(transformer=wrapped), fingerprint(wrapped)
@@ -57,7 +56,7 @@ def test_family_equals_one_process(xfuser, model):
     ],
 )
 def test_transformer_equals_one_process(xfuser, world, strategy, mask):
-    """The transformer becomes diffusers' own, of which tests/diffusers/models has every strategy."""
+    """Tries few strategies: tests/diffusers/models has all of diffusers' class, which the transformer becomes."""
     xfuser(world).run(run_family, "wan", {"mask": mask, "strategy": strategy, "machine": "a800"})
 
 

@@ -9,13 +9,12 @@ import sys
 
 import imageio_ffmpeg
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.support.models.tiny_pipelines import alone
 from tests.support.ports import free_port
 from tests.support.programs import run
-from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import load_cogvideox
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
@@ -31,11 +30,8 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def expected(tiny):
-    """Final latents of one process."""
-    pipe = load_cogvideox(tiny)
-    attach_single_process(pipe.transformer, {"mask": MASK})
-    generator = torch.Generator().manual_seed(42)
-    return pipe(prompt="the sea at dusk", generator=generator, output_type="latent", **SIZE).frames
+    """Returns final latents of one process."""
+    return alone(load_cogvideox(tiny), {"mask": MASK}, prompt="the sea at dusk", seed=42, **SIZE)
 
 
 # 5 rows of 7 tokens on 2 ranks

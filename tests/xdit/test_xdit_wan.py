@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 
+import dbsp_xdit
 from dbsp_cli.tiny_models import make_tiny
+from dbsp_diffusers.api import sessions_of
 from tests.diffusers.models.wan22_cases import SIZE, alone, latents, make_image
 from tests.support import outcomes
 from tests.support.models.gated_wan import VSA, put_gates, save_gated
@@ -48,7 +51,6 @@ class WanCase:
 
 def load(case: WanCase) -> Any:
     """Returns xfuser's own pipeline, with its transformers."""
-    import diffusers
     from xfuser.model_executor.pipelines.pipeline_wan_i2v import xFuserWanImageToVideoPipeline
 
     vace = case.kind == "wan-vace"
@@ -62,8 +64,6 @@ def load(case: WanCase) -> Any:
 @by_first_rank
 def made_alone(case: WanCase, mask: dict[str, Any] | None) -> torch.Tensor:
     """Returns one process's latents with a mask, or of dense attention."""
-    import diffusers
-
     cls = {"wan-vace": "WanVACEPipeline"}.get(case.kind, "WanImageToVideoPipeline" if case.image else "WanPipeline")
     stock = getattr(diffusers, cls).from_pretrained(case.folder, local_files_only=True)
     return latents(stock, case.call) if mask is None else alone(stock, {"mask": mask}, case.call)
@@ -71,9 +71,6 @@ def made_alone(case: WanCase, mask: dict[str, Any] | None) -> torch.Tensor:
 
 def run_pipeline(rank: int, world: int, case: WanCase, other: dict[str, Any] | None = None) -> list[int]:
     """Compares a generation with one process, which must differ under another mask. Returns attentions by session."""
-    import dbsp_xdit
-    from dbsp_diffusers.api import sessions_of
-
     pipe = load(case)
     dbsp_xdit.attach(pipe, case.config)
     out = latents(pipe, case.call)
@@ -110,8 +107,6 @@ def test_cfg_passes_on_groups_of_their_own_keep_their_masks(xfuser, tmp_path, wo
 
 def run_decoding(rank: int, world: int, case: WanCase) -> tuple[int, int]:
     """Returns the calls of this rank's decoder when it decodes alone, and with other ranks, to the same frames."""
-    import dbsp_xdit
-
     pipe = load(case)
     pipe.set_progress_bar_config(disable=True)
     pipe.vae.enable_tiling(32, 32, 24, 24)
@@ -142,8 +137,6 @@ def test_ranks_of_both_cfg_passes_decode_a_video_together(xfuser, tmp_path, worl
 
 def run_gated(rank: int, world: int, folder: str, config: dict[str, Any]) -> None:
     """Compares a wrapper whose gates are in its checkpoint with one process whose gates were put in by hand."""
-    import dbsp_xdit
-
     stock, wrapped = put_gates(make_tiny_transformer("wan")), family_class("wan").from_pretrained(folder, **THW)
     before, pipe = fingerprint(wrapped), SimpleNamespace(transformer=wrapped)
     dbsp_xdit.attach(pipe, {"mask": VSA} | config)

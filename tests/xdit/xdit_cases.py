@@ -1,4 +1,4 @@
-"""What the workers run: xfuser's real wrappers and pipelines with db-SP attached, against diffusers in one process."""
+"""Cases for the workers: xfuser's real wrappers and pipelines with db-SP attached, against one process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers import CogVideoXPipeline
 
+from dbsp_cli.import_hook import after_import
+from dbsp_diffusers.patching import PatchSet
+from dbsp_xdit.runner import allow_all_degrees, install
 from tests.support.models.tiny_pipelines import latents
 from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.references import by_first_rank
@@ -28,14 +32,9 @@ def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> Non
     Its degrees are all that is left, and 1: configurations name the strategy. Groups that are there are kept: gloo's
     threads outlive a group that is destroyed.
     """
-    from dbsp_cli.import_hook import after_import
-    from dbsp_diffusers.patching import PatchSet
-    from dbsp_xdit.runner import allow_all_degrees, install
-
     if _started == [(guidance, data)]:
         return
     _started[:] = [(guidance, data)]
-
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     install(after_import)
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
@@ -131,8 +130,6 @@ def cogvideox_alone(case: PipelineCase) -> tuple[torch.Tensor, torch.Tensor]:
 
 def load_cogvideox(folder: str) -> Any:
     """Returns a pipeline with a transformer and a scheduler of its own, which xfuser changes; it shares the rest."""
-    from diffusers import CogVideoXPipeline
-
     parts = _cogvideox_parts(folder)
     pipe = CogVideoXPipeline(**parts | {name: copy.deepcopy(parts[name]) for name in ("transformer", "scheduler")})
     pipe.set_progress_bar_config(disable=True)
@@ -141,8 +138,6 @@ def load_cogvideox(folder: str) -> Any:
 
 @functools.cache
 def _cogvideox_parts(folder: str) -> dict[str, Any]:
-    from diffusers import CogVideoXPipeline
-
     parts: dict[str, Any] = CogVideoXPipeline.from_pretrained(folder, local_files_only=True).components
     with parts["transformer"].cache_context("cond"):  # which leaves an attribute, as a first generation does
         return parts

@@ -14,7 +14,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is the only rank: what `RankInfo.export` sets is taken back after the test."""
+    """Makes this process the only rank; what `RankInfo.export` sets is taken back after the test."""
     for name in VARIABLES:
         monkeypatch.setenv(name, "")
     RankInfo().export()

@@ -16,17 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from dbsp_cli.tiny_models import make_tiny
-from dbsp_core.config import DbspConfig
 from dbsp_core.reports.run_report import RunReport
+from tests.support.models.tiny_pipelines import SIZE, alone, load
 from tests.support.nodes import two_nodes
-from tests.support.ports import free_port
 from tests.support.programs import Program, run
-from tests.support.single_process import attach_single_process
 
 TOLERANCE = 1e-5
 PROMPT = "a red ball bounces over a blue floor"
-SIZES = {"height": 64, "width": 96, "num_frames": 9, "steps": 2, "guidance_scale": 2.0}
-SMALL = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
+SETTINGS = {"steps" if name == "num_inference_steps" else name: value for name, value in SIZE.items()}
+SMALL = [part for name, value in SETTINGS.items() for part in ("--set", f"generate.{name}={value}")]
 SUMMARY = (
     r"attention \d+% of [\d.]+ m?s, density 0\.\d{3}, ρ_s \d\.\d{3} → \d\.\d{3}, times on CPUs say nothing about GPUs"
 )
@@ -35,23 +33,13 @@ DBSP = [sys.executable, "-m", "dbsp_cli"]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """expected(model): latents of stock diffusers in this process, with the same masks and without parallelism."""
-    made: dict[str, torch.Tensor] = {}
+    """Makes expected(model) give latents of stock diffusers in one process, with the same masks."""
 
+    @functools.cache
     def latents(model: str) -> torch.Tensor:
-        if model not in made:
-            import diffusers
-
-            folder = make_tiny(model, tmp_path_factory.mktemp("tiny") / model)
-            pipe = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
-            pipe.set_progress_bar_config(disable=True)
-            config = DbspConfig.load(f"tiny-{model}")
-            attach_single_process(pipe.transformer, config)
-            names = {"steps": "num_inference_steps"}
-            size = {names.get(name, name): value for name, value in SIZES.items()}
-            generator = torch.Generator().manual_seed(7)
-            made[model] = pipe(PROMPT, negative_prompt="", generator=generator, output_type="latent", **size).frames
-        return made[model]
+        pipe = load(model, str(make_tiny(model, tmp_path_factory.mktemp("tiny") / model)))
+        own = {"negative_prompt": "", "max_sequence_length": {"wan": 512, "cogvideox": 226}[model]}
+        return alone(pipe, f"tiny-{model}", prompt=PROMPT, seed=7, **own)
 
     return latents
 
@@ -96,7 +84,7 @@ def test_from_yaml_to_mp4(tmp_path, expected, start):
     assert len(in_force) == 1, done.stderr
     assert "strategy U2R1, planner dbsp, layout contiguous, kernel cpu" in in_force[0]
     source = next(line for line in lines if line.startswith("dbsp: mask synthetic:block_q="))
-    assert "; from tiny-cogvideox, but for generate.height" in source
+    assert "; from tiny-cogvideox, but for generate.guidance_scale" in source
     assert "2/2" in done.stderr, "rank 0's bar is seen"
     assert "Warning" not in done.stderr
     settings = RunReport.read(tmp_path / "report").environment.settings
@@ -105,7 +93,7 @@ def test_from_yaml_to_mp4(tmp_path, expected, start):
 
 @pytest.mark.long
 def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_property, capsys):
-    """Each node's torchrun starts the command, which joins."""
+    """Lets each node's torchrun start the command, which joins."""
     with two_nodes() as (nodes, what):
         record_property("nodes", what)
         with capsys.disabled():
@@ -130,35 +118,12 @@ def test_two_nodes_make_the_video_of_one_process(tmp_path, expected, record_prop
     assert [one.returncode for one in runs] == [0, 0], "\n".join(said)
     check_video(tmp_path / "node0", expected("wan"), 2)
     assert "strategy U1R2" in said[0], "heads are distributed within a node, blocks between nodes"
+    assert not re.search("dbsp: tiny|wrote", said[1]), "rank 0 speaks for all"
     assert not (tmp_path / "node1").exists()
 
 
-@pytest.mark.long
-def test_ranks_that_srun_has_started_are_joined(tmp_path, expected):
-    """No Slurm here: its variables are set by hand, for two real processes as on two nodes."""
-    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
-    shared |= {"SLURM_STEP_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
-    line = command("tiny-wan", tmp_path / "ball.mp4", "--report", tmp_path / "report")
-    runs = [
-        Program(
-            line,
-            env={**os.environ, **shared, "SLURM_PROCID": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [one.communicate(timeout=300) for one in runs]
-    assert [one.returncode for one in runs] == [0, 0], said
-    check_video(tmp_path, expected("wan"), 2)
-    assert "strategy U1R2" in said[0][1], "heads are distributed within a node, blocks between nodes"
-    assert said[1][0] == ""
-    assert "dbsp: tiny" not in said[1][1], "rank 0 speaks for all"
-
-
 def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
-    """Rank 1 is killed in the second step, as for want of memory: the other would wait for it."""
+    """Kills rank 1 in the second step, as for want of memory: the other would wait for it."""
     mask = "{source: callable, function: 'tests.support.user_masks:dies_in_the_second_step', depends_on: step}"
     out, report = tmp_path / "ball.mp4", tmp_path / "report"
     out.write_text("an older video")
@@ -175,7 +140,7 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_all_ranks_and_leaves_nothing_half_written(tmp_path, number, code):
-    """A real start, whose processes are found by their command lines."""
+    """Starts really, and finds processes by their command lines."""
     started = subprocess.Popen(
         command("tiny-wan", tmp_path / "ball.mp4", "--nproc", 2, "--set", "generate.steps=1000"),
         stderr=subprocess.PIPE,
@@ -200,7 +165,7 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing_half_written(tmp_path, numbe
 
 
 def processes_with(folder: Path) -> list[str]:
-    """Command lines that name a folder."""
+    """Returns command lines that name a folder."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:

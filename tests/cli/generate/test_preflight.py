@@ -11,8 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from dbsp_cli.generate import resources
-from dbsp_cli.generate.ranks import RankInfo
-from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
@@ -20,6 +18,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
+from tests.cli.generate.test_requests import decided
 
 WAN = MODEL_SPECS["wan2.1-t2v-14b"]
 ELSEWHERE = "cpu" if torch.cuda.is_available() else "sparge"
@@ -44,7 +43,7 @@ def test_setting_that_can_work_is_accepted():
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty cache, and a hub that cannot be reached: tests run offline."""
+    """Gives an empty cache, and a hub that cannot be reached: tests run offline."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
@@ -81,20 +80,15 @@ def tiny(tmp_path):
 
 
 @pytest.mark.parametrize("gone", ["vae", "transformer/diffusion_pytorch_model.safetensors"])
-def test_a_folder_that_is_not_whole_is_rejected(tiny, gone, monkeypatch):
+def test_a_folder_that_is_not_whole_is_rejected(tiny, tmp_path, gone, monkeypatch):
     require_checkpoint(str(tiny))
     path = tiny / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     named = "vae/" if gone == "vae" else gone
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    for require in (require_checkpoint, lambda model: make_videos(decided(tiny))):
+    for require in (require_checkpoint, lambda model: make_videos(decided(tmp_path, config=None, model=model))):
         with pytest.raises(UserError, match=f"^checkpoint {tiny} lacks {named}; download it again, whole$"):
             require(str(tiny))
-
-
-def decided(folder, out="video.mp4"):
-    sizes = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
-    return resolve(GenerationRequest(model=str(folder), prompt="x", changes=sizes, out=str(out)), RankInfo())
 
 
 def test_a_repository_of_which_the_cache_has_a_part_is_named_with_what_it_lacks(cache, tiny):
@@ -109,7 +103,7 @@ def test_a_variant_is_loaded(tiny, tmp_path, one_rank):
     for file in list(tiny.rglob("*.safetensors")):
         file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
     require_checkpoint(str(tiny))
-    make_videos(decided(tiny, tmp_path / "v.mp4"))
+    make_videos(decided(tmp_path, config=None, model=str(tiny)))
     assert (tmp_path / "v.mp4").stat().st_size > 0
 
 
@@ -141,7 +135,7 @@ def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_mac
     "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x09" + b"\0" * 7 + b'{"a": {}}']
 )
 def test_what_is_no_file_of_weights_is_named(tmp_path, content):
-    """Of Git LFS's stub the first eight bytes are no length to read."""
+    """Tries Git LFS's stub, too, whose first eight bytes are no length to read."""
     file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
     file.parent.mkdir()
     file.write_bytes(content)
@@ -159,9 +153,9 @@ def test_a_machine_that_does_not_say_is_not_judged(monkeypatch):
 def test_a_published_model_on_a_cpu_is_warned_of(tmp_path, monkeypatch, gpu, model, said):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
     config = "tiny-wan" if model == "tiny-wan" else None
-    asked = GenerationRequest(config=config, model=model, prompt="x", out=str(tmp_path / "v.mp4"))
+    warnings = decided(tmp_path, config=config, model=model, changes=()).warnings
     expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan-trained is for trying out"
-    assert [one for one in resolve(asked, RankInfo()).warnings if "no GPU" in one] == [expected] * said
+    assert [one for one in warnings if "no GPU" in one] == [expected] * said
 
 
 def test_parameters_are_those_of_the_models():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 
 from dbsp_cli.generate import ranks
 from dbsp_cli.generate.ranks import RankInfo, processes_here
-from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_cli.generate.videos import outputs_left
 from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
+from tests.cli.generate.test_requests import decided
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 MEETING = {"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}
@@ -31,7 +32,7 @@ MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 @pytest.fixture
 def exported(monkeypatch):
-    """exported(info): the variables that a rank leaves for torch.distributed."""
+    """Makes exported(info) give the variables that a rank leaves for torch.distributed."""
 
     def variables(info: RankInfo) -> dict[str, str]:
         for name in (*TORCHRUN, *MEETING):
@@ -106,16 +107,14 @@ class TestJoining:
             RankInfo.from_environment(TORCHRUN | MEETING | {"MASTER_PORT": port})
 
     def test_ranks_of_unequal_nodes_take_one_strategy(self, tmp_path):
-        asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
         nodes = {"WORLD_SIZE": "3", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
         first = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
         last = {"RANK": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        chosen = [str(resolve(asked, RankInfo.from_environment(nodes | one)).config.strategy) for one in (first, last)]
-        assert chosen == ["U3R1", "U3R1"]
+        chosen = [decided(tmp_path, RankInfo.from_environment(nodes | one)).config.strategy for one in (first, last)]
+        assert [*map(str, chosen)] == ["U3R1", "U3R1"]
 
     def test_heads_are_divided_within_a_node_and_blocks_between_nodes(self, tmp_path):
-        asked = GenerationRequest(config="tiny-wan", prompt="x", out=str(tmp_path / "v.mp4"))
-        assert str(resolve(asked, RankInfo.from_environment(SLURM)).config.strategy) == "U2R2"
+        assert str(decided(tmp_path, RankInfo.from_environment(SLURM)).config.strategy) == "U2R2"
 
 
 class TestStarting:
@@ -132,11 +131,9 @@ class TestStarting:
 
 def videos_to_make(rank: int, world: int, folder: str) -> list[tuple[str, int]]:
     """Returns prompts and seeds; prompts and videos that are there come from the folder of this rank."""
-    own = f"{folder}/{rank}"
-    asked = GenerationRequest(
-        config="tiny-wan", prompt=f"@{own}/prompts", seed=7, videos=2, out=f"{own}/{{prompt}}{{seed}}.mp4", resume=True
-    )
-    generation = resolve(asked, RankInfo(rank, world, rank, world))
+    own, out = Path(folder, str(rank)), f"{folder}/{rank}/{{prompt}}{{seed}}.mp4"
+    asked = {"prompt": f"@{own / 'prompts'}", "seed": 7, "videos": 2, "out": out, "resume": True}
+    generation = decided(own, RankInfo(rank, world, rank, world), **asked)
     return [(output.prompt, output.seed) for output in outputs_left(generation, torch.device("cpu"))]
 
 
@@ -173,7 +170,7 @@ MISTAKE = "a warning\ndbsp: error: yours to mend\n"
     ],
 )
 def test_the_rank_that_failed_first_is_named_with_its_last_words(tmp_path, capsys, codes, said, code, explained):
-    """torchrun says which ranks had failed when it saw the first, and the files what they said; rank 0 has said it."""
+    """Reads torchrun's ranks that had failed when it saw the first, and their files; rank 0 has the terminal."""
     for rank, text in said.items():
         log = tmp_path / "run" / "attempt_0" / str(rank) / "stderr.log"
         log.parent.mkdir(parents=True)
