@@ -18,7 +18,7 @@ from tests.support.programs import run_module
 
 
 def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
-    """int64[world, ring]: active blocks by (rank that computes them, ring slot their keys are in).
+    """Returns int64[world, ring], active blocks by (rank that computes them, ring slot their keys are in).
 
     bits: bool[H, nq, nk]; q_owner: int[H, nq], rank of each row; kv_slot: int[H, nk], slot of each KV block
     """
@@ -111,7 +111,7 @@ def test_ranks_that_run_ahead_are_between_even_totals_and_waiting_for_all(strate
 
 
 def played(compute: np.ndarray, p2p: list[float], strategy: Strategy) -> list[float]:
-    """When each rank is done, asked backwards: a rank's start of a ring step from those of the step before."""
+    """Returns when each rank is done, asked backwards: a rank's start of a ring step from those of the step before."""
     y, x = strategy.ring, strategy.ulysses
 
     def start(rank: int, step: int) -> float:

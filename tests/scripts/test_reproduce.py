@@ -70,21 +70,21 @@ def test_reproduction_of_knapformer(tmp_path, name, options):
 
 
 def run(program: str, out: Path, *options: str) -> str:
-    """What a program of scripts/reproduce prints, on one line."""
+    """Returns what a program of scripts/reproduce prints, on one line."""
     done = run_module(f"scripts.reproduce.{program}", "--out", out, *options, timeout=900)
     assert done.returncode == 0, done.stderr
     return " ".join(done.stdout.split())
 
 
 def without_times(found: Any) -> Any:
-    """What a program of scripts/bench has found, without milliseconds."""
+    """Returns what a program of scripts/bench has found, without milliseconds."""
     if isinstance(found, dict):
         return {name: without_times(value) for name, value in found.items() if not name.endswith("_ms")}
     return [without_times(value) for value in found] if isinstance(found, list) else found
 
 
 def published(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV that lies next to a picture."""
+    """Returns the rows of a CSV that lies next to a picture."""
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     with path.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

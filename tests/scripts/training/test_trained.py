@@ -32,7 +32,7 @@ CAPTIONS = {
 
 
 def dominant_colour(frames: torch.Tensor) -> str | None:
-    """The colour that most of the coloured pixels over the floor have: the wall and the pillar are grey.
+    """Returns the colour that most of the coloured pixels over the floor have: the wall and the pillar are grey.
 
     frames: float32[F, 3, H, W] in [0, 1];  None: hardly any pixel is coloured
     """
