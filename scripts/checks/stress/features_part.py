@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dbsp_core import Strategy
-from scripts.checks.stress.frame import WORLDS, Failed, Outcome, Part, Workers
+from scripts.checks.stress.frame import WORLDS, Failed, Outcome, Part, Workers, in_one_line
 from tests.gpu_node.node import GpuNode, NodeError
 from tests.simulated.feature_cases import COMPILED, FEATURES, Order, Together, alone, feature_named, together
 
@@ -81,22 +81,22 @@ class Features(Part):
             self._node.close()
         self._node = None
 
-    def outcome(self, number: int, case: Draw) -> Outcome:
+    def outcome(self, case: Draw) -> Outcome:
         """Judges a case; features that do not go together without db-SP prove nothing."""
         try:
             self._ask(case, alone)
         except Failed:
-            return Outcome(number, None, {"impossible without db-SP": 1.0})
+            return Outcome(None, {"impossible without db-SP": 1.0})
         try:
             found: list[Together] = self._ask(case, together)
         except Failed as error:
-            return Outcome(number, str(error))
+            return Outcome(str(error))
         difference = max(one.difference for one in found)
         wrong = [f"samples differ by {difference:.3g}"] if not difference <= TOLERANCE else []
         wrong += ["ranks skip other blocks than one process"] if any(o.computed != o.expected for o in found) else []
         wrong += [f"left: {one.left[0]}" for one in found if one.left][:1]
         wrong += ["other bits after disable"] if not all(one.identical_bits for one in found) else []
-        return Outcome(number, "; ".join(wrong) or None, {"difference": difference})
+        return Outcome("; ".join(wrong) or None, {"difference": difference})
 
     def _ask(self, case: Draw, function: Callable[..., Any]) -> list[Any]:
         """Calls a function on all ranks, and returns its results by rank. Raises Failed."""
@@ -107,4 +107,4 @@ class Features(Part):
             return self._node.run(case.world, function, case.order)
         except (NodeError, EOFError, OSError) as error:
             self.close()  # what a failed call leaves on the node must not reach the next
-            raise Failed.by(error) from error
+            raise Failed(in_one_line(error)) from error

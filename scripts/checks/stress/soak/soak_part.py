@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 
 from scripts.checks.stress.frame import Failed, Outcome, Part, Workers
 from scripts.checks.stress.soak.census import IN_USE, RESIDENT, count_process
-from scripts.checks.stress.soak.generations import Generation, Measured, draw_generation, generate
+from scripts.checks.stress.soak.generations import SETUPS, Generation, generate
 
 ROUND = 80
 """Cases until they come again, in the same order."""
@@ -38,13 +39,15 @@ class Soak(Part):
         self._counted: list[Mapping[str, float]] = []  # by rank, after the last round
 
     def draw(self, seed: int, number: int) -> Generation:
-        return draw_generation(seed, number % self._cases)
+        rng = random.Random(f"{seed}:{number % self._cases}")
+        height, width = (16 * rng.randint(2, 4) for _ in range(2))
+        return Generation(rng.randrange(len(SETUPS)), height, width, rng.randint(1, 4), rng.randrange(99))
 
     def repeat(self, seed: int, number: int) -> Outcome:
         """Runs one case so often that what leaks in it is found."""
         try:
             for _ in range(3 * self._cases):
-                outcome = self.outcome(number, self.draw(seed, number))
+                outcome = self.outcome(self.draw(seed, number))
                 if outcome.failure:
                     break
             return outcome
@@ -55,18 +58,18 @@ class Soak(Part):
         self._workers.close()
         self._done, self._counted = 0, []
 
-    def outcome(self, number: int, case: Generation) -> Outcome:
+    def outcome(self, case: Generation) -> Outcome:
         """Runs a case, and judges it, and at the end of a round what has grown."""
         try:
-            found: list[Measured] = self._workers.ask(WORLD, generate, case, self._leak)
+            results, errors = zip(*self._workers.ask(WORLD, generate, case, self._leak), strict=True)
             self._done += 1
             growth = self._growth() if self._done % self._cases == 0 else []
         except Failed as error:
             self.close()
-            return Outcome(number, str(error))
-        worst = max(one.error for one in found)
+            return Outcome(str(error))
+        worst = max(errors)
         measure = {"error": worst} | {f"{name} more": max(one[name] for one in growth) for name in MOST_MORE if growth}
-        wrong = ["the ranks' outputs differ"] if len({one.result for one in found}) > 1 else []
+        wrong = ["the ranks' outputs differ"] if len(set(results)) > 1 else []
         wrong += [f"wrong by {worst:.3g}"] if not worst <= BOUND else []
         wrong += [
             f"rank {rank}: {more:g} {name} more than {self._cases} cases before"
@@ -76,7 +79,7 @@ class Soak(Part):
         ]
         if wrong:
             self.close()
-        return Outcome(number, "; ".join(wrong) or None, measure)
+        return Outcome("; ".join(wrong) or None, measure)
 
     def _growth(self) -> list[dict[str, float]]:
         """Counts each rank's process. Returns by rank what there is more of than after the last round.
