@@ -27,17 +27,30 @@ class Outcome:
     measure: Mapping[str, float] = field(default_factory=dict)
 
 
+class Failed(Exception):
+    """A failure of the processes that a case ran in, in one line."""
+
+
+def in_one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
 class Part(ABC):
     """A kind of cases, each drawn from (seed, number) alone.
 
     Attributes:
         together: Number of cases that are judged at once.
         most_tries: Number of smaller variants of a failing case that are tried.
+        preloaded: Modules that processes of `ask` have from their birth.
+        patience_s: Time after which no answer of theirs is a hang.
     """
 
     name: str
     together = 1
     most_tries = 0
+    preloaded: tuple[str, ...] = PRELOADED
+    patience_s: float = SAFETY_NET_S
+    _pool: WorkerPool | None = None
 
     @abstractmethod
     def draw(self, seed: int, number: int) -> Any:
@@ -45,19 +58,39 @@ class Part(ABC):
 
     def judged(self, cases: Sequence[Any]) -> Iterator[Outcome]:
         """Yields the outcome of each case, in their order."""
-        yield from map(self.outcome, cases)
+        for case in cases:
+            try:
+                yield self.outcome(case)
+            except Failed as error:
+                yield Outcome(str(error))
 
     def outcome(self, case: Any) -> Outcome:
-        """Judges one case, where a part does not judge several at once."""
+        """Judges one case, where a part does not judge several at once. Raises Failed."""
         raise NotImplementedError
 
     def smaller(self, case: Any) -> Iterator[Any]:
         """Yields variants of a case that are simpler, the greatest steps first."""
         return iter(())
 
-    @abstractmethod
+    def ask(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Returns function(rank, world, *args) by rank, of processes that stay until another world or a failure.
+
+        Raises Failed.
+        """
+        if self._pool is None or self._pool.world != world:
+            self.close()
+            self._pool = WorkerPool(world, self.preloaded, self.patience_s)
+        try:
+            return self._pool.run(function, *args)
+        except (WorkerError, EOFError, OSError) as error:
+            self.close()
+            raise Failed(in_one_line(error)) from error
+
     def close(self) -> None:
         """Ends the processes that cases run in, if there are any."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
     def run(self, seed: int, first: int) -> Iterator[Outcome]:
         """Yields outcomes of the cases `first`, `first` + 1 … without end. Closing the iterator ends processes."""
@@ -93,39 +126,6 @@ class Part(ABC):
     def _alone(self, case: Any) -> Outcome:
         (found,) = self.judged([case])
         return found
-
-
-class Failed(Exception):
-    """A failure of the processes that a case ran in, in one line."""
-
-
-def in_one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
-
-
-class Workers:
-    """Processes of one world size: started when they are first asked, and again after a failure."""
-
-    def __init__(self, preloaded: tuple[str, ...] = PRELOADED, patience_s: float = SAFETY_NET_S) -> None:
-        self._pool: WorkerPool | None = None
-        self._preloaded, self._patience_s = preloaded, patience_s
-
-    def ask(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Returns function(rank, world, *args) by rank. Raises Failed."""
-        if self._pool is None or self._pool.world != world:
-            self.close()
-            self._pool = WorkerPool(world, self._preloaded, self._patience_s)
-        try:
-            return self._pool.run(function, *args)
-        except (WorkerError, EOFError, OSError) as error:
-            self.close()
-            raise Failed(in_one_line(error)) from error
-
-    def close(self) -> None:
-        """Ends the processes."""
-        if self._pool is not None:
-            self._pool.close()
-        self._pool = None
 
 
 State = dict[str, Any]

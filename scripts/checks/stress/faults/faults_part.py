@@ -77,5 +77,3 @@ class Faults(Part):
         for case, (failure, seconds) in zip(cases, found, strict=True):
             late = failure is not None and LATE in failure and len(cases) > 1
             yield self._alone(case) if late else Outcome(failure, {"seconds until all had ended": seconds})
-
-    def close(self) -> None: ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,7 +106,6 @@ class Divergence:
 
     program: see `faults.programs`;  odd: the odd rank's values, of which "other" is what the others do not have
 
-    version: package of which the odd rank has another one
     quiet: whether only $DBSP_DEBUG looks for it: without, nothing is said, and nothing hangs
     later: whether without it something is said only after an attention
     settings: on all ranks
@@ -114,20 +113,20 @@ class Divergence:
 
     program: str
     odd: dict[str, Any] = field(default_factory=dict)
-    version: str | None = None
     quiet: bool = False
     later: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.program}: {self.odd or f'version of {self.version}'}"
+        return f"{self.program}: {self.odd}"
 
 
-_ATTENTION: dict[str, Any] = {"seed": 1, "planner": "contiguous", "layout": "striped", "heads": 3}
+def _each(**values: Any) -> list[dict[str, Any]]:
+    return [{name: value} for name, value in values.items()]
+
+
+_SPARGE = {"mask": SPARGE}
 _INPUTS: dict[str, Any] = {"scale": 0.5, "batch": 2, "dtype": torch.float64, "extra": 1}
-_SESSION: dict[str, Any] = {"heads": 5, "strategy": "other", "thw": (4, 6, 6), "layer": 1}
-_FILES: tuple[dict[str, Any], ...] = ({"mask_file": "vanished"}, {"mask_file": "truncated"}, {"seed": 1})
-_DEBUG: dict[str, Any] = {"debug": "other"}
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {"mask": {**SPARGE, "cdf": 0.7}},
     {"mask": {**SPARGE, "block_k": 32}},
@@ -139,33 +138,33 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"dense_schedule": {"first_steps": 1}},
     {"machine": "nowhere.yaml"},
 )
-
-
-def _all() -> Iterator[Divergence]:
-    for name, value in (_ATTENTION | _INPUTS | {"head_dim": 8, "gradients": True} | _DEBUG).items():
-        yield Divergence("attention", {name: value})
-    for name, value in {"kernel": "reference", "finite": False}.items():
-        yield Divergence("attention", {name: value}, quiet=True)
-    for package in ("torch", "triton"):
-        yield Divergence("attention", version=package, quiet=True)
-    sparge = {"mask": SPARGE}
-    for setting in _SETTINGS:
-        yield Divergence("session", {"settings": {**sparge, **setting}}, settings=sparge)
-    for name, value in (_SESSION | _INPUTS | _DEBUG).items():
-        yield Divergence("session", {name: value}, settings=sparge)
-    yield Divergence("session", {"flipped": True}, later=True, settings=sparge)
-    yield Divergence("session", {"cfg_branch": 1}, quiet=True, settings=sparge)
-    yield Divergence("session", {"finite": False}, quiet=True, settings={"mask": WINDOW})
-    for package in ("torch", "dbsp-attention"):
-        yield Divergence("session", version=package, quiet=True, settings=sparge)
-    for file in _FILES:
-        yield Divergence("session", {"mask_file": "whole", **file}, settings=sparge)
-    yield Divergence("transformer", {"settings": {"mask": SPARGE}})
-    for name, value in {"batch": 2, "latents_seed": 8}.items():
-        yield Divergence("transformer", {name: value})
-    yield Divergence("transformer", version="diffusers", quiet=True)
-    for name, value in ({"dtype": torch.float64, "head_dim": 8} | _DEBUG).items():
-        yield Divergence("redistribution", {name: value})
-
-
-DIVERGENCES = tuple(_all())
+_NAMED = {
+    "attention": [
+        *_each(seed=1, planner="contiguous", layout="striped", heads=3, head_dim=8, gradients=True, debug="other"),
+        *_each(**_INPUTS),
+    ],
+    "session": [
+        *({"settings": {**_SPARGE, **setting}} for setting in _SETTINGS),
+        *_each(heads=5, strategy="other", thw=(4, 6, 6), layer=1, debug="other", **_INPUTS),
+        *({"mask_file": "whole", **file} for file in _each(mask_file="vanished", seed=1)),
+        {"mask_file": "truncated"},
+    ],
+    "transformer": _each(settings=_SPARGE, batch=2, latents_seed=8),
+    "redistribution": _each(dtype=torch.float64, head_dim=8, debug="other"),
+}
+_QUIET = {
+    "attention": [*_each(kernel="reference", finite=False, version="torch"), {"version": "triton"}],
+    "session": [*_each(cfg_branch=1, version="torch"), {"version": "dbsp-attention"}],
+    "transformer": _each(version="diffusers"),
+}
+_OF_SESSIONS = {"session": _SPARGE}
+DIVERGENCES = (
+    *(Divergence(name, odd, settings=_OF_SESSIONS.get(name, {})) for name, odds in _NAMED.items() for odd in odds),
+    *(
+        Divergence(name, odd, True, settings=_OF_SESSIONS.get(name, {}))
+        for name, odds in _QUIET.items()
+        for odd in odds
+    ),
+    Divergence("session", {"flipped": True}, later=True, settings=_SPARGE),
+    Divergence("session", {"finite": False}, quiet=True, settings={"mask": WINDOW}),
+)

@@ -40,6 +40,7 @@ class Values(Case):
     settings: of the configuration;  record: folder of recorded masks, or None
     backward: whether attention by itself is followed by its backward;  extra: positions too many
     flipped: whether what is predicted is turned round;  mask_file: "" for none, or what became of it
+    version: package that the rank has another version of
     """
 
     strategy: str = "U1R2"
@@ -61,6 +62,7 @@ class Values(Case):
     finite: bool = True
     flipped: bool = False
     mask_file: str = ""
+    version: str | None = None
 
     def configured(self, **settings: Any) -> DbspConfig:
         """Returns the settings, other ones for what they leave open, and what ranks read from the environment."""

@@ -47,7 +47,7 @@ class RankFault(Fault):
     title: in words;  program: in `faults.programs`;  processes: ranks;  odd: the rank that it happens to
     how: required end: "success", every rank is right; "failure", each rank ends with an error; "harmless", all but
     the odd rank end well, and one says what is lacking; "quiet", nothing is said
-    differs: what the odd rank is given instead, by field of `Values`;  version: package that it has another version of
+    differs: what the odd rank is given instead, by field of `Values`
     words: on every rank's last line, before any attention was done
     silent: whether nobody is left who could say what is lacking
     """
@@ -60,7 +60,6 @@ class RankFault(Fault):
     how: str
     injection: Injection | None = None
     differs: Mapping[str, Any] = field(default_factory=dict)
-    version: str | None = None
     words: str = ""
     silent: bool = False
     odd_limit_s: float = 0.0
@@ -84,11 +83,9 @@ class RankFault(Fault):
         os.chdir(folder)
         if self.injection is not None:
             self.injection.arm(number, folder)
-        values = self.values
-        if number == self.odd:
-            values = replace(values, **self.differs)
-            if self.version is not None:
-                have_another_version_of(self.version)
+        values = replace(self.values, **self.differs) if number == self.odd else self.values
+        if values.version is not None:
+            have_another_version_of(values.version)
         dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=TIMEOUT_S), self.processes, number)
         error = PROGRAMS[self.program](values)
         (folder / f"result{number}").write_text(repr(error), encoding="utf-8")
@@ -166,6 +163,5 @@ def divergence(one: Divergence, debug: bool, world: int = 3, odd: int = 1) -> Ra
         odd,
         "quiet" if one.quiet and not debug else "failure",
         differs={name: other[name] if value == "other" else value for name, value in one.odd.items()},
-        version=one.version,
         words="" if one.later and not debug else f"rank(s) [{odd}]",
     )

@@ -8,23 +8,20 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from scripts.checks.stress.frame import Failed, Outcome, Part, Workers
+from scripts.checks.stress.frame import Outcome, Part
 from scripts.checks.stress.fuzz.guard import Guard
 from scripts.checks.stress.fuzz.inputs import draw_trial
 from scripts.checks.stress.fuzz.originals import write_originals
-
-PATIENCE_S = 120.0
-"""Ends what even the alarm cannot."""
-PRELOADED = ("tests.support.interpreter", "scripts.checks.stress.fuzz.fuzz_part")
 
 
 class Fuzz(Part):
     """Inputs that a process of its own draws, by seed and number, and tries."""
 
     name = "fuzz"
+    preloaded = ("tests.support.interpreter", "scripts.checks.stress.fuzz.fuzz_part")
+    patience_s = 120.0  # ends what even the alarm cannot
 
     def __init__(self) -> None:
-        self._workers = Workers(PRELOADED, PATIENCE_S)
         self._work = tempfile.TemporaryDirectory()
         (self._originals, self._inputs) = (Path(self._work.name, name) for name in ("originals", "inputs"))
         self._originals.mkdir()
@@ -37,14 +34,8 @@ class Fuzz(Part):
         return draw_trial(random.Random(self.draw(seed, number)), self._originals, self._inputs).what
 
     def outcome(self, case: str) -> Outcome:
-        try:
-            ((failure, seconds),) = self._workers.ask(1, _try, case, self._originals, self._inputs)
-        except Failed as error:
-            return Outcome(str(error))
+        ((failure, seconds),) = self.ask(1, _try, case, self._originals, self._inputs)
         return Outcome(failure, {"cpu_s": round(seconds, 3)})
-
-    def close(self) -> None:
-        self._workers.close()
 
 
 def _try(rank: int, world: int, case: str, originals: Path, folder: Path) -> tuple[str | None, float]:

@@ -10,7 +10,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy
 from dbsp_core.sources import LocalQK
-from scripts.checks.stress.frame import Failed, Outcome, Part, Workers
+from scripts.checks.stress.frame import Outcome, Part
 from scripts.checks.stress.oracle.cases import Draw, draw_case, mask_of, sources_of, variants
 from tests.support.attention_cases import as_sent, at_padding, attend, shards
 from tests.support.interpreter import interpreted
@@ -24,12 +24,6 @@ BOUNDS = {
     (torch.bfloat16, "output"): 2e-2,
     (torch.bfloat16, "gradients"): 4e-2,
 }
-PATIENCE_S = 180.0
-PRELOADED = (
-    "tests.support.interpreter",
-    "scripts.checks.stress.oracle.oracle_part",
-    "torch.fx.experimental.symbolic_shapes",
-)
 
 
 class Oracle(Part):
@@ -37,24 +31,21 @@ class Oracle(Part):
 
     name = "oracle"
     most_tries = 80
+    preloaded = (
+        "tests.support.interpreter",
+        "scripts.checks.stress.oracle.oracle_part",
+        "torch.fx.experimental.symbolic_shapes",
+    )
+    patience_s = 180.0
     draw = staticmethod(draw_case)
     smaller = staticmethod(variants)
 
-    def __init__(self) -> None:
-        self._workers = Workers(PRELOADED, PATIENCE_S)
-
     def outcome(self, case: Draw) -> Outcome:
         """Judges a case by its largest error on all ranks."""
-        try:
-            by_rank = self._workers.ask(case.world, errors_of, case)
-        except Failed as error:
-            return Outcome(str(error))
+        by_rank = self.ask(case.world, errors_of, case)
         errors = {kind: max(one[kind] for one in by_rank) for kind in by_rank[0]}
         wrong = [f"{kind} wrong by {e:.3g}" for kind, e in errors.items() if not e <= BOUNDS[case.dtype, kind]]
         return Outcome("; ".join(wrong) or None, {f"{str(case.dtype)[6:]} {kind}": e for kind, e in errors.items()})
-
-    def close(self) -> None:
-        self._workers.close()
 
 
 def errors_of(rank: int, world: int, case: Draw, scale: float = 1.0) -> dict[str, float]:
