@@ -13,7 +13,7 @@ from scripts.checks.seeded_faults import REPO, copied, faults, tried
 from scripts.checks.upstream.upstream_refs.finding import compared
 from scripts.checks.versions.__main__ import TESTS, by_reason, outcomes
 from scripts.checks.versions.private_names import PrivateName, message, private_names
-from tests.support.programs import run_module
+from tests.support.programs import output_of
 from tests.support.repository import ROOT
 
 
@@ -59,9 +59,7 @@ def test_a_fault_is_caught_and_no_fault_is_missed(tmp_path):
 
 def test_what_is_installed_has_every_private_name():
     """Fails when a framework has changed: then look at the modules of ours that private_names.yaml names."""
-    done = run_module("scripts.checks.versions.private_names")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(output_of("scripts.checks.versions.private_names").splitlines()[-1])
     assert found["messages"] == []
     assert found["of"] == Counter(name.package for name in private_names() if name.belongs)
     assert set(found["of"]) == {"xfuser", "diffusers", "para-attn", "cache-dit", "torch"}
@@ -135,9 +133,7 @@ def programs() -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("module", sorted(set(programs()) - PARTS))
 def test_help_is_all_that_happens(module):
-    done = run_module(module, "--help", timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.lstrip().lower().startswith("usage:")
+    assert output_of(module, "--help", timeout=60).lstrip().lower().startswith("usage:")
 
 
 def test_all_programs_are_found():

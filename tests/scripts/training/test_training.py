@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-from tests.support.programs import run_module
+from tests.support.programs import output_of
 
 pytest.importorskip("diffusers")
 from scripts.training import autoencoder, flow, loop, plain, text
@@ -99,19 +99,13 @@ def test_attention_written_out_is_attention(monkeypatch):
         assert error.abs().max() < 0.05  # bfloat16
 
 
-def run(*arguments: object) -> str:
-    done = run_module(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_toy_run_makes_a_pipeline_with_a_card_and_runs_again(tmp_path):
     command = "scripts.training", "--toy", "--threads", 1
     folders = "--work", tmp_path / "work", "--weights", tmp_path / "weights"
-    assert "transformer" in run(*command, *folders)
+    assert "transformer" in output_of(*command, *folders)
     weights = (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()
     card = (tmp_path / "weights" / "README.md").read_text(encoding="utf-8")
     assert "360 captions" in card
     assert len((tmp_path / "weights" / "loss.csv").read_text().splitlines()) == 1 + 3 + 4
-    run(*command, *folders)
+    output_of(*command, *folders)
     assert (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes() == weights
