@@ -8,7 +8,7 @@ import os
 import pkgutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import astuple, dataclass
@@ -95,8 +95,13 @@ def _fill_the_disk() -> None:
                     file.write(b"x" * size)
 
 
-def _weights() -> Iterator[Path]:
-    return (Path(os.environ[CHECKPOINT]) / "transformer").glob("*.safetensors")
+def _halve(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def _damage_weights(how: Callable[[Path], None]) -> None:
+    for path in (Path(os.environ[CHECKPOINT]) / "transformer").glob("*.safetensors"):
+        how(path)
 
 
 RAISED = {
@@ -117,8 +122,8 @@ OTHERS = {
     "hang": lambda: time.sleep(3600),
     "go on": lambda: None,
     "disk fills": _fill_the_disk,
-    "weights vanish": lambda: [path.unlink() for path in _weights()],
-    "weights are truncated": lambda: [os.truncate(path, path.stat().st_size // 2) for path in _weights()],
+    "weights vanish": lambda: _damage_weights(Path.unlink),
+    "weights are truncated": lambda: _damage_weights(_halve),
 }
 """Acts, by their names in titles of cases."""
 
