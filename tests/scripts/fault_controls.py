@@ -9,14 +9,24 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.checks.stress.faults.fault_injection import fire
+from scripts.checks.stress.faults.fault_injection import Injection, fire
+from scripts.checks.stress.faults.programs import Values
+from scripts.checks.stress.faults.rank_fault import RankFault
 
 
-def misbehave(how: str, number: int, folder: Path) -> None:
-    if number == 0:  # as in a case: one process alone leaves the sign of it
-        fire("go on", folder)
-        HOW[how][0]()
-    sys.exit("RuntimeError: injected: an error that is expected")
+class Misbehaviour(RankFault):
+    """Two processes that say what was raised in the second, of which the first misbehaves."""
+
+    limit_s, after_s = 3.0, 8.0
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how, "", Values(), processes=2, odd=1, how="failure", injection=Injection("raise", 1, ""))
+
+    def main(self, number: int, folder: Path) -> None:
+        if number == 0:  # as in a case: one process alone leaves the sign of it
+            fire("go on", folder)
+            HOW[self.title][0]()
+        sys.exit("RuntimeError: injected: an error that is expected")
 
 
 HOW = {

@@ -17,7 +17,7 @@ from torch.multiprocessing import start_processes
 from scripts.bench import attention, timing
 from scripts.bench.attention import slowest_rank
 from scripts.bench.timing import Turns, TurnTakingGroup, run_ranks
-from tests.support.programs import run_module
+from tests.support.programs import output_of
 from tests.support.workers import PRELOADED
 
 
@@ -101,15 +101,12 @@ def test_rank_that_fails_or_dies_is_reported(function, message):
 
 
 def test_rounding_errors_in_exchanges():
-    done = run_module("scripts.bench.rounding_error", "--tokens", 512, "--heads", 1, "--json")
-    assert done.returncode == 0, done.stderr
-    for errors in json.loads(done.stdout)["relative_errors"].values():
+    found = json.loads(output_of("scripts.bench.rounding_error", "--tokens", 512, "--heads", 1, "--json"))
+    for errors in found["relative_errors"].values():
         assert errors["fp8 e4m3"] > 3 * errors["int8, k less its mean"] > 5e-3
 
 
 def test_planning_of_sequences():
-    done = run_module("scripts.bench.sequences.sharing", "--repeats", 1, "--json")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["rows"]
+    rows = json.loads(output_of("scripts.bench.sequences.sharing", "--repeats", 1, "--json"))["rows"]
     assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 6 + [1024] * 3
     assert 0 < max(row["worst_wir"] for row in rows if row["bags"].startswith("g8")) <= 1.005

@@ -7,26 +7,23 @@ import json
 import os
 import pkgutil
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from scripts.checks.stress.faults import generating, keeper
-from scripts.checks.stress.faults.fault_grid import case_of
-from scripts.checks.stress.faults.fault_injection import Injection, fire, reference
+from scripts.checks.stress.faults import generating
+from scripts.checks.stress.faults.fault_injection import Injection, reference
 from scripts.checks.stress.faults.faults_part import Faults
-from scripts.checks.stress.faults.judging import Expected, message_about
-from scripts.checks.stress.faults.keeper import Task, start_keeper, wait_for
+from scripts.checks.stress.faults.keeper import start_keeper, wait_for
 from scripts.checks.stress.faults.phases import PHASES
 from scripts.checks.stress.features_part import Draw, Features
-from scripts.checks.stress.frame import Outcome, Part, Progress, State, run_part
-from scripts.checks.stress.oracle.attention_case import draw_case
-from scripts.checks.stress.oracle.oracle_part import BOUNDS, Oracle, run_cases
+from scripts.checks.stress.frame import Outcome, Part, read_state, run_part
+from scripts.checks.stress.oracle.cases import draw_case
+from scripts.checks.stress.oracle.oracle_part import BOUNDS, Oracle, errors_of
 from scripts.checks.stress.soak.generations import Generation
 from scripts.checks.stress.soak.soak_part import Soak
-from tests.scripts.fault_controls import HOW, misbehave
+from tests.scripts.fault_controls import HOW, Misbehaviour
 from tests.simulated.feature_cases import Order, Together, together
 from tests.support.oracle import largest_difference
 from tests.support.programs import run, run_module
@@ -41,7 +38,8 @@ def test_part_with_a_new_seed_prints_the_seed(tmp_path):
     found = json.loads(done.stdout)
     assert found["failures"] == []
     assert found["parts"]["fuzz"]["failures"] == 0
-    assert 0 < found["parts"]["fuzz"]["cases"] == State.read(state, None).parts["fuzz"].next
+    assert found["parts"]["fuzz"]["cases"] > 0
+    assert found == read_state(state, None)
     assert f"scripts/campaign --seed {found['seed']} --part fuzz --minutes 0.01\n" in done.stderr
 
 
@@ -55,9 +53,8 @@ class EverySeventh(Part):
     def draw(self, seed, number):
         return number
 
-    def judged(self, cases):
-        for number, case in cases.items():
-            yield Outcome(number, None if case % 7 else "it is a seventh", {"number": number})
+    def outcome(self, case):
+        return Outcome(None if case % 7 else "it is a seventh", {"number": case})
 
     def smaller(self, case):
         yield from range(1, case)
@@ -77,14 +74,16 @@ def test_second_run_continues_and_says_how_to_repeat_a_failure(tmp_path, capsys)
     path = tmp_path / "state.json"
     how = "scripts/campaign --case sevens:3:{0}   it is a seventh   {0}"
     for seed, done in ((3, 1), (None, 2), (3, 8)):  # new, any, the same
-        state = State.read(path, seed)
-        while state.parts.get("sevens", Progress()).next < done:
+        state = read_state(path, seed)
+        while state["parts"].get("sevens", {"cases": 0})["cases"] < done:
             run_part(EverySeventh(), state, path, 0.0)
-        kept = State.read(path, None)
-        assert (kept.seed, kept.parts["sevens"].next, kept.parts["sevens"].worst) == (3, done, {"number": done - 1})
-    assert kept.summary()["failures"] == [how.format(0), how.format(7)]
-    assert capsys.readouterr().err.splitlines() == kept.summary()["failures"]
-    assert State.read(path, 2).parts == {}
+        kept = read_state(path, None)
+        assert (kept["seed"], kept["parts"]["sevens"]["cases"]) == (3, done)
+        assert kept["parts"]["sevens"]["worst"] == {"number": done - 1}
+    assert kept["failures"] == [how.format(0), how.format(7)]
+    assert kept["parts"]["sevens"]["failures"] == 2
+    assert capsys.readouterr().err.splitlines() == kept["failures"]
+    assert read_state(path, 2)["parts"] == {}
 
 
 @pytest.mark.long
@@ -92,8 +91,7 @@ def test_oracle_with_a_wrong_scale_finds_errors(pool):
     drawn = (draw_case(0, number) for number in itertools.count())
     cases = list(itertools.islice((case for case in drawn if case.world == 2), 4))
     right, wrong = (
-        [max(one["output"] for one in by_rank) for by_rank in zip(*pool(2).run(run_cases, cases, scale), strict=True)]
-        for scale in (1.0, 1.2)
+        [max(one["output"] for one in pool(2).run(errors_of, case, scale)) for case in cases] for scale in (1.0, 1.2)
     )
     for case, fine, worse in zip(cases, right, wrong, strict=True):
         assert fine <= BOUNDS[case.dtype, "output"]
@@ -109,7 +107,7 @@ def test_nan_is_the_largest_difference_of_all():
 POSSIBLE = {
     Features: lambda one, case: 0 <= one.order.before <= len(one.order.features) <= len(case.order.features),
     Oracle: lambda one, case: one.possible,
-    Faults: lambda one, case: one.task.processes <= 8,
+    Faults: lambda one, case: one.processes <= 8,
     Soak: lambda one, case: one.steps > 0,
 }
 """What must hold for a case or a smaller variant of it."""
@@ -133,7 +131,7 @@ def test_feature_that_breaks_is_found(monkeypatch):
         Together(1e-7, 1.0, [2], [1], ["hook: one, not two"], False),
     ]
     monkeypatch.setattr(part, "_ask", lambda _, function: by_rank if function is together else None)
-    found = part.outcome(0, case).failure
+    found = part.outcome(case).failure
     assert found == "ranks skip other blocks than one process; left: hook: one, not two; other bits after disable"
 
 
@@ -154,10 +152,10 @@ def test_input_that_breaks_a_limit_is_found(tmp_path):
     (tmp_path / "inside").mkdir()
     script = (
         "from tests.support import interpreter\nimport os, pathlib\n"
-        "from scripts.checks.stress.fuzz import fuzz_part\nfuzz_part.MOST_CPU_S = 0.5\n"
+        "from scripts.checks.stress.fuzz import guard\nguard.MOST_CPU_S = 0.5\n"
         "def fail(text): raise OSError(text)\n"
-        f"folder = pathlib.Path({str(tmp_path / 'inside')!r})\nos.chdir(folder)\nwatch = fuzz_part.Guard(folder)\n"
-        f"for call in [{', '.join(BAD)}]: print(watch.try_out(fuzz_part.Trial('', call))[0])"
+        f"folder = pathlib.Path({str(tmp_path / 'inside')!r})\nos.chdir(folder)\nwatch = guard.Guard(folder)\n"
+        f"for call in [{', '.join(BAD)}]: print(watch.try_out(call)[0])"
     )
     done = run([sys.executable, "-c", script], env=child_environment())
     found = done.stdout.splitlines()
@@ -171,10 +169,10 @@ def test_planted_leak_is_found_and_nothing_else():
     case = Generation(0, height=32, width=32, steps=1, seed=1)
     clean, leaking = Soak(cases=4), Soak(cases=4, leak=True)
     try:
-        outcomes = [clean.outcome(number, case) for number in range(12)]
+        outcomes = [clean.outcome(case) for _ in range(12)]
         assert [one.failure for one in outcomes] == [None] * 12
         assert [len(one.measure) > 1 for one in outcomes] == [False] * 11 + [True]
-        found = [leaking.outcome(number, case).failure for number in range(12)]
+        found = [leaking.outcome(case).failure for _ in range(12)]
         assert found[:-1] == [None] * 11
         assert all(f": 4 {name} more" in found[-1] for name in ("descriptors", "tensors"))
         assert all(f" {name} more" in found[-1] for name in ("objects", "MB in use"))
@@ -187,37 +185,14 @@ def test_planted_leak_is_found_and_nothing_else():
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="watches processes as Linux shows them")
 def test_process_that_ends_wrongly_is_found(tmp_path):
     folders = {how: tmp_path / how.replace(" ", "-") for how in HOW}
-    keepers = {how: start_keeper(Task(misbehave, how, 2, 3.0, after_s=8.0), folders[how]) for how in HOW}
+    keepers = {how: start_keeper(Misbehaviour(how), folders[how]) for how in HOW}
     for how, (_, message) in HOW.items():
-        ended = wait_for(keepers[how], folders[how])
-        found = message_about(ended, Expected("failure", 1, "raise"), 3.0)
+        found, _ = wait_for(keepers[how], folders[how])
         if how == "shared memory" and os.path.exists("/dev/shm/left"):  # it could not have one of its own
             os.unlink("/dev/shm/left")
             continue
-        assert (found is None) == (message is None), (how, found, ended)
+        assert (found is None) == (message is None), (how, found)
         assert message is None or message in found, (how, found)
-
-
-def test_fault_as_the_last_act_of_all_processes_is_seen(tmp_path, monkeypatch):
-    """It happens after the watcher has looked for its sign, and before it asks whether processes have ended."""
-    read, write = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.read(read, 1)
-        fire("go on", tmp_path)
-        os._exit(1)
-    real = os.waitpid
-
-    def let_it_end_first(number: int, options: int) -> tuple[int, int]:
-        os.write(write, b"1")
-        os.waitid(os.P_PID, process, os.WEXITED | os.WNOWAIT)
-        return real(number, options)
-
-    for name in ("err0", "out0"):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(os, "waitpid", let_it_end_first)
-    ended = keeper._watch(Task(misbehave, "nothing", 1, 3.0), tmp_path, [process], time.monotonic())
-    assert (ended.fired, ended.codes) == (True, [1])
 
 
 def test_functions_of_phases_exist():
@@ -228,7 +203,7 @@ def test_functions_of_phases_exist():
 
 
 def test_fault_happens_in_a_call_that_other_ranks_wait_for(tmp_path, monkeypatch):
-    """One that a rank makes for its reference alone ends that rank, and rightly no other."""
+    """Counts no call that a rank makes for its reference alone: a fault in that would rightly end no other rank."""
     owner = SimpleNamespace(call=lambda: None)
     monkeypatch.setattr(pkgutil, "resolve_name", lambda name: owner)
     Injection("raise", 0, "owner.call", 2).arm(0, tmp_path)
@@ -240,8 +215,8 @@ def test_fault_happens_in_a_call_that_other_ranks_wait_for(tmp_path, monkeypatch
 
 
 def test_faults_after_the_last_exchange_are_not_drawn():
-    """They end one rank, and rightly no other: the third counts are read by `flush`."""
-    titles = [str(case_of(7, number)) for number in range(3000)]
+    """Draws no call that rightly ends one rank alone: the third counts are read by `flush`."""
+    titles = [str(Faults().draw(7, number)) for number in range(3000)]
     drawn = [title for title in titles if "in counts of the last call" in title]
     assert any("call 2" in title for title in drawn)
     assert not any("call 3" in title for title in drawn)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
 from scripts.checks.csv_table import update_table
 from scripts.checks.engines import tests_run
-from scripts.checks.seeded_faults import FAULTS, REPO, copied, tried
+from scripts.checks.seeded_faults import REPO, copied, faults, tried
 from scripts.checks.upstream.upstream_refs.finding import compared
 from scripts.checks.versions.__main__ import TESTS, by_reason, outcomes
 from scripts.checks.versions.private_names import PrivateName, message, private_names
-from tests.support.programs import run_module
+from tests.support.programs import output_of
 from tests.support.repository import ROOT
 
 
@@ -42,8 +41,9 @@ def test_cases_are_counted_by_test_and_outcome(tmp_path, monkeypatch):
     ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.concept)
-def test_fault_changes_one_line_and_its_tests_exist(fault):
+@pytest.mark.parametrize("concept", faults())
+def test_fault_changes_one_line_and_its_tests_exist(concept):
+    fault = faults()[concept]
     assert (REPO / fault.file).read_text(encoding="utf-8").count(fault.text) == 1
     assert fault.text != fault.replacement
     assert (REPO / fault.tests.split()[0]).exists()
@@ -51,17 +51,15 @@ def test_fault_changes_one_line_and_its_tests_exist(fault):
 
 @pytest.mark.long
 def test_a_fault_is_caught_and_no_fault_is_missed(tmp_path):
-    copy, fault = copied(tmp_path / "copy"), FAULTS[0]
-    assert tried(replace(fault, replacement=fault.text), copy, 0) == "missed"
+    copy, fault = copied(tmp_path / "copy"), next(iter(faults().values()))
+    assert tried(fault._replace(replacement=fault.text), copy, 0) == "missed"
     assert tried(fault, copy, 1) == "caught"
     assert (copy / fault.file).read_text(encoding="utf-8") == (REPO / fault.file).read_text(encoding="utf-8")
 
 
 def test_what_is_installed_has_every_private_name():
-    """When this fails, a framework has changed: look at the modules of ours that private_names.yaml names."""
-    done = run_module("scripts.checks.versions.private_names")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    """Fails when a framework has changed: then look at the modules of ours that private_names.yaml names."""
+    found = json.loads(output_of("scripts.checks.versions.private_names").splitlines()[-1])
     assert found["messages"] == []
     assert found["of"] == Counter(name.package for name in private_names() if name.belongs)
     assert set(found["of"]) == {"xfuser", "diffusers", "para-attn", "cache-dit", "torch"}
@@ -135,9 +133,7 @@ def programs() -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("module", sorted(set(programs()) - PARTS))
 def test_help_is_all_that_happens(module):
-    done = run_module(module, "--help", timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.lstrip().lower().startswith("usage:")
+    assert output_of(module, "--help", timeout=60).lstrip().lower().startswith("usage:")
 
 
 def test_all_programs_are_found():

@@ -63,7 +63,7 @@ def test_demo(tmp_path, dbsp):
 
 
 def test_above_the_tolerance_it_fails_and_leaves_no_video(tmp_path):
-    """With what it does on GPUs, here on the CPU: float32, whose rounding the trained model amplifies."""
+    """Takes the settings for GPUs, here on the CPU: float32, whose rounding the trained model amplifies."""
     strict = replace(Settings.for_gpus(), num_frames=5, steps=1, tolerance=-1.0)
     message = r"the latents differ from one process by (\S+), more than -1e\+00"
     raises = pytest.raises(RuntimeError, match=message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from dbsp_core.utils.errors import UserError
 from scripts.results import evidence
 from scripts.results.evidence import KINDS, changes_since, imported_scripts, read_evidence, record_run
-from tests.support.repository import ROOT
+from tests.support.repository import ROOT, git
 
 RESULTS = ROOT / "docs" / "results"
 ENTRY = """
@@ -41,7 +40,7 @@ class TestEntries:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A repository in which scripts.one, of scripts.two, made one.csv from product/."""
+    """Makes a repository in which scripts.one, of scripts.two, made one.csv from product/."""
     for name, text in {
         "scripts/one.py": "from scripts import two\nimport torch\n",
         "scripts/two.py": "",
@@ -56,13 +55,6 @@ def checkout(tmp_path, monkeypatch):
     commit(tmp_path)
     write_entry(tmp_path, git(tmp_path, "rev-parse", "--short=8", "HEAD"))
     return tmp_path
-
-
-def git(folder: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
-    return subprocess.run(
-        ["git", *who, *arguments], cwd=folder, check=True, capture_output=True, text=True
-    ).stdout.strip()
 
 
 def commit(folder: Path) -> None:

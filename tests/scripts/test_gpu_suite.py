@@ -49,15 +49,13 @@ sys.meta_path[:] = [*sys.meta_path[:2], OnlyThese]
 """
 
 
-SIMULATED = ("ranks", "waits", "video")
-"""Steps that simulated GPUs are for."""
 LONG = ("transformer", "ranks", "kernels", "rates", "nccl")
 """Steps whose dry run takes long, for they have many cases, kernels are interpreted, or processes started."""
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """run(*arguments) starts the suite as on a lent machine."""
+    """Gives run(*arguments), which starts the suite as on a lent machine."""
     bare = tmp_path_factory.mktemp("bare")
     (bare / "sitecustomize.py").write_text(BARE)
 
@@ -80,20 +78,8 @@ def results_of(run, folder: Path, how: str, steps) -> Path:
 
 @pytest.fixture(scope="module")
 def dry(run, tmp_path_factory) -> Path:
-    """Folder of a dry run of the steps that take seconds."""
+    """Gives the folder of a dry run of the steps that take seconds."""
     return results_of(run, tmp_path_factory.mktemp("dry"), "--dry-run", set(STEPS) - set(LONG))
-
-
-@pytest.fixture(scope="module")
-def long_dry(run, tmp_path_factory) -> Path:
-    """Folder of a dry run of the others."""
-    return results_of(run, tmp_path_factory.mktemp("long_dry"), "--dry-run", LONG)
-
-
-@pytest.fixture(scope="module")
-def simulated(run, tmp_path_factory) -> Path:
-    """Folder of a run of some steps on simulated GPUs."""
-    return results_of(run, tmp_path_factory.mktemp("simulated"), "--simulate", SIMULATED)
 
 
 def entries(folder: Path, step: str) -> list[dict]:
@@ -101,7 +87,7 @@ def entries(folder: Path, step: str) -> list[dict]:
 
 
 def skipped(folder: Path, step: str) -> set[str]:
-    """Cases that were skipped in a step that is complete, and all of whose cases are right."""
+    """Returns cases that were skipped in a step that is complete, and all of whose cases are right."""
     journal = Journal(step, (folder,), entries(folder, step)[0]["stamp"])
     outcomes = journal.outcomes()
     assert journal.complete()
@@ -118,9 +104,10 @@ def test_dry_run_of_a_step_finds_every_case_right(dry, step):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("step", LONG)
-def test_dry_run_of_a_long_step_finds_every_case_right(long_dry, step):
-    assert skipped(long_dry, step) == ({"diffusers' Wan"} if step == "transformer" else set())
+def test_dry_run_of_long_steps_finds_every_case_right(run, tmp_path):
+    results_of(run, tmp_path, "--dry-run", LONG)
+    for step in LONG:
+        assert skipped(tmp_path, step) == ({"diffusers' Wan"} if step == "transformer" else set())
 
 
 @pytest.mark.parametrize("step", ["transformer", "ranks", "kernels", "rates"])
@@ -135,9 +122,11 @@ def test_first_case_of_a_long_step_is_right(tmp_path, step):
 
 @pytest.mark.long
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-@pytest.mark.parametrize("step", SIMULATED)
-def test_step_on_simulated_gpus_finds_every_case_right(simulated, step):
-    assert skipped(simulated, step) == set()
+def test_steps_on_simulated_gpus_find_every_case_right(run, tmp_path):
+    """Runs the steps that simulated GPUs are for."""
+    steps = "ranks", "waits", "video"
+    results_of(run, tmp_path, "--simulate", steps)
+    assert [skipped(tmp_path, step) for step in steps] == [set()] * 3
 
 
 def test_every_mask_source_is_checked(tmp_path):

@@ -25,7 +25,7 @@ def rows():
 
 @pytest.mark.parametrize("stream", TABLE_1)
 def test_drawn_streams_have_the_tokens_and_the_flop_of_the_paper(stream):
-    """TPS · FBL is tokens, HFU · peak · FBL is FLOP, for any bags. Means of 20 draws."""
+    """Compares means of 20 draws: TPS · FBL is tokens, HFU · peak · FBL is FLOP, for any bags."""
     steps = [drawn(stream, seed).tokens.astype(float) for seed in range(20)]
     tokens = np.mean([step.sum() for step in steps])
     flop = np.mean([4 * LAYERS * (24 * step * WIDTH**2 + 4 * step**2 * WIDTH).sum() for step in steps])
@@ -35,7 +35,7 @@ def test_drawn_streams_have_the_tokens_and_the_flop_of_the_paper(stream):
 
 
 def test_rows_held_out_are_within_8_percent(rows):
-    """In all three columns; rate and bandwidth alone are not."""
+    """Compares all three columns; rate and bandwidth alone are not within."""
     fitted = [row for row in rows if row.role == "fitted"]
     assert {(row.stream, row.bags) for row in fitted} == set(FITTED)
     assert [row.error for row in fitted] == pytest.approx([0, 0], abs=1e-9)
@@ -47,7 +47,7 @@ def test_rows_held_out_are_within_8_percent(rows):
 
 
 def test_what_a_step_asks_is_counted_by_hand(monkeypatch):
-    """Equal sequences of 1,024 tokens, one on each rank: bags of two halve each of two sequences."""
+    """Gives each rank an equal sequence of 1,024 tokens: bags of two halve each of two sequences."""
     similar = DrawnSequences(np.zeros(WORLD, dtype=np.int64), np.array([[1, 32, 32]] * WORLD), np.arange(WORLD))
     monkeypatch.setattr(throughput, "drawn", lambda stream, seed: similar)
     linear, attention = 24 * 1024 * WIDTH**2, 4 * 1024**2 * WIDTH
@@ -77,7 +77,7 @@ def test_chunks_of_a_sequence_are_even_and_so_are_ranks():
 
 
 def test_mixed_resolutions_gain_from_bags_and_low_ones_do_not(rows):
-    """The paper's finding, by its own balancer."""
+    """Has the paper's finding, by its own balancer."""
     of = {(row.stream, row.bags): row.fbl_s for row in rows if row.role != "ours"}
     assert min(TABLE_1[LOW], key=lambda bags: of[LOW, bags]) == "g1n32"
     assert of[MIXED, "g8n4"] < 0.6 * of[MIXED, "none"]

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "latency-model.md").read_text(encoding="utf-8")
 
 
 def tables() -> list[list[dict[str, str]]]:
-    """The rows of each published table."""
+    """Returns the rows of each published table."""
     groups = itertools.groupby(rows("published"), lambda row: (row["table"], row["machine"], row["video"]))
     return [list(group) for _, group in groups]
 

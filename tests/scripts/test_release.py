@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -15,20 +14,13 @@ from dbsp_core.utils.errors import UserError
 from dbsp_kernels.errors import REPOSITORY
 from scripts.release_files import absolute_links, require_releasable
 from tests.support.programs import run
-from tests.support.repository import ROOT, child_environment
+from tests.support.repository import ROOT, child_environment, git
 from tests.support.texts import PAGES
-
-
-def git(folder: Path, *arguments: str) -> str:
-    own = ["-c", "user.name=db-SP", "-c", "user.email=none@example.org"]
-    return subprocess.run(
-        ["git", *own, *arguments], cwd=folder, capture_output=True, text=True, check=True
-    ).stdout.strip()
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """A repository with a changelog of 0.1.0 and one commit."""
+    """Makes a repository with a changelog of 0.1.0 and one commit."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "CHANGES.md").write_text("# Changes\n\n## 0.1.0\n\n- All.\n")
     git(tmp_path, "add", ".")

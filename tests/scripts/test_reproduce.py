@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import run_module
+from tests.support.programs import output_of
 
 pytestmark = pytest.mark.long
 
@@ -56,9 +56,8 @@ def test_minimax_h3_is_current(tmp_path):
 @pytest.mark.parametrize("name", CURRENT_JSON)
 def test_what_is_counted_and_modelled_next_to_what_was_measured_is_current(name):
     program, options = CURRENT_JSON[name]
-    done = run_module(f"scripts.bench.{program}", "--json", *options, timeout=900)
-    assert done.returncode == 0, done.stderr
-    made, kept = json.loads(done.stdout), json.loads((RESULTS / f"{name}.json").read_text())
+    made = json.loads(output_of(f"scripts.bench.{program}", "--json", *options, timeout=900))
+    kept = json.loads((RESULTS / f"{name}.json").read_text())
     assert without_times(made) == without_times(kept)
 
 
@@ -69,22 +68,19 @@ def test_reproduction_of_knapformer(tmp_path, name, options):
     assert all("drawn" in row["label"] or "measured on" in row["label"] for row in rows)
 
 
-def run(program: str, out: Path, *options: str) -> str:
-    """What a program of scripts/reproduce prints, on one line."""
-    done = run_module(f"scripts.reproduce.{program}", "--out", out, *options, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return " ".join(done.stdout.split())
+def run(program: str, out: Path, *options: str) -> None:
+    output_of(f"scripts.reproduce.{program}", "--out", out, *options, timeout=900)
 
 
 def without_times(found: Any) -> Any:
-    """What a program of scripts/bench has found, without milliseconds."""
+    """Returns what a program of scripts/bench has found, without milliseconds."""
     if isinstance(found, dict):
         return {name: without_times(value) for name, value in found.items() if not name.endswith("_ms")}
     return [without_times(value) for value in found] if isinstance(found, list) else found
 
 
 def published(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV that lies next to a picture."""
+    """Returns the rows of a CSV that lies next to a picture."""
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     with path.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,3 +18,9 @@ def python_path(*first: object) -> str:
 def child_environment(*first: object) -> dict[str, str]:
     """Returns the environment of a process that a test starts: this one's, and `python_path(*first)`."""
     return os.environ | {"PYTHONPATH": python_path(*first)}
+
+
+def git(folder: Path, *arguments: str) -> str:
+    """Returns what git prints there, in a repository in which nobody needs a name to commit."""
+    command = ["git", "-c", "user.name=db-SP", "-c", "user.email=none@example.org", *arguments]
+    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout.strip()

@@ -11,19 +11,18 @@ import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
-from scripts.checks.stress.frame import Part, State, run_part
+from scripts.checks.stress.frame import Part, read_state, run_part
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
 
+STRESS = "scripts.checks.stress"
 PARTS = {
-    "oracle": "scripts.checks.stress.oracle.oracle_part:Oracle",
-    "faults": "scripts.checks.stress.faults.faults_part:Faults",
-    "features": "scripts.checks.stress.features_part:Features",
-    "fuzz": "scripts.checks.stress.fuzz.fuzz_part:Fuzz",
-    "soak": "scripts.checks.stress.soak.soak_part:Soak",
+    "oracle": (f"{STRESS}.oracle.oracle_part:Oracle", 0.4),
+    "faults": (f"{STRESS}.faults.faults_part:Faults", 0.2),
+    "features": (f"{STRESS}.features_part:Features", 0.2),
+    "fuzz": (f"{STRESS}.fuzz.fuzz_part:Fuzz", 0.1),
+    "soak": (f"{STRESS}.soak.soak_part:Soak", 0.1),
 }
-"""Each is imported when it runs: that takes seconds."""
-SHARES = {"oracle": 0.4, "faults": 0.2, "features": 0.2, "fuzz": 0.1, "soak": 0.1}
-"""Of the time, where all parts run."""
+"""Class of each, imported when it runs, which takes seconds; and its share of the time, where all parts run."""
 REPO = Path(__file__).resolve().parents[3]
 
 
@@ -32,7 +31,7 @@ def _seed(text: str) -> int:
 
 
 def part_named(name: str) -> Part:
-    part: Part = pkgutil.resolve_name(PARTS[name])()
+    part: Part = pkgutil.resolve_name(PARTS[name][0])()
     return part
 
 
@@ -54,21 +53,21 @@ def main() -> int:
         return int(outcome.failure is not None)
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # xfuser logs to standard output
-    state = State.read(options.state, options.seed)
-    called = f"scripts/campaign --seed {state.seed} --part {options.part} --minutes {options.minutes:g}"
+    state = read_state(options.state, options.seed)
+    called = f"scripts/campaign --seed {state['seed']} --part {options.part} --minutes {options.minutes:g}"
     print(called, file=sys.stderr, flush=True)
-    for name, share in SHARES.items() if options.part == "all" else [(options.part, 1.0)]:
+    for name in PARTS if options.part == "all" else [options.part]:
+        share = PARTS[name][1] if options.part == "all" else 1.0
         run_part(part_named(name), state, options.state, options.minutes * 60 * share)
         forkserver._forkserver._stop()  # type: ignore[attr-defined]  the next part's imports other modules
-    found = state.summary()
     if options.json:
-        print(json.dumps(found), file=out)
+        print(json.dumps(state), file=out)
     else:
-        for name, one in found["parts"].items():
+        for name, one in state["parts"].items():
             print(f"{name}: {one['cases']} cases, {one['failures']} failures, worst {one['worst']}", file=out)
-        print("\n".join([*found["failures"], called]), file=out)
+        print("\n".join([*state["failures"], called]), file=out)
     out.close()
-    return int(bool(found["failures"]))
+    return int(bool(state["failures"]))
 
 
 if __name__ == "__main__":

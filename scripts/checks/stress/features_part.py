@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dbsp_core import Strategy
-from scripts.checks.stress.frame import WORLDS, Failed, Outcome, Part, Workers
+from scripts.checks.stress.frame import WORLDS, Failed, Outcome, Part, in_one_line
 from tests.gpu_node.node import GpuNode, NodeError
 from tests.simulated.feature_cases import COMPILED, FEATURES, Order, Together, alone, feature_named, together
 
@@ -52,10 +52,7 @@ class Features(Part):
 
     name = "features"
     most_tries = 12
-
-    def __init__(self) -> None:
-        self._node: GpuNode | None = None
-        self._workers = Workers()
+    _node: GpuNode | None = None
 
     def draw(self, seed: int, number: int) -> Draw:
         rng = random.Random(f"{seed}:{number}")
@@ -76,35 +73,32 @@ class Features(Part):
                 yield replace(case, world=world, order=simple)
 
     def close(self) -> None:
-        self._workers.close()
+        super().close()
         if self._node is not None:
             self._node.close()
         self._node = None
 
-    def outcome(self, number: int, case: Draw) -> Outcome:
+    def outcome(self, case: Draw) -> Outcome:
         """Judges a case; features that do not go together without db-SP prove nothing."""
         try:
             self._ask(case, alone)
         except Failed:
-            return Outcome(number, None, {"impossible without db-SP": 1.0})
-        try:
-            found: list[Together] = self._ask(case, together)
-        except Failed as error:
-            return Outcome(number, str(error))
+            return Outcome(None, {"impossible without db-SP": 1.0})
+        found: list[Together] = self._ask(case, together)
         difference = max(one.difference for one in found)
         wrong = [f"samples differ by {difference:.3g}"] if not difference <= TOLERANCE else []
         wrong += ["ranks skip other blocks than one process"] if any(o.computed != o.expected for o in found) else []
         wrong += [f"left: {one.left[0]}" for one in found if one.left][:1]
         wrong += ["other bits after disable"] if not all(one.identical_bits for one in found) else []
-        return Outcome(number, "; ".join(wrong) or None, {"difference": difference})
+        return Outcome("; ".join(wrong) or None, {"difference": difference})
 
     def _ask(self, case: Draw, function: Callable[..., Any]) -> list[Any]:
         """Calls a function on all ranks, and returns its results by rank. Raises Failed."""
         if case.compiles:
-            return self._workers.ask(case.world, function, case.order, False)
+            return self.ask(case.world, function, case.order, False)
         self._node = self._node or GpuNode()
         try:
             return self._node.run(case.world, function, case.order)
         except (NodeError, EOFError, OSError) as error:
             self.close()  # what a failed call leaves on the node must not reach the next
-            raise Failed.by(error) from error
+            raise Failed(in_one_line(error)) from error

@@ -13,7 +13,7 @@ import torch
 from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.tiny_models import TRAINED_WAN
 from dbsp_core import make_plan
-from tests.support.programs import run_module
+from tests.support.programs import output_of
 from tests.support.repository import ROOT
 
 MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"
@@ -32,7 +32,7 @@ CAPTIONS = {
 
 
 def dominant_colour(frames: torch.Tensor) -> str | None:
-    """The colour that most of the coloured pixels over the floor have: the wall and the pillar are grey.
+    """Returns the colour that most of the coloured pixels over the floor have: the wall and the pillar are grey.
 
     frames: float32[F, 3, H, W] in [0, 1];  None: hardly any pixel is coloured
     """
@@ -115,8 +115,7 @@ def test_measures_of_videos():
 def rows_of(program: str, file: str, folder: Path, *options: object) -> list[dict[str, str]]:
     """Returns the rows that a program with one prompt and one step writes to a file."""
     few = ("--prompts", 1, "--steps", 1, "--out", folder)
-    done = run_module(f"scripts.training.trained_model.{program}", *few, *options)
-    assert done.returncode == 0, done.stderr[-3000:]
+    output_of(f"scripts.training.trained_model.{program}", *few, *options)
     with (folder / file).open(newline="") as rows:
         return list(csv.DictReader(rows))
 

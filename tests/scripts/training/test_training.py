@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-from tests.support.programs import run_module
+from tests.support.programs import output_of
 
 pytest.importorskip("diffusers")
 from scripts.training import autoencoder, flow, loop, plain, text
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.long
 
 
 class Stopped(RuntimeError):
-    """The run was interrupted."""
+    """Interruption of a run."""
 
 
 def stopping(function, after: int | None):
-    """The function, which raises at its call number `after`."""
+    """Returns the function, which raises at its call number `after`."""
     calls = iter(range(1 << 30))
 
     def once(*args):
@@ -57,7 +57,7 @@ def train_transformer(folder: Path, stop: int | None, steps: int = 4):
 
 @pytest.mark.parametrize("train", [train_autoencoder, train_transformer])
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch, train):
-    """One of two runs is stopped after three of four steps."""
+    """Stops one of two runs after three of four steps."""
     whole, cut, new = (tmp_path / name for name in ("whole", "cut", "new"))
     for folder in (whole, cut, new):
         folder.mkdir()
@@ -76,7 +76,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatc
 
 @torch.no_grad()
 def test_captions_with_few_pads_are_attended_as_with_all():
-    """Cross-attention on 16 tokens, one pad for all the rest, against WanPipeline's 512; and without its weight."""
+    """Compares attention to 16 tokens, one pad for all the rest, with WanPipeline's 512; and without its weight."""
     torch.manual_seed(0)
     block = flow.make_transformer(8, 1).blocks[0]
     hidden, words = torch.randn(2, 5, 96), torch.randn(2, 9, 96)
@@ -89,7 +89,7 @@ def test_captions_with_few_pads_are_attended_as_with_all():
 
 
 def test_attention_written_out_is_attention(monkeypatch):
-    """With a mask that is added and with one of bits, in several pieces."""
+    """Takes a mask that is added and one of bits, in several pieces."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, size, 8) for size in (40, 50, 50))
     mask = torch.randn(1, 1, 40, 50)
@@ -99,19 +99,13 @@ def test_attention_written_out_is_attention(monkeypatch):
         assert error.abs().max() < 0.05  # bfloat16
 
 
-def run(*arguments: object) -> str:
-    done = run_module(*arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_toy_run_makes_a_pipeline_with_a_card_and_runs_again(tmp_path):
     command = "scripts.training", "--toy", "--threads", 1
     folders = "--work", tmp_path / "work", "--weights", tmp_path / "weights"
-    assert "transformer" in run(*command, *folders)
+    assert "transformer" in output_of(*command, *folders)
     weights = (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes()
     card = (tmp_path / "weights" / "README.md").read_text(encoding="utf-8")
     assert "360 captions" in card
     assert len((tmp_path / "weights" / "loss.csv").read_text().splitlines()) == 1 + 3 + 4
-    run(*command, *folders)
+    output_of(*command, *folders)
     assert (tmp_path / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").read_bytes() == weights

@@ -7,6 +7,6 @@ environment, and inductor compiles in the process itself. Commands that `Command
 always.
 """
 
-from tests.support.programs.program import Program, children_forked, run, run_module
+from tests.support.programs.program import Program, children_forked, output_of, run, run_module
 
-__all__ = ["Program", "children_forked", "run", "run_module"]
+__all__ = ["Program", "children_forked", "output_of", "run", "run_module"]

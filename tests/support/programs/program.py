@@ -130,6 +130,13 @@ def run_module(module: str, *arguments: object, timeout: float = 300) -> subproc
     return run([sys.executable, "-m", module, *arguments], timeout, env=environment)
 
 
+def output_of(module: str, *arguments: object, timeout: float = 300) -> str:
+    """Returns what `python -m module arguments` has printed. It must have succeeded."""
+    done = run_module(module, *arguments, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def end_with_descendants(process: int) -> None:
     """Kills a process, and what it has started."""
     from tests.support.programs.server import descendants

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import pkgutil
 import signal
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,16 @@ class Injection:
 
 
 def fire(act: str, folder: Path) -> None:
+    """Leaves a sign of the moment, and acts."""
     sign = folder / "fired"
     sign.with_suffix(".new").write_text(repr(time.monotonic()), encoding="utf-8")
     sign.with_suffix(".new").replace(sign)
-    ACTS[act]()
-
-
-def _raise(make: Callable[[], BaseException]) -> Callable[[], None]:
-    def act() -> None:
-        raise make()
-
-    return act
+    if act in RAISED:
+        raise RAISED[act]()
+    if act in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[act])
+    else:
+        OTHERS[act]()
 
 
 def _out_of_memory() -> BaseException:
@@ -87,7 +87,7 @@ def _fill_the_disk() -> None:
     """Fills the disk of the case's results; if they have none of their own, raises what a full one raises."""
     results = Path(os.environ[RESULTS])
     if not os.path.ismount(results):
-        raise OSError(28, "No space left on device", "injected")
+        raise RAISED["disk full"]()
     with suppress(OSError), (results / FILLER).open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             with suppress(OSError):
@@ -95,49 +95,50 @@ def _fill_the_disk() -> None:
                     file.write(b"x" * size)
 
 
-def _damage(how: Callable[[Path], None]) -> Callable[[], None]:
-    def act() -> None:
-        for path in (Path(os.environ[CHECKPOINT]) / "transformer").glob("*.safetensors"):
-            how(path)
-
-    return act
+def _halve(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
 
 
-def _signal(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+def _damage_weights(how: Callable[[Path], None]) -> None:
+    for path in (Path(os.environ[CHECKPOINT]) / "transformer").glob("*.safetensors"):
+        how(path)
 
 
-ACTS: dict[str, Callable[[], None]] = {
-    "kill": _signal(signal.SIGKILL),
-    "stop": _signal(signal.SIGSTOP),
-    "raise": _raise(lambda: RuntimeError("injected: a fault")),
-    "out of memory": _raise(_out_of_memory),
-    "out of CPU memory": _raise(lambda: MemoryError("injected: no memory")),
+RAISED = {
+    "raise": lambda: RuntimeError("injected: a fault"),
+    "out of memory": _out_of_memory,
+    "out of CPU memory": lambda: MemoryError("injected: no memory"),
+    "disk full": lambda: OSError(28, "No space left on device", "injected"),
+    "read-only": lambda: OSError(30, "Read-only file system", "injected"),
+}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "stop": signal.SIGSTOP,
+    "interrupt": signal.SIGINT,
+    "terminate": signal.SIGTERM,
+}
+OTHERS = {
     "slow": lambda: time.sleep(SLOW_S),
-    "interrupt": _signal(signal.SIGINT),
-    "terminate": _signal(signal.SIGTERM),
     "hang": lambda: time.sleep(3600),
     "go on": lambda: None,
-    "kill torchrun": lambda: os.kill(os.getppid(), signal.SIGKILL),
     "disk fills": _fill_the_disk,
-    "weights vanish": _damage(lambda path: path.unlink()),
-    "weights are truncated": _damage(lambda path: os.truncate(path, path.stat().st_size // 2)),
-    "disk full": _raise(lambda: OSError(28, "No space left on device", "injected")),
-    "read-only": _raise(lambda: OSError(30, "Read-only file system", "injected")),
+    "weights vanish": lambda: _damage_weights(Path.unlink),
+    "weights are truncated": lambda: _damage_weights(_halve),
 }
+"""Acts, by their names in titles of cases."""
 
 
 def variables(folder: Path, injection: Injection) -> dict[str, str]:
     """Returns the environment of ranks of `dbsp generate` in which this program replaces the command's own."""
-    return {FAULT: "|".join(map(str, (folder, injection.act, injection.rank, injection.target, injection.nth)))}
+    return {FAULT: json.dumps([str(folder), *astuple(injection)])}
 
 
 def _be_a_rank() -> None:
     """Runs `dbsp`, after a function was wrapped."""
     from dbsp_cli.entry import dbsp
 
-    folder, act, rank, target, nth = os.environ[FAULT].split("|")
-    Injection(act, int(rank), target, int(nth)).arm(int(os.environ["RANK"]), Path(folder))
+    folder, *fields = json.loads(os.environ[FAULT])
+    Injection(*fields).arm(int(os.environ["RANK"]), Path(folder))
     dbsp()
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import tempfile
-from collections.abc import Iterator, Mapping
-from multiprocessing.process import BaseProcess
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from scripts.checks.stress.faults.fault_grid import Case, case_of
-from scripts.checks.stress.faults.judging import LATE, message_about
-from scripts.checks.stress.faults.keeper import start_keeper, wait_for
-from scripts.checks.stress.frame import Outcome, Part
+from scripts.checks.stress.faults.generating import GENERATIONS
+from scripts.checks.stress.faults.keeper import LATE, Fault, start_keeper, wait_for
+from scripts.checks.stress.faults.phases import DIVERGENCES, PHASES, WRITERS
+from scripts.checks.stress.faults.rank_fault import divergence, fault
+from scripts.checks.stress.frame import WORLDS, Outcome, Part
 
 PRELOADED = (
     "tests.support.interpreter",  # before anything else imports triton
@@ -22,6 +24,29 @@ PRELOADED = (
     "tests.support.models.tiny_transformers",
 )
 """What every process has from its birth."""
+EVERYWHERE = ("kill", "stop", "raise", "out of memory", "slow")
+SOMEWHERE = {
+    "interrupt": ("mask exchange: bits", "planning", "dispatch", "kernel: 2nd chunk", "combine", "backward: kernel"),
+    "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
+    "out of CPU memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
+    "hang": ("planning", "counts of the last call"),
+    "disk full": WRITERS,
+    "read-only": WRITERS,
+}
+"""Phases that further acts happen in."""
+FROM_GRID = 0.5
+"""Share of cases."""
+DIVERGE = 0.25
+"""Share of the others, on ranks of any number."""
+
+
+@functools.cache
+def grid() -> tuple[Fault, ...]:
+    """Returns every act in every phase, every divergence with and without debug, and all of `dbsp generate`."""
+    cases: list[Fault] = [fault(name, act, world=3) for act in EVERYWHERE for name in PHASES]
+    cases += [fault(name, act, world=2) for act, names in SOMEWHERE.items() for name in names]
+    cases += [divergence(one, debug) for one in DIVERGENCES for debug in (True, False)]
+    return (*cases, *GENERATIONS)
 
 
 class Faults(Part):
@@ -29,23 +54,26 @@ class Faults(Part):
 
     name = "faults"
     together = 3
-    draw = staticmethod(case_of)
 
-    def judged(self, cases: Mapping[int, Case]) -> Iterator[Outcome]:
+    def draw(self, seed: int, number: int) -> Fault:
+        """Returns one of the grid, or on 2 to 8 ranks a divergence or a random moment of a random phase."""
+        draw = random.Random(f"{seed}:{number}")
+        if draw.random() < FROM_GRID:
+            return draw.choice(grid())
+        world = draw.choice(WORLDS)
+        if draw.random() < DIVERGE:
+            odd = draw.randrange(world) if world > 2 else 1  # of two ranks, the first is taken to be right
+            return divergence(draw.choice(DIVERGENCES), draw.random() < 0.5, world, odd)
+        name, act = draw.choice(list(PHASES)), draw.choice(EVERYWHERE)
+        calls = PHASES[name].awaited or 3 * PHASES[name].nth
+        return fault(name, act, world, draw.randrange(world), draw.randint(1, calls), draw)
+
+    def judged(self, cases: Sequence[Fault]) -> Iterator[Outcome]:
         """Yields outcomes; a case that is late runs once more alone: it may only have been short of a core."""
         with tempfile.TemporaryDirectory(prefix="dbsp-faults.") as work:
-            folders = {number: Path(work, str(number)) for number in cases}
-            keepers = {number: start_keeper(case.task, folders[number], PRELOADED) for number, case in cases.items()}
-            outcomes = [_outcome(number, case, keepers[number], folders[number]) for number, case in cases.items()]
-        for outcome in outcomes:
-            late = outcome.failure is not None and LATE in outcome.failure and len(cases) > 1
-            yield self._alone(cases[outcome.number], outcome.number) if late else outcome
-
-    def close(self) -> None: ...
-
-
-def _outcome(number: int, case: Case, keeper: BaseProcess, folder: Path) -> Outcome:
-    ended = wait_for(keeper, folder)
-    failure = message_about(ended, case.expected, case.task.limit_s)
-    seconds = max(ended.seconds, default=0.0) if ended.fired else 0.0
-    return Outcome(number, failure, {"seconds until all had ended": seconds})
+            folders = [Path(work, str(number)) for number in range(len(cases))]
+            keepers = [start_keeper(case, folder, PRELOADED) for case, folder in zip(cases, folders, strict=True)]
+            found = [wait_for(keeper, folder) for keeper, folder in zip(keepers, folders, strict=True)]
+        for case, (failure, seconds) in zip(cases, found, strict=True):
+            late = failure is not None and LATE in failure and len(cases) > 1
+            yield self._alone(case) if late else Outcome(failure, {"seconds until all had ended": seconds})

@@ -12,12 +12,11 @@ from pathlib import Path
 
 from scripts.checks.stress.faults import fault_injection
 from scripts.checks.stress.faults.fault_injection import CHECKPOINT, FILLER, RESULTS, Injection
-from scripts.checks.stress.faults.keeper import Ended, Task
+from scripts.checks.stress.faults.keeper import Ended, Fault
+from scripts.checks.stress.faults.rank_fault import SPARE_S
 
 TIMEOUT_S = 25.0
 """In which the last rank has ended after the first: torchrun looks at them every tenth of a second."""
-SPARE_S = 5.0
-"""Within the group's timeout and these seconds all must have ended."""
 REST_S = 60.0
 """Of a run that goes on to its end."""
 OLDER = {"ball.mp4": b"an older video", "report/report.json": b'"an older report"'}
@@ -40,8 +39,8 @@ PHASES = {
 
 
 @dataclass(frozen=True)
-class Generation:
-    """code: of exit, or `or_code`;  says: a pattern of its words;  new: which of OLDER have been replaced
+class Generation(Fault):
+    """One run. code: of exit, or `or_code`;  says: a pattern of its words;  new: which of OLDER have been replaced
 
     nproc: ranks, of which the fault is in the last, but for what rank 0 alone does
     sent:  signal to the command's process;  own: whether the checkpoint is a folder of the user's
@@ -59,19 +58,22 @@ class Generation:
     kept: bool = False
     or_code: int | None = None
 
+    processes, odd = 1, 0
+
+    def __str__(self) -> str:
+        return f"dbsp generate on {self.nproc}: {self.sent.name if self.sent else self.act} in {self.phase}"
+
+    @property
+    def limit_s(self) -> float:  # type: ignore[override]
+        return REST_S if self.code in (0, 3) else TIMEOUT_S + SPARE_S
+
     @property
     def injection(self) -> Injection:
         where, target, nth = PHASES[self.phase]
         shared = self.phase in ("loading", "mask exchange", "denoising", "decoding")
         return Injection(self.act, self.nproc - 1 if shared else where, target, nth)
 
-    @property
-    def task(self) -> Task:
-        limit = REST_S if self.code in (0, 3) else TIMEOUT_S + SPARE_S
-        return Task(be_dbsp, self, 1, limit, sent=self.sent, check=Generation.message)
-
-    def message(self, folder: Path, ended: Ended) -> str | None:
-        """Returns what is wrong with what is left, or None."""
+    def message_about(self, ended: Ended, folder: Path) -> str | None:
         (code,), (text,) = ended.codes, ended.errors
         said = " ".join(text.split())
         results, wrong = folder / "results", []
@@ -93,34 +95,33 @@ class Generation:
         wrong += [f"half-written: {path}" for path in (results / "report").iterdir() if path.name.startswith(".")]
         return "; ".join(wrong) or None
 
+    def main(self, number: int, folder: Path) -> None:
+        """Runs the command, as it is installed."""
+        from dbsp_cli.entry import dbsp
+        from dbsp_cli.generate import ranks
+        from dbsp_cli.tiny_models import make_tiny
 
-def be_dbsp(generation: Generation, number: int, folder: Path) -> None:
-    """Runs the command, as it is installed."""
-    from dbsp_cli.entry import dbsp
-    from dbsp_cli.generate import ranks
-    from dbsp_cli.tiny_models import make_tiny
-
-    results = folder / "results"
-    results.mkdir()
-    if generation.act == "disk fills":
-        ctypes.CDLL(None).mount(b"tmpfs", str(results).encode(), b"tmpfs", 0, b"size=64m")
-    for name, older in OLDER.items():
-        (results / name).parent.mkdir(exist_ok=True)
-        (results / name).write_bytes(older)
-    model = ["--config", "tiny-wan"]
-    if generation.own:
-        model += ["--model", str(make_tiny("wan", folder / "checkpoint"))]
-    injection = generation.injection
-    os.environ.update(fault_injection.variables(folder, injection))
-    os.environ.update({RESULTS: str(results), CHECKPOINT: str(folder / "checkpoint")})
-    ranks._PROGRAM = Path(fault_injection.__file__)
-    injection.arm(PARENT if generation.nproc > 1 else 0, folder)
-    sizes = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
-    paths = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]
-    asked = ["--prompt", "x", "--nproc", str(generation.nproc), "--set", f"mask={MASK}"]
-    sys.argv = ["dbsp", "generate", *model, *asked, *sizes, *paths]
-    os.chdir(folder)
-    dbsp()
+        results = folder / "results"
+        results.mkdir()
+        if self.act == "disk fills":
+            ctypes.CDLL(None).mount(b"tmpfs", str(results).encode(), b"tmpfs", 0, b"size=64m")
+        for name, older in OLDER.items():
+            (results / name).parent.mkdir(exist_ok=True)
+            (results / name).write_bytes(older)
+        model = ["--config", "tiny-wan"]
+        if self.own:
+            model += ["--model", str(make_tiny("wan", folder / "checkpoint"))]
+        injection = self.injection
+        os.environ.update(fault_injection.variables(folder, injection))
+        os.environ.update({RESULTS: str(results), CHECKPOINT: str(folder / "checkpoint")})
+        ranks._PROGRAM = Path(fault_injection.__file__)
+        injection.arm(PARENT if self.nproc > 1 else 0, folder)
+        sizes = [part for name, value in SIZES.items() for part in ("--set", f"generate.{name}={value}")]
+        paths = ["--out", str(results / "ball.mp4"), "--report", str(results / "report")]
+        asked = ["--prompt", "x", "--nproc", str(self.nproc), "--set", f"mask={MASK}"]
+        sys.argv = ["dbsp", "generate", *model, *asked, *sizes, *paths]
+        os.chdir(folder)
+        dbsp()
 
 
 BOTH = tuple(OLDER)
@@ -131,7 +132,7 @@ RAISED = r"rank 1 failed \(exit code 1\); the end of its output:.*injected"
 SENT = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
 
 
-def _generations() -> dict[str, Generation]:
+def _generations() -> tuple[Generation, ...]:
     found: list[Generation] = []
     for phase in ("loading", "denoising"):
         found.append(Generation("kill", phase, 1, KILLED, nproc=2))
@@ -159,7 +160,7 @@ def _generations() -> dict[str, Generation]:
             early = -sent if phase == "starting" else None
             found.append(Generation("go on", phase, code, "", sent=sent, nproc=2, or_code=early))
         found.append(Generation("go on", "mp4: a frame", code, "", sent=sent, new=("report/report.json",)))
-    return {f"dbsp generate on {g.nproc}: {g.sent.name if g.sent else g.act} in {g.phase}": g for g in found}
+    return tuple(found)
 
 
 GENERATIONS = _generations()

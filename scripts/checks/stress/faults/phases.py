@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
@@ -18,7 +20,7 @@ class Phase:
 
     program: of `faults.programs`;  target, nth: the function that represents the phase, see `Injection`
 
-    settings: that the program needs for it
+    values: that the program needs for it, see `faults.programs.Values`
     harmless: whether what goes wrong there must not end a run that has succeeded: one line says what is lacking
     awaited: its first calls, those after which other ranks wait for the rank; None: all
     """
@@ -26,24 +28,24 @@ class Phase:
     program: str
     target: str
     nth: int = 1
-    settings: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     harmless: bool = False
     awaited: int | None = None
 
 
-def _session(target: str, nth: int = 1, **settings: Any) -> Phase:
-    return Phase("session", target, nth, {"mask": SPARGE, **settings})
+def _session(target: str, nth: int = 1, debug: bool = False, **settings: Any) -> Phase:
+    return Phase("session", target, nth, {"settings": {"mask": SPARGE, **settings}, "debug": debug})
 
 
-def _report(target: str, **more: Any) -> Phase:
-    return Phase("session", target, settings={"mask": SPARGE, "report": "report"}, harmless=True, **more)
+def _report(target: str) -> Phase:
+    return replace(_session(target, report="report"), harmless=True)
 
 
 def _transformer(target: str, nth: int = 1) -> Phase:
     return Phase("transformer", target, nth)
 
 
-DEBUG, NEEDED, BACKWARD = {"debug": True}, {"keys": "needed"}, {"backward": True}
+NEEDED, BACKWARD = {"keys": "needed", "band": True}, {"backward": True}
 PHASES: dict[str, Phase] = {
     "settings": _session(f"{RUNTIME}.session.check_settings"),
     "new size": _session(f"{RUNTIME}.size_context.SizeContext.from_config"),
@@ -57,7 +59,7 @@ PHASES: dict[str, Phase] = {
     "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", 3, **ALWAYS_ANEW),
     "planning: agreement": _session(f"{RUNTIME}.size_context.run_consistently", **ALWAYS_ANEW),
     "counts of the last call": replace(_session(f"{RUNTIME}.plan_keeper.PlanKeeper._count"), awaited=2),
-    "agreement under debug": _session(f"{RUNTIME}.session.check_prepared", 2, **DEBUG),
+    "agreement under debug": _session(f"{RUNTIME}.session.check_prepared", 2, debug=True),
     "prepare": Phase("attention", f"{RUNTIME}.attention.check_consistent"),
     "first call's agreement": Phase("attention", f"{RUNTIME}.attention.check_attention"),
     "dispatch": Phase("attention", f"{COMM}.exchange.Route.dispatch", 2),
@@ -69,12 +71,12 @@ PHASES: dict[str, Phase] = {
     "chunk: arrival": Phase("attention", f"{COMM}.exchange.Route._arrived", 3),
     "combine": Phase("attention", f"{COMM}.exchange.Route.combine", 2),
     "combine: exchange": Phase("attention", f"{COMM}.groups.SequenceGroup.all_to_all", 4),
-    "fetch": Phase("attention", f"{COMM}.groups.SequenceGroup.start_all_to_all", 2, settings=NEEDED),
-    "fetch: arrival": Phase("attention", f"{COMM}.exchange.Route._arrived", settings=NEEDED),
-    "backward: dispatch": Phase("attention", "dbsp_core.runtime.backward.gradient_to_owners", settings=BACKWARD),
+    "fetch": Phase("attention", f"{COMM}.groups.SequenceGroup.start_all_to_all", 2, values=NEEDED),
+    "fetch: arrival": Phase("attention", f"{COMM}.exchange.Route._arrived", values=NEEDED),
+    "backward: dispatch": Phase("attention", "dbsp_core.runtime.backward.gradient_to_owners", values=BACKWARD),
     "backward: kernel": Phase("attention", f"{RUNTIME}.backward.block_attention_backward", 2, BACKWARD),
-    "backward: chunk": Phase("attention", f"{COMM}.exchange_backward.LocalGradients.add_chunk", settings=BACKWARD),
-    "backward: local shard": Phase("attention", f"{COMM}.exchange_backward.LocalGradients.finish", settings=BACKWARD),
+    "backward: chunk": Phase("attention", f"{COMM}.exchange_backward.LocalGradients.add_chunk", values=BACKWARD),
+    "backward: local shard": Phase("attention", f"{COMM}.exchange_backward.LocalGradients.finish", values=BACKWARD),
     "redistribution": Phase("redistribution", f"{COMM}.redistribution.Redistribution._check", 2),
     "redistribution: all-to-all": Phase("redistribution", f"{COMM}.groups.SequenceGroup.all_to_all", 3),
     "attaching: session": _transformer("dbsp_diffusers.attach.observed_session"),
@@ -86,7 +88,10 @@ PHASES: dict[str, Phase] = {
     "report: gathering": _report(f"{REPORTS}.collect.gather_texts"),
     "report: writing": _report(f"{REPORTS}.collect.report_page"),
     "recording": Phase(
-        "session", f"{REPORTS}.mask_recorder.write_atomically", 1, {"mask": SPARGE, "record": "masks"}, True
+        "session",
+        f"{REPORTS}.mask_recorder.write_atomically",
+        values={"settings": {"mask": SPARGE}, "record": "masks"},
+        harmless=True,
     ),
 }
 WRITERS = ("report: writing", "recording")
@@ -101,7 +106,6 @@ class Divergence:
 
     program: see `faults.programs`;  odd: the odd rank's values, of which "other" is what the others do not have
 
-    version: package of which the odd rank has another one
     quiet: whether only $DBSP_DEBUG looks for it: without, nothing is said, and nothing hangs
     later: whether without it something is said only after an attention
     settings: on all ranks
@@ -109,20 +113,20 @@ class Divergence:
 
     program: str
     odd: dict[str, Any] = field(default_factory=dict)
-    version: str | None = None
     quiet: bool = False
     later: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.program}: {self.odd or f'version of {self.version}'}"
+        return f"{self.program}: {self.odd}"
 
 
-_ATTENTION: dict[str, Any] = {"mask_seed": 1, "planner": "contiguous", "layout": "striped", "heads": 3}
-_INPUTS: dict[str, Any] = {"scale": 0.5, "batch": 2, "dtype": "float64", "extra": 1}
-_SESSION: dict[str, Any] = {"heads": 5, "strategy": "other", "thw": (4, 6, 6), "layer": 1}
-_FILES: dict[str, Any] = {"mask_file": ("vanished", "truncated"), "mask_seed": (1,)}
-_DEBUG: dict[str, Any] = {"settings": {"debug": "other"}}
+def _each(**values: Any) -> list[dict[str, Any]]:
+    return [{name: value} for name, value in values.items()]
+
+
+_SPARGE = {"mask": SPARGE}
+_INPUTS: dict[str, Any] = {"scale": 0.5, "batch": 2, "dtype": torch.float64, "extra": 1}
 _SETTINGS: tuple[dict[str, Any], ...] = (
     {"mask": {**SPARGE, "cdf": 0.7}},
     {"mask": {**SPARGE, "block_k": 32}},
@@ -132,37 +136,35 @@ _SETTINGS: tuple[dict[str, Any], ...] = (
     {"precision": "int8"},
     {"planner": "snake"},
     {"dense_schedule": {"first_steps": 1}},
-    {"debug": "other"},
     {"machine": "nowhere.yaml"},
 )
-
-
-def _all() -> Iterator[Divergence]:
-    for name, value in (_ATTENTION | _INPUTS | {"head_dim": 8, "gradients": True} | _DEBUG).items():
-        yield Divergence("attention", {name: value})
-    for name, value in {"kernel": "reference", "finite": False}.items():
-        yield Divergence("attention", {name: value}, quiet=True)
-    for package in ("torch", "triton"):
-        yield Divergence("attention", version=package, quiet=True)
-    sparge = {"mask": SPARGE}
-    for setting in _SETTINGS:
-        yield Divergence("session", {"settings": {**sparge, **setting}}, settings=sparge)
-    for name, value in (_SESSION | _INPUTS).items():
-        yield Divergence("session", {name: value}, settings=sparge)
-    yield Divergence("session", {"flipped": True}, later=True, settings=sparge)
-    yield Divergence("session", {"cfg_branch": 1}, quiet=True, settings=sparge)
-    yield Divergence("session", {"finite": False}, quiet=True, settings={"mask": WINDOW})
-    for package in ("torch", "dbsp-attention"):
-        yield Divergence("session", version=package, quiet=True, settings=sparge)
-    for name, values in _FILES.items():
-        for value in values:
-            yield Divergence("session", {"mask_file": "whole", name: value}, settings=sparge)
-    yield Divergence("transformer", {"settings": {"mask": SPARGE}})
-    for name, value in {"batch": 2, "latents_seed": 8}.items():
-        yield Divergence("transformer", {name: value})
-    yield Divergence("transformer", version="diffusers", quiet=True)
-    for name, value in ({"dtype": "float64", "head_dim": 8} | _DEBUG).items():
-        yield Divergence("redistribution", {name: value})
-
-
-DIVERGENCES = tuple(_all())
+_NAMED = {
+    "attention": [
+        *_each(seed=1, planner="contiguous", layout="striped", heads=3, head_dim=8, gradients=True, debug="other"),
+        *_each(**_INPUTS),
+    ],
+    "session": [
+        *({"settings": {**_SPARGE, **setting}} for setting in _SETTINGS),
+        *_each(heads=5, strategy="other", thw=(4, 6, 6), layer=1, debug="other", **_INPUTS),
+        *({"mask_file": "whole", **file} for file in _each(mask_file="vanished", seed=1)),
+        {"mask_file": "truncated"},
+    ],
+    "transformer": _each(settings=_SPARGE, batch=2, latents_seed=8),
+    "redistribution": _each(dtype=torch.float64, head_dim=8, debug="other"),
+}
+_QUIET = {
+    "attention": [*_each(kernel="reference", finite=False, version="torch"), {"version": "triton"}],
+    "session": [*_each(cfg_branch=1, version="torch"), {"version": "dbsp-attention"}],
+    "transformer": _each(version="diffusers"),
+}
+_OF_SESSIONS = {"session": _SPARGE}
+DIVERGENCES = (
+    *(Divergence(name, odd, settings=_OF_SESSIONS.get(name, {})) for name, odds in _NAMED.items() for odd in odds),
+    *(
+        Divergence(name, odd, True, settings=_OF_SESSIONS.get(name, {}))
+        for name, odds in _QUIET.items()
+        for odd in odds
+    ),
+    Divergence("session", {"flipped": True}, later=True, settings=_SPARGE),
+    Divergence("session", {"finite": False}, quiet=True, settings={"mask": WINDOW}),
+)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import Video
@@ -26,76 +22,70 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.report_hook import report_or_say_why_not
-from scripts.checks.stress.faults.fault_injection import Injection, reference
+from scripts.checks.stress.faults.fault_injection import reference
 from scripts.checks.stress.faults.phases import WINDOW
-from tests.support.attention_cases import shards
+from tests.support.attention_cases import Case, random_mask, shards
 from tests.support.oracle import dense_attention, largest_difference
+from tests.support.settings import with_debug
 from tests.support.single_process import attach_single_process, masked_attention
 
-HEADS, HEAD_DIM, TOKENS, CALLS = 4, 16, 200, 3
-THW = (4, 6, 8)
+CALLS = 3
 DONE = "attention is done:"
-TIMEOUT_S = 4.0
-"""Of the process group."""
 
 
 @dataclass(frozen=True)
-class Values:
-    """Inputs of a program; one rank may be given something else.
+class Values(Case):
+    """Inputs of a program; one rank may be given something else. `seed` is that of the mask.
 
-    settings: of the configuration, "debug" and "record"; and for attention by itself "keys" and "backward"
-    layout: of tokens outside attention;  batch, dtype: of q, k and v;  extra: positions too many
+    settings: of the configuration;  record: folder of recorded masks, or None
+    backward: whether attention by itself is followed by its backward;  extra: positions too many
     flipped: whether what is predicted is turned round;  mask_file: "" for none, or what became of it
+    version: package that the rank has another version of
     """
 
     strategy: str = "U1R2"
-    settings: dict[str, Any] = field(default_factory=dict)
-    heads: int = HEADS
-    head_dim: int = HEAD_DIM
-    thw: tuple[int, int, int] = THW
+    heads: int = 4
+    tokens: int = 200
+    text_tokens: int = 8
+    thw: tuple[int, int, int] = (4, 6, 8)
+    debug: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    record: str | None = None
     timestep: float = 900.0
     cfg_branch: int | None = None
     latents_seed: int = 7
     layer: int = 0
-    mask_seed: int = 0
-    planner: str = "dbsp"
-    layout: str = "contiguous"
-    batch: int = 1
-    dtype: str = "float32"
+    backward: bool = False
     extra: int = 0
     scale: float | None = None
-    kernel: str = "auto"
     gradients: bool = False
     finite: bool = True
     flipped: bool = False
     mask_file: str = ""
+    version: str | None = None
+
+    def configured(self, **settings: Any) -> DbspConfig:
+        """Returns the settings, other ones for what they leave open, and what ranks read from the environment."""
+        return replace(with_debug({**settings, **self.settings}, self.debug), record=self.record)
 
 
 def attention(values: Values) -> float:
     """Computes three calls under one plan and mask."""
-    group, settings = SequenceGroup.from_group(), values.settings
-    grid = BlockGrid.uniform(TOKENS, block=16)
-    generator = torch.Generator().manual_seed(values.mask_seed)
-    bits = torch.rand(values.heads, grid.nq, grid.nk, generator=generator) < 0.5
-    if settings.get("keys") == "needed":  # or every rank would need all keys, and nothing be fetched apart
-        bits &= (torch.arange(grid.nq)[:, None] - torch.arange(grid.nk)).abs() <= 3
-    mask = BlockMask(bits, grid)
-    layout = SequenceLayout.named(values.layout, grid, Strategy.parse(values.strategy))
-    plan = make_plan(mask, values.strategy, values.planner, layout=layout, keys=settings.get("keys", "all"))
-    attend = DualBalancedAttention.prepare(
-        plan, mask, layout, group, kernel=values.kernel, debug=settings.get("debug", False)
-    )
-    backward, worst = settings.get("backward", False), 0.0
+    group, mask = SequenceGroup.from_group(), random_mask(values, values.grid)
+    layout = SequenceLayout.named(values.layout, values.grid, Strategy.parse(values.strategy))
+    plan = make_plan(mask, values.strategy, values.planner, layout=layout, keys=values.keys)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, group, kernel=values.kernel, debug=values.debug)
+    worst = 0.0
     for call in range(CALLS):
         full, local, mine, positions = _inputs(values, layout, group.rank, torch.Generator().manual_seed(call))
         for one in local:
-            one.requires_grad_(backward or values.gradients)
+            one.requires_grad_(values.backward or values.gradients)
         out = attend(*local, scale=values.scale)
         print(DONE, call, flush=True)
-        if backward:
+        if values.backward:
             out.sum().backward()
             whole = [one.double().requires_grad_() for one in full]
-            dense_attention(*whole, mask, torch.arange(TOKENS)).sum().backward()
+            dense_attention(*whole, mask, torch.arange(values.tokens)).sum().backward()
             for one, of_all in zip(local, whole, strict=True):
                 worst = max(worst, largest_difference(one.grad[:, :, positions], of_all.grad[:, :, mine]))
         expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
@@ -103,21 +93,15 @@ def attention(values: Values) -> float:
     return worst
 
 
-def configured(settings: Mapping[str, Any]) -> DbspConfig:
-    """Returns settings with what ranks otherwise read from $DBSP_DEBUG and $DBSP_RECORD."""
-    given = dict(settings)
-    debug, record = given.pop("debug", False), given.pop("record", None)
-    return replace(DbspConfig.load(given), debug=debug, record=record)
-
-
 def session(values: Values) -> float:
     """Runs three denoising steps of one layer, and a report where one is asked for."""
-    group, settings = SequenceGroup.from_group(), dict(values.settings)
+    group = SequenceGroup.from_group()
     if values.mask_file:
-        settings["mask"] = {"source": "file", "path": _mask_file(values, group.rank)}
+        mask = {"source": "file", "path": _mask_file(values, group.rank)}
+        values = replace(values, settings={**values.settings, "mask": mask})
     if values.flipped:
         _flip_predicted_masks()
-    config = configured(settings)
+    config = values.configured()
     inner = observed_session(config, group, Strategy.parse(values.strategy), heads=values.heads, layers=2)
     alone = MaskProvider(config.mask, config.dense_schedule, values.heads, 2)
     worst, seed = 0.0, torch.Generator().manual_seed(5)
@@ -146,7 +130,7 @@ def transformer(values: Values) -> float:
     generator = torch.Generator().manual_seed(values.latents_seed)
     inputs["hidden_states"] = torch.randn(inputs["hidden_states"].shape, generator=generator)
     with torch.no_grad():
-        config = configured({"mask": WINDOW, **values.settings})
+        config = values.configured(mask=WINDOW)
         with reference():
             alone = attach_single_process(model, config)
             expected = model(**inputs)[0]
@@ -163,11 +147,11 @@ def transformer(values: Values) -> float:
 
 def redistribution(values: Values) -> float:
     """Sends tokens to another layout and back, twice."""
-    group, world = SequenceGroup.from_group(), Strategy.parse(values.strategy).world
-    source = SequenceLayout.contiguous(TOKENS, world)
-    target = SequenceLayout.striped(BlockGrid.uniform(TOKENS, block=16), Strategy.parse(values.strategy))
-    way = Redistribution.between(source, target, group, debug=values.settings.get("debug", False))
-    tokens = torch.randn(source.shard, values.head_dim, dtype=getattr(torch, values.dtype))
+    group, strategy = SequenceGroup.from_group(), Strategy.parse(values.strategy)
+    source = SequenceLayout.contiguous(values.tokens, strategy.world)
+    target = SequenceLayout.striped(values.grid, strategy)
+    way = Redistribution.between(source, target, group, debug=values.debug)
+    tokens = torch.randn(source.shard, values.head_dim, dtype=values.dtype)
     worst, (_, positions) = 0.0, source.tokens_at(group.rank)
     for call in range(CALLS):
         worst = max(worst, largest_difference(way.back(way.there(tokens))[positions], tokens[positions]))
@@ -186,9 +170,8 @@ PROGRAMS: dict[str, Callable[[Values], float]] = {
 
 def _mask_file(values: Values, rank: int) -> str:
     """Writes a file of this rank's own, which is allowed; but their content must be one."""
-    grid, path = BlockGrid(math.prod(values.thw), 0, 16, 16, values.thw), f"masks{rank}.safetensors"
-    bits = torch.rand(values.heads, grid.nq, grid.nk, generator=torch.Generator().manual_seed(values.mask_seed)) < 0.5
-    save_mask(path, [BlockMask(bits, grid)] * 2)
+    video, path = replace(values, tokens=values.tokens - values.text_tokens, text_tokens=0), f"masks{rank}.safetensors"
+    save_mask(path, [random_mask(video, video.grid)] * 2)
     if values.mask_file == "vanished":
         os.unlink(path)
     if values.mask_file == "truncated":
@@ -211,7 +194,7 @@ def _inputs(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Draws q, k and v of all tokens. Returns them, this rank's shards, its tokens and their positions there."""
     shape = values.batch, values.heads, layout.tokens, values.head_dim
-    full = [torch.randn(shape, generator=draws, dtype=getattr(torch, values.dtype)) * size for _ in range(3)]
+    full = [torch.randn(shape, generator=draws, dtype=values.dtype) * size for _ in range(3)]
     local, mine, positions = shards(full, layout, rank, padded=True)
     local = [F.pad(one, (0, 0, 0, values.extra)) for one in local]
     if not values.finite:
@@ -219,37 +202,8 @@ def _inputs(
     return full, local, mine, positions
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """world: ranks;  odd: what the odd rank is given instead, by field of `Values`;  version: package that it has
-    another version of"""
-
-    program: str
-    world: int
-    values: Values
-    injection: Injection | None = None
-    odd_rank: int = 0
-    odd: dict[str, Any] = field(default_factory=dict)
-    version: str | None = None
-
-
-def be_a_rank(ranks: Ranks, rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    if ranks.injection is not None:
-        ranks.injection.arm(rank, folder)
-    values = ranks.values
-    if rank == ranks.odd_rank:
-        values = replace(values, **ranks.odd)
-        if ranks.version is not None:
-            _have_another_version_of(ranks.version)
-    dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=TIMEOUT_S), ranks.world, rank)
-    error = PROGRAMS[ranks.program](values)
-    (folder / f"result{rank}").write_text(repr(error), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-def _have_another_version_of(package: str) -> None:
+def have_another_version_of(package: str) -> None:
+    """Makes this process see another version of an installed package."""
     real = metadata.version
 
     def version(name: str) -> str:

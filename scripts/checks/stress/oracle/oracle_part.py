@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy
 from dbsp_core.sources import LocalQK
-from scripts.checks.stress.frame import Failed, Outcome, Part, Workers
-from scripts.checks.stress.oracle.attention_case import CASES_PER_WORLD, Draw, draw_case, variants
-from scripts.checks.stress.oracle.drawn_masks import mask_of, sources_of
+from scripts.checks.stress.frame import Outcome, Part
+from scripts.checks.stress.oracle.cases import Draw, draw_case, mask_of, sources_of, variants
 from tests.support.attention_cases import as_sent, at_padding, attend, shards
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
@@ -26,73 +24,32 @@ BOUNDS = {
     (torch.bfloat16, "output"): 2e-2,
     (torch.bfloat16, "gradients"): 4e-2,
 }
-PATIENCE_S = 180.0
-PRELOADED = (
-    "tests.support.interpreter",
-    "scripts.checks.stress.oracle.oracle_part",
-    "torch.fx.experimental.symbolic_shapes",
-)
-Answer = dict[str, float] | str
-"""One rank's errors by "output" and "gradients", or what it raised."""
 
 
 class Oracle(Part):
     """Attentions on pools of processes."""
 
     name = "oracle"
-    together = CASES_PER_WORLD // 2
     most_tries = 80
+    preloaded = (
+        "tests.support.interpreter",
+        "scripts.checks.stress.oracle.oracle_part",
+        "torch.fx.experimental.symbolic_shapes",
+    )
+    patience_s = 180.0
     draw = staticmethod(draw_case)
     smaller = staticmethod(variants)
 
-    def __init__(self) -> None:
-        self._workers = Workers(PRELOADED, PATIENCE_S)
-
-    def judged(self, cases: Mapping[int, Draw]) -> Iterator[Outcome]:
-        """Yields outcomes; after a case that raises, the rest begins again in new processes."""
-        left = dict(cases)
-        while left:
-            try:
-                by_rank = self._workers.ask(next(iter(left.values())).world, run_cases, list(left.values()))
-            except Failed as error:
-                for number, case in left.items():  # which of them it was
-                    yield from [Outcome(number, str(error))] if len(left) == 1 else self.judged({number: case})
-                return
-            if any(isinstance(answers[-1], str) for answers in by_rank):
-                self.close()  # they may be out of step
-            for (number, case), *answers in list(zip(left.items(), *by_rank, strict=False)):
-                yield _outcome(number, case, answers)
-                del left[number]
-
-    def close(self) -> None:
-        self._workers.close()
+    def outcome(self, case: Draw) -> Outcome:
+        """Judges a case by its largest error on all ranks."""
+        by_rank = self.ask(case.world, errors_of, case)
+        errors = {kind: max(one[kind] for one in by_rank) for kind in by_rank[0]}
+        wrong = [f"{kind} wrong by {e:.3g}" for kind, e in errors.items() if not e <= BOUNDS[case.dtype, kind]]
+        return Outcome("; ".join(wrong) or None, {f"{str(case.dtype)[6:]} {kind}": e for kind, e in errors.items()})
 
 
-def _outcome(number: int, case: Draw, answers: Sequence[Answer]) -> Outcome:
-    raised = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
-    if raised:
-        return Outcome(number, raised[0])
-    errors = {kind: max(answer[kind] for answer in answers) for kind in answers[0]}
-    wrong = [f"{kind} wrong by {e:.3g}" for kind, e in errors.items() if not e <= BOUNDS[case.dtype, kind]]
-    measure = {f"{str(case.dtype)[6:]} {kind}": error for kind, error in errors.items()}
-    return Outcome(number, "; ".join(wrong) or None, measure)
-
-
-def run_cases(rank: int, world: int, cases: Sequence[Draw], scale: float = 1.0) -> list[Answer]:
-    """Runs cases up to the first that raises: ranks may be out of step then. scale: 1, but for a negative control"""
-    answers: list[Answer] = []
-    for case in cases:
-        try:
-            answers.append(_errors(rank, case, scale))
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            answers.append(f"{text} ({where.filename.rpartition('/')[2]}:{where.lineno})")
-            break
-    return answers
-
-
-def _errors(rank: int, case: Draw, scale: float) -> dict[str, float]:
+def errors_of(rank: int, world: int, case: Draw, scale: float = 1.0) -> dict[str, float]:
+    """Returns this rank's errors by "output" and "gradients". scale: 1, but for a negative control"""
     sources = sources_of(case)
     tokens = sum(one.tokens for one in case.sequences)
     generator = torch.Generator().manual_seed(case.seed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ import dbsp_para
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_diffusers.patching import PatchSet
 from tests.diffusers.cache_cases import CACHES
+from tests.para.test_para import para_mesh
 from tests.support.oracle import largest_difference
 from tests.support.single_process import attach_single_process
 from tests.xdit.xdit_cases import start_xfuser
@@ -82,24 +82,6 @@ class Generation:
     seed: int
 
 
-def draw_generation(seed: int, number: int) -> Generation:
-    rng = random.Random(f"{seed}:{number}")
-    height, width = (16 * rng.randint(2, 4) for _ in range(2))
-    return Generation(rng.randrange(len(SETUPS)), height, width, rng.randint(1, 4), rng.randrange(99))
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One rank's numbers of one case.
-
-    result: the sum of the latents, which all ranks have identically
-    error: of the last forward pass from one process, where that was compared
-    """
-
-    result: float
-    error: float = 0.0
-
-
 @dataclass
 class _Attached:
     """A setup's pipeline in this process. alone: the same transformer without parallelism, to compare with"""
@@ -111,11 +93,14 @@ class _Attached:
 
 _attached: dict[int, _Attached] = {}
 _leaked: list[Any] = []
-_meshes: list[Any] = []
 
 
-def generate(rank: int, world: int, case: Generation, leak: bool = False) -> Measured:
-    """Runs a case. leak: whether one is planted in it, for a negative control"""
+def generate(rank: int, world: int, case: Generation, leak: bool = False) -> tuple[float, float]:
+    """Runs a case. leak: whether one is planted in it, for a negative control
+
+    Returns the sum of the latents, which all ranks have identically, and the error of the last forward pass from one
+    process, where that was compared.
+    """
     if not gc.get_freeze_count():
         start_xfuser(rank, world)
         gc.collect()
@@ -159,7 +144,7 @@ def generate(rank: int, world: int, case: Generation, leak: bool = False) -> Mea
     seen.clear()
     if leak:
         _leaked.append((torch.ones(1 << 18), PatchSet(), open(os.devnull, encoding="utf-8")))  # noqa: SIM115
-    return Measured(result, error)
+    return result, error
 
 
 def _attach(setup: Setup, world: int, reports: Path) -> _Attached:
@@ -196,9 +181,8 @@ def _attach_to(framework: str, pipe: Any, config: Mapping[str, Any], world: int)
     if framework == "para":
         dbsp_para.parallelize_pipe(pipe, config=config)
     else:
-        from para_attn.context_parallel import diffusers_adapters, init_context_parallel_mesh
+        from para_attn.context_parallel import diffusers_adapters
 
-        if not _meshes:  # one for the process, because each makes process groups
-            _meshes.append(init_context_parallel_mesh("cpu", max_ring_dim_size=world))
-        diffusers_adapters.parallelize_pipe(pipe, mesh=_meshes[0], attn="dbsp", config=config)
+        mesh = para_mesh(world, max_ring_dim_size=world)
+        diffusers_adapters.parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=config)
     return lambda: dbsp_para.unparallelize(pipe)
