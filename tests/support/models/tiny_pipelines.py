@@ -65,12 +65,6 @@ def small_wan(folder: Path, **sizes: Any) -> str:
     return str(made)
 
 
-def used_state(pipe: Any) -> list[Any]:
-    """Returns `state_of` after a short generation, since a first one leaves attributes of its own."""
-    latents(pipe, num_inference_steps=1)
-    return state_of(pipe)
-
-
 def state_of(pipe: Any) -> list[Any]:
     """Classes, attributes and hooks of a pipeline, to compare before and after."""
     return [type(pipe), dict(vars(type(pipe))), sorted(vars(pipe)), *fingerprint(pipe.transformer)]
