@@ -57,6 +57,7 @@ def peak_of_attention(
     attend = DualBalancedAttention.prepare(plan, mask, layout, None, device=device)
     q, k, v = (torch.zeros(1, plan.heads, layout.shard, head_dim, device=device) for _ in range(3))
     gc.collect()  # what other tests left on the device must not be freed meanwhile
+    attend(q, k, v)  # waits for the ranks that are still collecting: to others, collecting did nothing
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     attend(q, k, v)
