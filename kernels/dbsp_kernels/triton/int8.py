@@ -50,6 +50,7 @@ def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
         values = tl.load(at, mask=(token < length)[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
         largest = tl.maximum(largest, largest_magnitudes(values.to(tl.float32)))
     largest = tl.zeros([TILE], tl.float32) + tl.max(largest, 0)
+    scale = largest  # as of any tile: compiled code knows no name after a loop that the loop alone has
     for start in range(0, BLOCK, TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < BLOCK)[:, None] & (dims[None, :] < HEAD_DIM)
