@@ -19,7 +19,7 @@ import dbsp_diffusers
 from tests.diffusers.cache_cases import CPU, Denoising, enable_cache_dit
 from tests.simulated.model_cases import MASKS, brief_inputs, moved, own_device
 from tests.support.models.tiny_transformers import make_brief_transformer
-from tests.support.outcomes import apart
+from tests.support.outcomes import apart, assert_near
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
@@ -264,11 +264,17 @@ def feature_named(name: str) -> Feature:
     return FEATURES[name] if name in FEATURES else COMPILED[name]
 
 
+def _on_the_cpu(sizes: tuple[str, int, int], names: tuple[str, ...]) -> Run:
+    """Returns a transformer with these features."""
+    run = Run(*sizes)
+    for name in names:
+        feature_named(name).put_on(run)
+    return run
+
+
 @shared
 def _one_process(sizes: tuple[str, int, int], names: tuple[str, ...], config: str) -> tuple[Samples, list[int]]:
-    alone = Run(*sizes)
-    for name in names:
-        feature_named(name).put_on(alone)
+    alone = _on_the_cpu(sizes, names)
     attach_single_process(alone.transformer, json.loads(config))
     return alone.run()
 
@@ -287,12 +293,7 @@ def alone(rank: int, world: int, order: Order, simulated: bool = True) -> None:
         return
     samples, _ = never_enabled(order, torch.device("cuda", 0) if simulated else CPU).run()
     one_process(order, order.acting)
-    plain = Run(*order.sizes)
-    for name in order.acting:
-        feature_named(name).put_on(plain)
-    difference = apart(samples, plain.run()[0])
-    if not difference <= 1e-5:
-        raise RuntimeError(f"these features differ by {difference:.3g} from the CPU, without db-SP")
+    assert_near(samples, _on_the_cpu(order.sizes, order.acting).run()[0])
 
 
 def never_enabled(order: Order, device: torch.device) -> Run:

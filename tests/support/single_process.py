@@ -1,4 +1,4 @@
-"""The same block-sparse attention in one process, without plans, routes or kernels: what parallel runs must equal."""
+"""Block-sparse attention in one process, without plans, routes or kernels: what parallel runs must equal."""
 
 from __future__ import annotations
 

@@ -159,10 +159,10 @@ _QUIET = {
 }
 _OF_SESSIONS = {"session": _SPARGE}
 DIVERGENCES = (
-    *(Divergence(name, odd, settings=_OF_SESSIONS.get(name, {})) for name, odds in _NAMED.items() for odd in odds),
     *(
-        Divergence(name, odd, True, settings=_OF_SESSIONS.get(name, {}))
-        for name, odds in _QUIET.items()
+        Divergence(name, odd, quiet, settings=_OF_SESSIONS.get(name, {}))
+        for quiet, table in ((False, _NAMED), (True, _QUIET))
+        for name, odds in table.items()
         for odd in odds
     ),
     Divergence("session", {"flipped": True}, later=True, settings=_SPARGE),

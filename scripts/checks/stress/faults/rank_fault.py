@@ -81,7 +81,7 @@ class RankFault(Fault):
 
     @property
     def ends_by(self) -> str:  # type: ignore[override]
-        """What differs unseen, as a predicted mask without debug, can change the sizes that ranks exchange."""
+        """Words of gloo where what differs unseen, as a predicted mask without debug, can change sizes of messages."""
         return SIZES_DIFFER if self.differs and not self.words else ""
 
     def main(self, number: int, folder: Path) -> None:
