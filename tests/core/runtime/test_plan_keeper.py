@@ -91,8 +91,12 @@ def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list
     return raised
 
 
+def planner_that_raises(*args: Any, **options: Any) -> Plan:
+    raise ZeroDivisionError("no planner today")
+
+
 FAULTY_PLANNERS: dict[str, Callable[..., Plan]] = {
-    "raises": mock.Mock(side_effect=ZeroDivisionError("no planner today")),
+    "raises": planner_that_raises,
     "differs": lambda *args, **options: plan_from_counts(*args, **(options | {"planner": "contiguous"})),
 }
 

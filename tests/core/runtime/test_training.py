@@ -128,12 +128,17 @@ def retained_graph(rank: int, world: int, reentrant: bool, between: int = 0) -> 
 
 def executors_alive(rank: int, world: int) -> tuple[int, int]:
     """Executors that are left after four steps of training without checkpoints, and those that the session keeps."""
+    before = _executors()  # an earlier test's, if something keeps it
     training = Training()
     for seed in range(4):
         training.gradient(seed)
     gc.collect()
     own = [one for size in training.session._sizes.values() for one in size._prepared.values()]
-    return sum(type(one) is PreparedAttention for one in gc.get_objects()), len(own)
+    return len(_executors()) - len(before), len(own)
+
+
+def _executors() -> list[PreparedAttention]:
+    return [one for one in gc.get_objects() if type(one) is PreparedAttention]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
