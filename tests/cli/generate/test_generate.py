@@ -144,7 +144,7 @@ def test_a_signal_ends_all_ranks_and_leaves_nothing_half_written(tmp_path, numbe
     started = subprocess.Popen(
         command("tiny-wan", tmp_path / "ball.mp4", "--nproc", 2, "--set", "generate.steps=1000"),
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a test in the background ignores it
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests in the background, or under nohup, ignore it
     )
     said = b""
     try:
