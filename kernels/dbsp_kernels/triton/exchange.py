@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import rounding
-from dbsp_kernels.triton.int8 import largest_magnitudes, quantise
+from dbsp_kernels.triton.int8 import largest_magnitudes, quantise, scales_of
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -152,14 +152,14 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
             less = less_ptr + batch * less_batch + from_head[:, None] * less_head + dims[None, :]
             values -= tl.load(less, mask=copied, other=0.0)
         largest = largest_magnitudes(values)
-        numbers, scale = quantise(values, largest, TINY)
+        scale = scales_of(largest, TINY)
         word = to_row + token * to_token_stride
+        tl.store(scales_ptr + word + (WORDS - 1), tl.where(largest < TINY, 0.0, scale), mask=here)
         tl.store(
             bytes_ptr + word[:, None] * 4 + dims[None, :],
-            numbers,
+            quantise(values, scale),
             mask=here[:, None] & (dims[None, :] < 4 * WORDS - 4),
         )
-        tl.store(scales_ptr + word + (WORDS - 1), tl.where(largest < TINY, 0.0, scale), mask=here)
 
 
 def triton_quantise_segments(

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
-from dbsp_kernels.triton.int8 import LEAST, largest_magnitudes, quantise, quantise_blocks
+from dbsp_kernels.triton.int8 import LEAST, largest_magnitudes, quantise, quantise_blocks, scales_of
 from dbsp_kernels.triton.launch import capability_of, launch
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, int8_tiles_for, padded, tiles_for
 
@@ -211,7 +211,8 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     scale_log2 = tl.full([TILE_Q], scale_log2, tl.float32)
     if scale_ptr is not None:
         q = q.to(tl.float32)
-        q, of_query = quantise(q, largest_magnitudes(q), LEAST)
+        of_query = scales_of(largest_magnitudes(q), LEAST)
+        q = quantise(q, of_query)
         scale_log2 *= of_query
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)

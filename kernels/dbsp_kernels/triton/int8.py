@@ -22,16 +22,21 @@ def largest_magnitudes(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def quantise(values, largest, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns int8 numbers of fp32 rows, and the rows' scales, given each row's largest magnitude.
+def scales_of(largest, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns rows' scales, given each row's largest magnitude: largest / 127.
 
-    A scale is largest / 127. It is 1 if largest < LEAST, and the numbers zeros; NaN if largest is not finite.
+    A scale is 1 if largest < LEAST, so that the numbers are zeros, and NaN if largest is not finite.
     """
-    fine = (largest >= LEAST) & (largest < float("inf"))
-    scale = tl.where(fine, tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), 1.0)
-    numbers = tl.div_rn(tl.where(fine[:, None], values, 0.0), scale[:, None])
-    numbers = (numbers + ROUND) - ROUND
-    return numbers.to(tl.int8), tl.where(largest < float("inf"), scale, float("nan"))
+    scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
+    return tl.where(largest < LEAST, 1.0, tl.where(largest < float("inf"), scale, float("nan")))
+
+
+@triton.jit
+def quantise(values, scale):  # type: ignore[no-untyped-def]
+    """Returns int8 numbers of fp32 rows, given the rows' scales; zeros if the scale is NaN."""
+    fine = scale < float("inf")
+    numbers = tl.div_rn(tl.where(fine[:, None], values, 0.0), tl.where(fine, scale, 1.0)[:, None])
+    return ((numbers + ROUND) - ROUND).to(tl.int8)
 
 
 @triton.jit(do_not_specialize=("length_ptr",))
@@ -49,16 +54,15 @@ def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
         at = from_ptr + block * from_block + token[:, None] * from_token + dims[None, :]
         values = tl.load(at, mask=(token < length)[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
         largest = tl.maximum(largest, largest_magnitudes(values.to(tl.float32)))
-    largest = tl.zeros([TILE], tl.float32) + tl.max(largest, 0)
-    scale = largest  # as of any tile: compiled code knows no name after a loop that the loop alone has
+    scale = scales_of(tl.max(largest, 0, keep_dims=True), LEAST)
+    tl.store(scale_ptr + block, tl.max(scale, 0))
     for start in range(0, BLOCK, TILE):
         token = start + tl.arange(0, TILE)
         inside = (token < BLOCK)[:, None] & (dims[None, :] < HEAD_DIM)
         at = from_ptr + block * from_block + token[:, None] * from_token + dims[None, :]
         values = tl.load(at, mask=(token < length)[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
-        numbers, scale = quantise(values.to(tl.float32), largest, LEAST)
+        numbers = quantise(values.to(tl.float32), scale)
         tl.store(to_ptr + (block * BLOCK + token[:, None]) * HEAD_DIM + dims[None, :], numbers, mask=inside)
-    tl.store(scale_ptr + block, tl.max(scale, 0))
 
 
 def quantise_blocks(k: torch.Tensor, kv_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
