@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from dbsp_core.utils.errors import UserError
@@ -181,22 +180,6 @@ def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) ->
                 f"{package} {installed_version(package)} does not have {owner}({', '.join(arguments)}), which db-SP "
                 f"expects; {fix}"
             )
-
-
-def in_float64(pipe: Any) -> Any:
-    """Makes a diffusers pipeline that was loaded in float64 denoise in it, for good, and returns it.
-
-    Some pipelines prepare their latents in float32, and round them at every step.
-    """
-    prepare = pipe.prepare_latents
-
-    @functools.wraps(prepare)
-    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
-        prepared = prepare(*args, **kwargs)
-        return prepared.double() if isinstance(prepared, torch.Tensor) else prepared
-
-    pipe.prepare_latents = prepare_latents
-    return pipe
 
 
 Entered = tuple[str, Callable[[], AbstractContextManager[None]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import os
@@ -106,7 +107,6 @@ def load_pipeline(
         from_video: True if the pipeline starts from a video.
     """
     from dbsp_diffusers.loading import load_stock_pipeline
-    from dbsp_diffusers.patching import in_float64
 
     # 1. The class, the dtypes and the files.
     kind, dtype = PIPELINES[identity.pipeline], settings.torch_dtype
@@ -121,7 +121,7 @@ def load_pipeline(
         model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
     )
     if dtype == torch.float64:
-        pipe = in_float64(pipe)
+        _denoise_in_float64(pipe)
     # 2. LoRA weights.
     weights = {}
     for number, (name, weight) in enumerate(features.loras()):
@@ -137,6 +137,18 @@ def load_pipeline(
     else:
         pipe.to(device)
     return pipe
+
+
+def _denoise_in_float64(pipe: Any) -> None:
+    """Makes a pipeline with float64 weights denoise in float64: some prepare and round their latents in float32."""
+    prepare = pipe.prepare_latents
+
+    @functools.wraps(prepare)
+    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
+        prepared = prepare(*args, **kwargs)
+        return prepared.double() if isinstance(prepared, torch.Tensor) else prepared
+
+    pipe.prepare_latents = prepare_latents
 
 
 def _load_lora(pipe: Any, name: str, adapter: str) -> None:

@@ -104,9 +104,7 @@ class MaskLayout:
         return texts, ByteTensor((*leading, self.heads, *last), [table])
 
 
-def write_masks(
-    path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool = False
-) -> int:
+def write_masks(path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool) -> int:
     """Writes a mask file with one mask in memory at a time, whole or not at all, and returns its size in bytes.
 
     `masks` are the bits of a `BlockMask` each, by group and layer.
