@@ -232,6 +232,20 @@ def test_wans_vae_is_in_float32_and_cogvideox_in_the_dtype_of_all(tmp_path):
         assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, expected)
 
 
+def test_a_pipeline_in_float64_does_not_round_its_latents(tmp_path):
+    folder = str(make_tiny("wan", tmp_path / "wan"))
+    double = GenerateSettings(dtype="float64")
+    pipe = load_pipeline(folder, TINY_MODELS["wan"], double, Features(), torch.device("cpu"))
+    seen = []
+    pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    pipe("a red ball", height=32, width=32, num_frames=5, num_inference_steps=2, output_type="latent")
+    latents = seen[-1]
+    assert latents.dtype == torch.float64
+    assert not torch.equal(latents, latents.float().double())
+
+
 class TestPaths:
     @pytest.fixture
     def pictures(self):
