@@ -67,7 +67,6 @@ def test_constants_in_files_are_what_the_fit_finds():
     assert found.unknowns.sparge_density == pytest.approx(fit.UNKNOWNS.sparge_density, rel=0.01)
 
 
-@pytest.mark.long
 def test_a_model_that_was_left_out_is_met():
     known = {name: load_hardware(name).with_kernel("sparge").constants for name in fit.MACHINES}
     given = [bar for bar in bars() if bar.fitted]

@@ -120,7 +120,10 @@ def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
     assert table.read_text().splitlines() == ["name,of,found", "a,1,3", "c,2,5"]
 
 
-OF_CHECKS = ("gpu.machine", "versions.private_names", "engines.sglang_command", "engines.vllm_omni_command")
+OF_CHECKS = (
+    *("gpu.machine", "versions.private_names"),
+    *("engines.sglang_command", "engines.vllm_omni_command", "engines.tests_run"),
+)
 PARTS = {f"scripts.checks.{name}" for name in (*OF_CHECKS, "stress.faults.fault_injection")}
 """Processes that other programs start."""
 
