@@ -24,7 +24,7 @@ from scripts.checks.engines.lightx2v_checkpoint import weights
 from scripts.checks.engines.lightx2v_stubs import in_float32, put_in_place
 from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import HEAD, LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report
-from tests.support.oracle import largest_difference
+from tests.support.outcomes import apart
 
 torch.set_num_threads(1)
 put_in_place()
@@ -171,11 +171,7 @@ def error_of(case: Case, ranks: int) -> dict[str, float]:
     dense, _ = denoise(case, alone)
     expected = dense if case.mask is None else denoise(case, alone, case.mask)[0]
     found, skipped = denoise(case, settings(case, ranks, case.wrong or case.mask))
-    return {"error": worst(found, expected), "dense": worst(dense, expected), "skipped": skipped}
-
-
-def worst(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    return max(largest_difference(*pair) for pair in zip(some, others, strict=True))
+    return {"error": apart(found, expected), "dense": apart(dense, expected), "skipped": skipped}
 
 
 def main() -> None:
