@@ -33,7 +33,7 @@ from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
-Streams = Mapping[str, Any]
+ShardsByStream = Mapping[str, Any]
 """`StreamShards` of "text" and "video", and `PackedShards` of both as "packed" for a model that packs them."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -65,12 +65,12 @@ class _SequenceSharding:
         self._session = session
         self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)
-        self._streams: Streams | None = {}
+        self._streams: ShardsByStream | None = {}
         """Shards in the current pass; None: of several samples, which `dbsp_diffusers.packed` cuts and gathers."""
         self._parts: list[tuple[int, ...]] = []
         """Items of each size in the current pass's batch."""
         self._hooks = HooksByPath(transformer)
-        self._made: WeakKeyDictionary[SequenceLayout, Streams] = WeakKeyDictionary()
+        self._made: WeakKeyDictionary[SequenceLayout, ShardsByStream] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
         self._caches = StepCaches(transformer, blocks, self.together)
 
@@ -223,7 +223,7 @@ class _SequenceSharding:
             )
         return None
 
-    def _streams_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> Streams:
+    def _streams_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> ShardsByStream:
         """Returns the shards of a sequence, which are made once for each layout that the session keeps."""
         if layout not in self._made:
             group, first = self._session.group, sequence.text

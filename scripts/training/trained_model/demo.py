@@ -45,7 +45,7 @@ FIXED = {"source": "radial", "width": 0.5, "block_q": 16, "block_k": 16}
 
 @dataclass(frozen=True)
 class Settings:
-    """What is generated: the trained model's world. 9·9·15 = 1,215 tokens are odd, so padding is at work too.
+    """Settings of the demonstration: the trained model's world. 9·9·15 = 1,215 tokens are odd: padding is at work.
 
     mask:      a mask source's settings
     tolerance: how far the final latents may be from one process. This model amplifies rounding: in float32 it comes to
