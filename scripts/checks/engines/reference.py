@@ -99,7 +99,7 @@ def stub_for(*packages: str) -> None:
 
 
 def stub_for_torchvision() -> None:
-    """Stubs torchvision before an engine is imported, whose pipelines import it; to transformers there is none."""
+    """Stubs torchvision before vLLM-Omni or LightX2V is imported, which import it; to transformers there is none."""
     from transformers.utils import is_torchvision_available
 
     is_torchvision_available()  # remembers it

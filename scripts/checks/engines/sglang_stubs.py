@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from scripts.checks.engines.reference import stub_for_torchvision
+from scripts.checks.engines.reference import stub_for
 
 _OPERATORS = torch.library.Library("sgl_kernel", "DEF")
 _TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, float eps"
@@ -17,7 +17,7 @@ _TENSORS = "Tensor? weight, Tensor? bias, Tensor scale, Tensor shift, str kind, 
 
 def put_in_place() -> None:
     """Installs the stubs, before anything of SGLang is imported."""
-    stub_for_torchvision()
+    stub_for("torchvision")  # of which transformers must know: SGLang registers image processors
     _OPERATORS.define(f"fused_norm_scale_shift_cpu(Tensor x, {_TENSORS}) -> Tensor")
     residual = f"Tensor residual, Tensor x, Tensor? gate, {_TENSORS}"
     _OPERATORS.define(f"fused_scale_residual_norm_scale_shift_cpu({residual}) -> (Tensor, Tensor)")
