@@ -29,10 +29,10 @@ EXACT = [one for one in read_evidence() if "measured" not in one.how or one.comm
 def test_what_is_published_is_what_the_command_makes_today(tmp_path, one):
     _, _, module, *options = one.command.split()
     if "--json" in options:
-        made = json.loads(output_of(module, *options, timeout=900))
+        made = json.loads(output_of(module, *options, timeout=3600))
         assert without_times(made) == without_times(json.loads((FOLDER / one.files[0]).read_text()))
         return
-    output_of(module, *options, "--out", tmp_path, timeout=900)
+    output_of(module, *options, "--out", tmp_path, timeout=3600)
     for name in one.files:
         if name.endswith(".png"):
             assert (tmp_path / name).read_bytes().startswith(PNG)
@@ -42,7 +42,7 @@ def test_what_is_published_is_what_the_command_makes_today(tmp_path, one):
 
 @pytest.mark.parametrize(("name", "options"), OTHER_OPTIONS)
 def test_reproduction_of_knapformer(tmp_path, name, options):
-    output_of(f"scripts.reproduce.knapformer.{name}", "--out", tmp_path, "--draws", "1", *options, timeout=900)
+    output_of(f"scripts.reproduce.knapformer.{name}", "--out", tmp_path, "--draws", "1", *options, timeout=3600)
     path = tmp_path / f"knapformer-{name}"
     assert path.with_suffix(".png").read_bytes().startswith(PNG)
     rows = list(csv.DictReader(path.with_suffix(".csv").open(newline="")))
