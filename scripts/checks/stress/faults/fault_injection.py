@@ -119,7 +119,6 @@ SIGNALS = {
 }
 OTHERS = {
     "slow": lambda: time.sleep(SLOW_S),
-    "hang": lambda: time.sleep(3600),
     "go on": lambda: None,
     "disk fills": _fill_the_disk,
     "weights vanish": lambda: _damage_weights(Path.unlink),

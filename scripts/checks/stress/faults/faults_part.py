@@ -29,7 +29,6 @@ SOMEWHERE = {
     "interrupt": ("mask exchange: bits", "planning", "dispatch", "kernel: 2nd chunk", "combine", "backward: kernel"),
     "terminate": ("mask exchange: bits", "kernel: 2nd chunk", "combine", "report: gathering"),
     "out of CPU memory": ("planning", "planning: a new plan", "report: gathering", "attaching: session"),
-    "hang": ("planning", "counts of the last call"),
     "disk full": WRITERS,
     "read-only": WRITERS,
 }
