@@ -1,4 +1,4 @@
-"""What docs/results shows is what its commands make today, where that does not depend on the machine."""
+"""Files of docs/results are what their commands make today, where that does not depend on the machine."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ class TestPredictedMasks:
     def test_error_in_planning_keeps_the_plan_before(self, keeper):
         self.plans(keeper, [FIRST, ABOVE])
         with pytest.raises(ZeroDivisionError):
-            keeper.plan_predicted(0, ABOVE, mock.Mock(side_effect=ZeroDivisionError("no planner today")))
+            keeper.plan_predicted(0, ABOVE, planner_that_raises)
         assert self.plans(keeper, [ABOVE]) == [NEW]
 
     @pytest.mark.parametrize("lag", [True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from dbsp_core.utils.errors import UserError
 from tests.support.oracle import largest_difference
 from tests.support.settings import session_of
 
+T = TypeVar("T")
 HEADS, LAYERS = 4, 2
 WINDOW = {"mask": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}}
 SPARGE = {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}}
@@ -29,7 +30,7 @@ def kept_from_inference(
     are apart, and whether there are gradients.
     """
     session = session_of(settings, strategy, HEADS)
-    before = set(map(id, _tensors()))
+    before = set(map(id, _alive(torch.Tensor)))
     with torch.inference_mode():
         layout = session.begin(Video((2, 4, 8)), timestep=900.0)
         q, k, v = torch.randn(3, 1, HEADS, layout.shard, 16, generator=torch.Generator().manual_seed(rank))
@@ -37,7 +38,7 @@ def kept_from_inference(
     given = [t.tolist() for t in (q, k, v)]
     del q, k, v
     gc.collect()
-    kept = [one for one in _tensors() if id(one) not in before]
+    kept = [one for one in _alive(torch.Tensor) if id(one) not in before]
     session.begin(Video((2, 4, 8)), timestep=900.0)
     q, k, v = (torch.tensor(one, requires_grad=True) for one in given)
     out = session.attend(0, q, k, v)
@@ -47,9 +48,9 @@ def kept_from_inference(
     return len(kept), rejected, apart, all(t.grad is not None for t in (q, k, v))
 
 
-def _tensors() -> list[torch.Tensor]:
-    """Returns all tensors of the process; `isinstance` would ask the object of a weak proxy, which may be gone."""
-    return [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
+def _alive(kind: type[T]) -> list[T]:
+    """Returns all objects of a kind; `isinstance` would ask the object of a weak proxy, which may be gone."""
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
 
 
 @pytest.mark.parametrize(
@@ -128,17 +129,13 @@ def retained_graph(rank: int, world: int, reentrant: bool, between: int = 0) -> 
 
 def executors_alive(rank: int, world: int) -> tuple[int, int]:
     """Executors that are left after four steps of training without checkpoints, and those that the session keeps."""
-    before = _executors()  # an earlier test's, if something keeps it
+    before = _alive(PreparedAttention)  # an earlier test's, if something keeps it
     training = Training()
     for seed in range(4):
         training.gradient(seed)
     gc.collect()
     own = [one for size in training.session._sizes.values() for one in size._prepared.values()]
-    return len(_executors()) - len(before), len(own)
-
-
-def _executors() -> list[PreparedAttention]:
-    return [one for one in gc.get_objects() if type(one) is PreparedAttention]
+    return len(_alive(PreparedAttention)) - len(before), len(own)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
