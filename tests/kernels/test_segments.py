@@ -87,7 +87,7 @@ def triton_interpreted() -> Iterator[None]:
     """Runs Triton's kernels in its interpreter."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernel")
+        pytest.skip("there is a GPU, on which scripts/gpu_suite runs the kernel")
     with interpreted():
         yield
 

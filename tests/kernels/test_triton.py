@@ -33,7 +33,7 @@ each_kernel = pytest.mark.parametrize("kernel", ["triton", "triton-int8"])
 def interpreter():
     """Runs kernels in Triton's interpreter, and fills everything that torch leaves uninitialised with NaN."""
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which tests/kernels/test_on_gpu.py runs the kernels")
+        pytest.skip("there is a GPU, on which scripts/gpu_suite runs the kernels")
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory, too
     assert torch.empty(9).isnan().all()
     with interpreted():

@@ -1,39 +1,39 @@
-"""scripts/gpu_suite from a bare checkout, at tiny sizes on the CPU, and what it does about cases that fail."""
+"""scripts/gpu_suite from a bare checkout, on simulated GPUs at tiny sizes, and what it does about cases that fail."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from dbsp_core.cost import machine as machines
 from dbsp_core.sources import SOURCES
-from scripts.checks.gpu import suite, waits
-from scripts.checks.gpu.journal import Case, Journal, Row
-from scripts.checks.gpu.sessions import TINY, every_mask
+from scripts.checks.gpu import publish, suite, waits
+from scripts.checks.gpu.results import RESULTS, Key, Outcome, Results, Row, read_results
+from scripts.checks.gpu.sessions import every_mask
 from scripts.checks.gpu.setting import Setting
-from scripts.checks.gpu.suite import STEPS, Step, run_steps
-from scripts.checks.gpu.worker import run_case
+from scripts.checks.gpu.suite import PARTS, Part
+from tests.docs import results as pages
 from tests.gpu_node.runtime import why_unavailable
 from tests.support import programs
-from tests.support.interpreter import interpreted
 from tests.support.repository import ROOT
 
 SUITE = ROOT / "scripts" / "gpu_suite"
-FAULTY = Step("faulty_step", 5, "fails", package="tests.scripts")
+FAULTY = Part("faulty_part", "fails", package="tests.scripts")
 THERE = (
     *("torch", "torchgen", "functorch", "triton", "numpy", "safetensors", "yaml", "_yaml", "jinja2", "markupsafe"),
     *("sympy", "mpmath", "networkx", "filelock", "fsspec", "typing_extensions", "setuptools", "packaging"),
 )
-"""What a lent machine has of this environment's packages: torch, what torch needs, and a few more."""
+"""What a bare GPU machine has of this environment's packages: torch, what torch needs, and a few more."""
 BARE = f"""
 import sys
 from importlib.machinery import PathFinder
@@ -47,91 +47,77 @@ class OnlyThese(PathFinder):
 
 sys.meta_path[:] = [*sys.meta_path[:2], OnlyThese]
 """
+SKIPPED = {"safety", "nccl", "constants"}
+"""Parts in which cases need a GPU, or several processes, or the command line's packages."""
 
 
-LONG = ("transformer", "ranks", "kernels", "rates", "nccl")
-"""Steps whose dry run takes long, for they have many cases, kernels are interpreted, or processes started."""
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Gives run(*arguments), which starts the suite as on a lent machine."""
-    bare = tmp_path_factory.mktemp("bare")
+@pytest.fixture
+def run(tmp_path):
+    """Gives run(*arguments), which starts the suite as on a bare GPU machine."""
+    bare = tmp_path / "bare"
+    bare.mkdir()
     (bare / "sitecustomize.py").write_text(BARE)
 
     def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(bare)}
+        environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(bare), "OMP_NUM_THREADS": "1"}
         command = [str(SUITE), *map(str, arguments)]
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=540)
 
     return start
 
 
-def results_of(run, folder: Path, how: str, steps) -> Path:
-    """Returns the folder of a run of some steps."""
-    pytest.importorskip("triton")
-    done = run(how, "--steps", ",".join(steps), "--out", folder, "--earlier", folder / "kept")
+def check_whole_run(done: subprocess.CompletedProcess[str], folder: Path, skipped: set[str]) -> None:
+    """Checks that every case was right or skipped, in a short report and two files."""
+    machine, outcomes = read_results(folder / RESULTS)
+    log = (folder / suite.LOGS).read_text()
+    wrong = {key: outcome.error for key, outcome in outcomes.items() if not outcome.correct or outcome.state == "slow"}
+    assert wrong == {}, log[-5000:]
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].startswith("gpu_suite: ")
-    return folder
+    assert {key.part for key in outcomes} == {part.name for part in PARTS}
+    assert {key.part for key, outcome in outcomes.items() if outcome.state == "skipped"} == skipped
+    lines = done.stdout.splitlines()
+    assert len(lines) <= suite.MOST_LINES
+    assert max(map(len, lines)) < 200
+    right = sum(outcome.state == "ended" for outcome in outcomes.values())
+    assert lines[-1].startswith(f"gpu_suite: {right} of {len(outcomes)} cases right, 0 failed, 0 slow")
+    assert sorted(path.name for path in folder.iterdir()) == [suite.LOGS, RESULTS]
+    assert (machine["imports"]["diffusers"], machine["versions"]["torch"]) == (False, torch.__version__)
 
 
-@pytest.fixture(scope="module")
-def dry(run, tmp_path_factory) -> Path:
-    """Gives the folder of a dry run of the steps that take seconds."""
-    return results_of(run, tmp_path_factory.mktemp("dry"), "--dry-run", set(STEPS) - set(LONG))
-
-
-def entries(folder: Path, step: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{step}.jsonl").read_text().splitlines()]
-
-
-def skipped(folder: Path, step: str) -> set[str]:
-    """Returns cases that were skipped in a step that is complete, and all of whose cases are right."""
-    journal = Journal(step, (folder,), entries(folder, step)[0]["stamp"])
-    outcomes = journal.outcomes()
-    assert journal.complete()
-    assert len(outcomes) > 1
-    wrong = {case: outcome for case, outcome in outcomes.items() if not outcome.correct}
-    assert not wrong, "".join(log.read_text() for log in folder.glob("*.log"))[-3000:]
-    return {case for case, outcome in outcomes.items() if outcome.state == "skipped"}
-
-
-@pytest.mark.parametrize("step", [step for step in STEPS if step not in LONG])
-def test_dry_run_of_a_step_finds_every_case_right(dry, step):
-    cases = {entry["case"] for entry in entries(dry, step)} - {""}
-    assert skipped(dry, step) == (cases if step == "waits" else set())
-
-
-@pytest.mark.long
-def test_dry_run_of_long_steps_finds_every_case_right(run, tmp_path):
-    results_of(run, tmp_path, "--dry-run", LONG)
-    for step in LONG:
-        assert skipped(tmp_path, step) == ({"diffusers' Wan"} if step == "transformer" else set())
-
-
-@pytest.mark.parametrize("step", ["transformer", "ranks", "kernels", "rates"])
-def test_first_case_of_a_long_step_is_right(tmp_path, step):
-    pytest.importorskip("triton")
-    journal = Journal(step, (tmp_path,), "a stamp")
-    with interpreted():
-        run_case(next(iter(importlib.import_module(f"scripts.checks.gpu.{step}").cases(Setting.tiny("cpu")))), journal)
-    (outcome,) = journal.outcomes().values()
-    assert (outcome.state, outcome.correct) == ("ended", True)
-
-
-@pytest.mark.long
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
-def test_steps_on_simulated_gpus_find_every_case_right(run, tmp_path):
-    """Runs the steps that simulated GPUs are for."""
-    steps = "ranks", "waits", "video"
-    results_of(run, tmp_path, "--simulate", steps)
-    assert [skipped(tmp_path, step) for step in steps] == [set()] * 3
+def test_every_part_is_right_on_simulated_gpus(run, tmp_path):
+    pytest.importorskip("triton")
+    done = run("--simulate", "--minutes", "8", "--out", tmp_path / "out")
+    check_whole_run(done, tmp_path / "out", SKIPPED)
+
+
+@pytest.mark.long
+def test_every_part_is_right_on_the_cpu(run, tmp_path):
+    pytest.importorskip("triton")
+    done = run("--dry-run", "--out", tmp_path / "out")
+    check_whole_run(done, tmp_path / "out", {"ranks", "safety", "constants"})
+
+
+@pytest.mark.long
+def test_constants_are_measured_by_the_command(tmp_path, monkeypatch):
+    assert run_here(monkeypatch, "--dry-run", "--parts", "constants", "--out", tmp_path) == 0
+    _, outcomes = read_results(tmp_path / RESULTS)
+    (outcome,) = outcomes.values()
+    found = {row.what for row in outcome.rows}
+    assert {"flops_per_s", "merge_bytes_per_s", "cpu 128x64 flops_per_s"} <= found
 
 
 def test_every_mask_source_is_checked(tmp_path):
-    checked = {mask["source"] for mask in every_mask(TINY, tmp_path).values()}
+    checked = {mask["source"] for mask in every_mask(tmp_path).values()}
     assert set(SOURCES) - checked <= {"record_qk"}, "it computes no mask"
+
+
+def test_shapes_are_those_with_wide_heads_largest_first():
+    shapes = Setting().other_shapes
+    assert min(shape.head_dim for shape in shapes) >= 64
+    shipped = [shape.head_dim for shape in shapes[: -len(shapes) // 2]]
+    assert shipped == sorted(shipped, reverse=True)
+    assert not set(shapes) & set(Setting().main)
 
 
 def run_here(monkeypatch, *arguments: str | Path) -> int:
@@ -141,24 +127,118 @@ def run_here(monkeypatch, *arguments: str | Path) -> int:
         return suite.main()
 
 
-def test_a_call_describes_the_machine_and_a_second_one_passes_over_what_is_complete(
-    dry, tmp_path, monkeypatch, capsys
-):
-    arguments = ("--dry-run", "--steps", "planning", "--earlier", dry / "kept", "--out", tmp_path)
-    assert run_here(monkeypatch, *arguments) == 0
-    assert entries(tmp_path, "planning") == entries(dry, "planning")
-    machine = json.loads((dry / "machine.json").read_text())
-    assert (machine["dry_run"], machine["imports"]["diffusers"]) == (True, False)
-    assert machine["versions"]["torch"] == torch.__version__
-    assert "tables, on the host" in capsys.readouterr().out
+def run_faulty(monkeypatch, folder: Path, *arguments: str) -> int:
+    monkeypatch.setattr(suite, "PARTS", (FAULTY,))
+    return run_here(monkeypatch, "--dry-run", "--out", folder, *arguments)
+
+
+def test_cases_that_fail_take_no_other_along(tmp_path, capsys, monkeypatch):
+    assert run_faulty(monkeypatch, tmp_path) == 1
+    _, outcomes = read_results(tmp_path / RESULTS)
+    found = {key.case: outcome for key, outcome in outcomes.items()}
+    assert {name: outcome.state for name, outcome in found.items()} == {
+        **dict.fromkeys(("right", "breaks the device", "wrong", "not a number", "right again"), "ended"),
+        **dict.fromkeys(("raises", "dies"), "failed"),
+        "hangs": "slow",
+        "not here": "skipped",
+    }
+    wrong = [name for name, outcome in found.items() if not outcome.correct]
+    assert wrong == ["raises", "dies", "wrong", "not a number"]
+    for name in ("raises", "dies", "hangs", "breaks the device"):
+        assert [row.what for row in found[name].rows] == ["found before"]
+    log = (tmp_path / suite.LOGS).read_text()
+    for name in ("raises", "dies", "hangs"):
+        assert f"in {name}" in log
+    assert found["raises"].error == "RuntimeError: a kernel failed"
+    assert [row.met for row in found["right"].rows] == [None, False]
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == "gpu_suite: 3 of 9 cases right, 4 failed, 1 slow, 1 skipped"
+    assert said.index("not right:") < said.index("  right: a rate: 3, goal ≥ 4: NO") == len(said) - 2
+
+
+def test_a_later_call_goes_on_and_runs_what_was_right_under_other_sources_last(tmp_path, monkeypatch):
+    machine = {"devices": ["a GPU"], "how": "GPU", "sources": "before", "commit": "c"}
+    first, second = Key("a", "right"), Key("a", "failed")
+    results = Results(tmp_path, machine)
+    results.record(first, Outcome("ended", "before", rows=[Row("error", 0.0, limit=1.0)]))
+    results.record(second, Outcome("failed", "before", error="it raised"))
+    again = Results(tmp_path, machine)
+    assert again.outcomes == results.outcomes
+    assert all(map(again.is_done, (first, second)))
+    changed = Results(tmp_path, machine | {"sources": "after"})
+    assert [changed.is_done(key) for key in (first, second)] == [False, False]
+    assert [changed.is_older(key) for key in (first, second)] == [True, False]
+    assert Results(tmp_path, machine | {"devices": ["another"]}).outcomes == {}
+    asked: list[Key] = []
+
+    class Recorder:
+        def run(self, key: Key, sources: str, deadline: float) -> Outcome:
+            asked.append(key)
+            return Outcome("ended", sources)
+
+    cases = [(key, False) for key in (first, second, Key("a", "new"))]
+    suite.run_cases(cases, [Recorder()], changed, time.monotonic() + 60)
+    assert asked == [second, Key("a", "new"), first]
+    assert all(changed.is_done(key) for key, _ in cases)
+
+
+def test_a_call_that_ends_in_a_case_leaves_it_open(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite.Worker, "run", lambda self, key, sources, deadline: None)
+    assert run_faulty(monkeypatch, tmp_path) == 0
+    assert not (tmp_path / RESULTS).exists()
+    assert "call it again for cases that are left: 9 of faulty_part" in capsys.readouterr().out
+
+
+def test_timed_cases_run_alone():
+    running, most = Counter[str](), Counter[str]()
+
+    class Watcher:
+        def run(self, key: Key, sources: str, deadline: float) -> None:
+            running[key.part] += 1
+            most[key.part] = max(most[key.part], running.total())
+            time.sleep(0.02)
+            running[key.part] -= 1
+
+    cases = [(Key(part, str(number)), part == "alone") for part in ("many", "alone") for number in range(6)]
+    empty = Results(Path("nowhere"), {"sources": "", "devices": [], "how": ""})
+    suite.run_cases(cases, [Watcher() for _ in range(3)], empty, time.monotonic() + 60)
+    assert most["alone"] == 1
+    assert most["many"] > 1
+
+
+def test_a_worker_that_cannot_start_is_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "PARTS", (Part("no_part", "is missing", package="tests.scripts"),))
+    assert run_here(monkeypatch, "--dry-run", "--out", tmp_path) == 1
+    assert "a worker could not start" in capsys.readouterr().err
+    assert "ModuleNotFoundError" in (tmp_path / suite.LOGS).read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
-    assert run_here(monkeypatch, "--out", tmp_path, "--earlier", tmp_path) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "--dry-run" in said.err
+    monkeypatch.setattr(suite, "LANES", 1)
+    monkeypatch.setattr(suite, "PARTS", (FAULTY,))
+    assert run_here(monkeypatch, "--out", tmp_path) == 2
+    assert "--dry-run" in capsys.readouterr().err
+
+
+def test_unknown_part_is_rejected(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run_here(monkeypatch, "--parts", "rates,speed")
+    assert "unknown parts: speed" in capsys.readouterr().err
+
+
+def test_long_reports_keep_failures_and_goals(capsys, tmp_path):
+    machine = {"devices": ["a GPU"], "how": "GPU", "sources": "s", "commit": "c"}
+    results = Results(tmp_path, machine)
+    for number in range(300):
+        rows = [Row("measured", 1.0), Row("a rate", 1.0, goal="≥ 2"), Row("error", 2.0, limit=1.0)]
+        results.outcomes[Key("a", f"case {number}")] = Outcome("ended", "s", rows=rows)
+    assert suite.report(results, list(results.outcomes)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= suite.MOST_LINES
+    assert sum("a rate" in line for line in lines) > 20
+    assert sum("error: 2, not ≤ 1" in line for line in lines) > 20
+    assert sum("measured 1" in line for line in lines) > 20
 
 
 def test_waits_that_cuda_warns_of_are_counted_by_line(monkeypatch):
@@ -176,83 +256,95 @@ def test_waits_that_cuda_warns_of_are_counted_by_line(monkeypatch):
     ]
 
 
-def test_unknown_step_is_rejected(run):
-    done = run("--steps", "rates,speed")
-    assert done.returncode == 2
-    assert "unknown steps: speed" in done.stderr
+@pytest.fixture
+def repository(tmp_path, monkeypatch) -> Path:
+    """Gives a copy of what --publish changes."""
+    copy = tmp_path / "repository"
+    for name in (*publish.PAGES, "docs/results/evidence.yaml", "docs/results/seconds.csv", "configs/hardware"):
+        source, target = ROOT / name, copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+    monkeypatch.setattr(publish, "REPO", copy)
+    for module in (publish, machines):
+        monkeypatch.setattr(module, "SHIPPED", copy / "configs" / "hardware")
+    monkeypatch.setattr(pages, "ROOT", copy)
+    return copy
 
 
-def journal_of(folder: Path, step: Step) -> Journal:
-    """Returns the journal of a step that is run in forked workers."""
-    journal = Journal(step.name, (folder,), "a stamp")
-    with programs.children_forked():
-        run_steps({step: journal}, time.monotonic() + 300, ["--dry-run"])
-    return journal
+def invented(folder: Path, **machine: object) -> Path:
+    """Writes a folder of results with numbers that nobody measured."""
+    described = {"devices": ["NVIDIA H100 80GB HBM3"], "how": "GPU", "sources": "s", "commit": "0123456789ab"}
+    results = Results(folder, described | {"date": "2026-12-01 10:00:00"} | machine)
+    rates = [Row("error of late, 128 queries", 1e-3, limit=8e-3)]
+    for density in publish.DENSITIES:
+        rates += [Row(f"late, 128 queries, density {density}", 444.4, "TFLOP/s")]
+        rates += [Row(f"{what}, density {density}", 0.77) for what in ("rate / best dense", "gain over best dense")]
+    balance = [Row(f"{planner}: slowest / mean, in time", 1.25) for planner in ("contiguous", "dbsp")]
+    constants = [Row("flops_per_s", 4e14), Row("pack_bytes_per_s", 9e11), Row("triton 128x128 flops_per_s", 5e14)]
+    for key, rows in {
+        Key("rates", "14B, 128×64, D 128, bfloat16"): rates,
+        Key("balance", "14B, density 0.4, U8R1"): [*balance, Row("contiguous / dbsp", 1.27)],
+        Key("steady", "14B, U8R1, static"): [Row("on the device", 12.5, "ms"), Row("on the host", 0.5, "ms")],
+        Key("constants", "dbsp bench wan2.1-t2v-14b"): constants,
+    }.items():
+        results.record(key, Outcome("ended", "s", rows=rows))
+    return folder
 
 
-def test_cases_that_fail_take_no_other_along(tmp_path, capsys, monkeypatch):
-    journal = journal_of(tmp_path, FAULTY)
-    found = journal.outcomes()
-    assert {name: outcome.state for name, outcome in found.items()} == {
-        **dict.fromkeys(("right", "breaks the device", "wrong", "not a number", "right again", ""), "ended"),
-        **dict.fromkeys(("raises", "dies", "hangs"), "failed"),
-        "not here": "skipped",
-    }
-    assert [name for name, outcome in found.items() if not outcome.correct] == [
-        *("raises", "dies", "hangs", "wrong", "not a number")
-    ]
-    for name in ("raises", "dies", "hangs", "breaks the device"):
-        assert [row["what"] for row in found[name].rows] == ["found before"]
-    assert found["raises"].error["type"] == "RuntimeError"
-    for name in ("raises", "dies", "hangs"):
-        assert f"in {name}" in found[name].error["traceback"]
-    assert found["right again"].pid not in {found[name].pid for name in ("dies", "hangs", "breaks the device")}
-    assert [row["met"] for row in found["right"].rows] == [None, False]
-    machine = {"devices": ["a GPU"], "commit": "c"}
-    assert suite.report(machine, {}, False) == 0
-    monkeypatch.setitem(STEPS, FAULTY.name, FAULTY)
-    assert suite.report(machine, {FAULTY.name: journal}, False) == 1
-    assert "gpu_suite: 3 of 9 cases right, 5 failed, 1 skipped" in capsys.readouterr().out
+def videos() -> list[dict[str, Any]]:
+    """Returns the rows of seconds.csv, with other seconds for an H100."""
+    found: list[dict[str, Any]] = [dict(row) for row in pages.rows("seconds")]
+    for row in found:
+        row |= {name: float(row[name]) for name in ("dense_s", "blind_s", "dbsp_s")}
+        row |= {"gpus": int(row["gpus"]), "steps": int(row["steps"])}
+        row |= {"dbsp_s": 111.0} if row["machine"] == "h100" else {}
+    return found
 
 
-def worker(folder: Path, seconds: float) -> int:
-    """Starts the process of the faulty step, and returns its exit status."""
-    options = ["--stamp", "a stamp", "--folders", folder, "--seconds", seconds, "--dry-run"]
-    command = [sys.executable, "-m", "scripts.checks.gpu.worker", "tests.scripts.faulty_step", *map(str, options)]
-    return programs.run(command, cwd=ROOT).returncode
+def test_results_are_published(repository, tmp_path, monkeypatch):
+    rows = [publish.seconds.Row(**row) for row in videos()]
+    monkeypatch.setattr(publish.seconds, "rows", lambda: rows)  # modelling them takes long
+    assert publish.publish(invented(tmp_path)) == 0
+    # 1. Constants, with their labels; others are as before.
+    hardware, before = machines.load_hardware("h100"), machines._read(ROOT / "configs/hardware/h100.yaml", 0)
+    assert (hardware.constants.flops_per_s, hardware.constants.pack_bytes_per_s) == (4e14, 9e11)
+    assert hardware.constants.exchange_bytes_per_s == before.constants.exchange_bytes_per_s
+    assert (hardware.sources["flops_per_s"], hardware.sources["overlap"]) == ("measured", "assumed")
+    assert hardware.kernels["triton"].flops_by_blocks == {"128x128": 5e14}
+    assert "sparge" in hardware.kernels
+    # 2. Results, and pages.
+    assert len(pages.rows("gpu-h100")) == 21
+    assert pages.rows("seconds", machine="h100")[0]["dbsp_s"] == "111.0"
+    assert (repository / "docs/results/evidence.yaml").read_text().count("gpu-h100.csv") == 1
+    readme = " ".join((repository / "README.md").read_text().split())
+    assert "Run on one NVIDIA H100 80GB HBM3: 4 cases right, 0 wrong, kernel at 444 TFLOP/s, 0.77 of" in readme
+    assert "not yet run on real ones" not in readme
+    table = pages.table("README.md", "| model, video | GPU |")
+    assert [row[1] for row in table] == ["A800", "H800", "H100"] * 2
+    kernels = pages.table("docs/kernels.md", "| blocks | density |")
+    assert [row[:3] for row in kernels] == [["128×64", density, "444"] for density in publish.DENSITIES]
+    assert "takes 1.27 times as long" in (repository / "docs/kernels.md").read_text()
+    # 3. Another time changes nothing.
+    files = {path: path.read_text() for path in repository.rglob("*.*") if path.is_file()}
+    assert publish.publish(tmp_path) == 0
+    assert files == {path: path.read_text() for path in files}
 
 
-def test_a_step_that_cannot_start_is_recorded_and_not_tried_again(tmp_path):
-    journal = journal_of(tmp_path, Step("no_step", 5, "is missing", package="tests.scripts"))
-    (outcome,) = journal.outcomes().values()
-    assert (outcome.state, journal.complete()) == ("failed", False)
-    assert "ModuleNotFoundError" in outcome.error["traceback"]
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ({"how": "dry run, times mean nothing"}, "run scripts/gpu_suite on a GPU"),
+        ({"commit": "unknown"}, "of other sources"),
+        ({"commit": "0123456789ab-dirty"}, "of other sources"),
+    ],
+)
+def test_what_was_not_measured_is_not_published(repository, tmp_path, capsys, machine, said):
+    before = (repository / "README.md").read_text()
+    assert publish.publish(invented(tmp_path, **machine)) == 2
+    assert said in capsys.readouterr().err
+    assert (repository / "README.md").read_text() == before
 
 
-def test_a_process_without_time_begins_no_case(tmp_path):
-    assert worker(tmp_path, 0) == suite.OUT_OF_TIME
-    assert not (tmp_path / "faulty_step.jsonl").exists()
-
-
-def test_a_case_that_was_cut_off_is_begun_again_and_given_up_in_the_end(tmp_path):
-    journal = Journal("faulty_step", (tmp_path,), "a stamp")
-    journal.write("begun", "right")
-    for _ in range(3):
-        journal.write("begun", "raises")
-    with (tmp_path / "faulty_step.jsonl").open("a") as file:
-        file.write('{"kind": "row", "ca\n')  # its process was killed while it wrote
-    worker(tmp_path, 100)
-    found = journal.outcomes()
-    assert (found["right"].state, found["right"].starts) == ("ended", 2)
-    assert (found["raises"].error["type"], found["raises"].starts) == ("CutOff", 3)
-
-
-def test_rows_go_to_every_folder_and_results_of_other_sources_count_for_nothing(tmp_path):
-    folders = tmp_path / "a", tmp_path / "b"
-    for folder in folders:
-        folder.mkdir()
-    old, new = (Journal("step", folders, stamp) for stamp in ("before", "after"))
-    run_case(Case("a case", lambda: [Row("error", 0.0)]), old)
-    old.write("ended", "")
-    assert (old.complete(), new.complete(), new.outcomes()) == (True, False, {})
-    assert entries(folders[0], "step") == entries(folders[1], "step") != []
+def test_every_marked_place_has_a_text():
+    marked = Counter(name for page in publish.PAGES for name in publish.MARKED.findall((ROOT / page).read_text()))
+    assert marked == {"status": 1, "seconds": 1, "kernels": 1}

@@ -59,6 +59,8 @@ def _patch_language_once() -> None:
     def replace_once(function: Any) -> Any:
         if not parts_used(function) <= replaced:
             replace(function)
+            # Triton 3.6 and older convert an array of one number, which NumPy 2.4 refuses.
+            runtime.tl.core.tensor.__index__ = lambda self: int(self.handle.data.item())
             replaced.update(parts_used(function))
         return SimpleNamespace(restore=lambda: None)
 

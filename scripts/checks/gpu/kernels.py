@@ -1,12 +1,10 @@
-"""Step 4: every kernel at the shapes that shipped configurations ask for, against its twin in float64 or bit for bit.
-
-The cases are spread over several processes, each of which compiles for itself.
-"""
+"""Every kernel at the main shapes, against its twin in float64 or bit for bit; `shapes` has the others."""
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -18,29 +16,40 @@ from dbsp_kernels import block_attention_backward, merge_into
 from dbsp_kernels import prediction as predicted
 from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
 from dbsp_kernels.tables import expand_rows, pack_rows
-from scripts.checks.gpu.journal import Case, Row
+from scripts.checks.gpu.results import Case, Row
 from scripts.checks.gpu.setting import MOST_ERROR, Setting, Shape
 from tests.kernels.backward_inputs import expected_and_inputs
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error, rounded_to_int8
 
 MOST_GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
-POISON = True
-"""Whether torch fills what it leaves uninitialised with NaN."""
+
+WINDOW = (120, 120)
+"""Blocks that tiles do not divide: Wan's window tiles."""
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for shape in setting.shapes:
+    first = setting.main[0]
+    window = first if setting.dry else first._replace(block_q=WINDOW[0], block_k=WINDOW[1])
+    yield from of_shapes(setting, dict.fromkeys((*setting.main, window, first._replace(head_dim=first.head_dim // 2))))
+    yield from of_tokens(setting, (first.head_dim,), (setting.dtype, torch.float32))
+    yield Case("row bits", partial(row_bits, setting))
+    yield Case("range checks", partial(range_checks, setting))
+
+
+def of_shapes(setting: Setting, shapes: Iterable[Shape]) -> Iterator[Case]:
+    for shape in shapes:
         yield Case(f"forward, {shape.name}", partial(forward, setting, shape))
         yield Case(f"merging, {shape.name}", partial(merging, setting, shape))
         yield Case(f"backward, {shape.name}", partial(backward, setting, shape))
-    for head_dim, dtype in sorted({(shape.head_dim, shape.dtype) for shape in setting.shapes}, key=str):
+
+
+def of_tokens(setting: Setting, head_dims: Iterable[int], dtypes: Iterable[torch.dtype]) -> Iterator[Case]:
+    for head_dim, dtype in itertools.product(head_dims, dict.fromkeys(dtypes)):
         of = f"D {head_dim}, {str(dtype)[6:]}"
         yield Case(f"prediction, {of}", partial(prediction, setting, head_dim, dtype))
         yield Case(f"int8, {of}", partial(int8, setting, head_dim, dtype))
         yield Case(f"segments, {of}", partial(segments, setting, head_dim, dtype))
-    yield Case("row bits", partial(row_bits, setting))
-    yield Case("range checks", partial(range_checks, setting))
 
 
 def packed_for(setting: Setting, shape: Shape, seed: int = 1) -> Packed:

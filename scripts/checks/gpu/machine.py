@@ -1,45 +1,40 @@
-"""Description of the GPU suite's machine, as JSON on standard output: python -m scripts.checks.gpu.machine."""
+"""Description of the GPU suite's machine and sources."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
-import json
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from typing import Any
 
-from scripts.checks.gpu.journal import REPO, sources_fingerprint
+import torch
 
-LIBRARIES = ("torch", "triton", "numpy", "safetensors", "flash_attn", "flash_attn_interface", "spas_sage_attn")
-OTHERS = (
-    *("diffusers", "xfuser", "para_attn", "vllm_omni", "sglang", "lightx2v"),
-    *("typer", "rich", "pytest", "matplotlib"),
-)
+from scripts.checks.gpu.setting import Setting
+from scripts.checks.gpu.suite import REPO
 
-
-def main() -> None:
-    json.dump(described(), sys.stdout)
+LIBRARIES = ("torch", "triton", "numpy", "flash_attn", "flash_attn_interface", "flashinfer", "spas_sage_attn")
+OTHERS = ("diffusers", "xfuser", "typer", "rich", "pytest")
+SOURCES = ("dbsp_*", "kernels", "scripts/checks/gpu", "tests/support", "tests/kernels")
 
 
-def described() -> dict[str, Any]:
+def described(setting: Setting) -> dict[str, Any]:
     """Devices, driver, versions, commit and date."""
-    import torch
-
     cuda = torch.cuda.is_available()
-    number = torch.cuda.device_count() if cuda else 0
     query = ["--query-gpu=name,driver_version,clocks.max.sm,power.limit,memory.total", "--format=csv,noheader"]
-    properties = [torch.cuda.get_device_properties(device) for device in range(number)]
+    properties = [torch.cuda.get_device_properties(device) for device in range(torch.cuda.device_count() * cuda)]
     return {
-        "devices": [one.name for one in properties] or [platform.processor() or platform.machine()],
-        "multiprocessors": [one.multi_processor_count for one in properties],
+        "how": setting.how,
+        "devices": [device.name for device in properties] or [platform.processor() or platform.machine()],
+        "multiprocessors": [device.multi_processor_count for device in properties],
         "capability": list(torch.cuda.get_device_capability()) if cuda else None,
-        "memory": [one.total_memory for one in properties],
+        "memory": [device.total_memory for device in properties],
         "nvidia_smi": _output(["nvidia-smi", *query]).splitlines(),
         "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in LIBRARIES},
         "imports": {name: importlib.util.find_spec(name) is not None for name in OTHERS},
@@ -47,6 +42,15 @@ def described() -> dict[str, Any]:
         "sources": sources_fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
+
+
+def sources_fingerprint() -> str:
+    """Returns hexadecimal digits that change with any source of the suite; a machine may have no git."""
+    digest = hashlib.sha256()
+    files = (file for pattern in SOURCES for folder in REPO.glob(pattern) for file in folder.rglob("*"))
+    for file in sorted(file for file in files if file.suffix in (".py", ".yaml")):
+        digest.update(str(file.relative_to(REPO)).encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _version(name: str) -> str:
@@ -65,7 +69,3 @@ def _output(command: list[str]) -> str:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-if __name__ == "__main__":
-    main()

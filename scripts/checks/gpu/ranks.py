@@ -1,4 +1,4 @@
-"""Step 2: ranks that are threads on one device, every UxRy, forward and backward, against attention written out.
+"""Ranks that are threads on one device, forward and backward against attention written out, and where they wait.
 
 Threads share the device's default stream, so the exchange between them needs no events, and nothing of it is timed.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,8 @@ from unittest import mock
 import torch
 
 from dbsp_core import SequenceGroup, SequenceLayout, Strategy
-from scripts.checks.gpu.journal import Case, Row
+from scripts.checks.gpu import waits
+from scripts.checks.gpu.results import Case, Row, Skipped
 from scripts.checks.gpu.sessions import (
     PREDICTED,
     SMALL,
@@ -24,6 +26,7 @@ from scripts.checks.gpu.sessions import (
     UNEQUAL,
     Sizes,
     expected_on_one,
+    inputs,
     local,
     session_of,
     whole,
@@ -34,37 +37,48 @@ from tests.support.thread_ranks import ThreadRanks
 
 MOST_GRADIENT_ERROR = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
 MASKS = {"static": UNEQUAL, "predicted": PREDICTED}
-POISON = True
-"""Whether torch fills what it leaves uninitialised with NaN."""
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    dtypes = (torch.float32,) if setting.dry else (torch.float32, torch.bfloat16)
-    worlds = (2,) if setting.simulated else (2, 4) if setting.dry else (2, 4, 8)
+    """Yields eight ranks in bfloat16, then where they wait, then fewer ranks and float32."""
+    dtypes = (torch.float32,) if setting.dry else (torch.bfloat16, torch.float32)
+    worlds = (2,) if setting.simulated else (2, 4) if setting.dry else (8, 4, 2)
     kinds = ("static",) if setting.simulated else tuple(MASKS)
-    for dtype, world in itertools.product(dtypes, worlds):
-        for strategy, kind in itertools.product(strategies_of(world), kinds):
-            run = partial(one_strategy, setting, strategy, MASKS[kind], dtype)
-            yield Case(f"{strategy}, {kind}, {str(dtype)[6:]}", run)
-
-
-def inputs(setting: Setting, sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
-    """Draws q, k, v and the gradient of the output, [1, H, N, D] each, of all tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (4, 1, sizes.heads, sizes.video.tokens, sizes.head_dim)
-    return list(torch.randn(shape, generator=generator).to(setting.device, dtype))
+    exact = [
+        Case(f"{strategy}, {kind}, {str(dtype)[6:]}", partial(one_strategy, setting, strategy, MASKS[kind], dtype))
+        for dtype, world in itertools.product(dtypes, worlds)
+        for strategy, kind in itertools.product(strategies_of(world), kinds)
+    ]
+    first = len(exact) if setting.dry else len(strategies_of(8)) * len(kinds)
+    yield from exact[:first]
+    for strategy in ("U2R1",) if setting.dry else ("U1R1", "U8R1", "U2R4", "U1R8"):
+        for kind in waits.KINDS:
+            yield Case(f"waits, {strategy}, {kind}", partial(waiting, setting, strategy, kind))
+    yield from exact[first:]
 
 
 def one_strategy(setting: Setting, strategy: str, mask: dict[str, Any], dtype: torch.dtype) -> Iterator[Row]:
     """Compares one attention and its backward."""
     sizes = TINY if setting.dry else SMALL
-    *qkv, dout = inputs(setting, sizes, dtype)
+    *qkv, dout = inputs(setting.device, sizes, dtype)
     expected = expected_on_one(sizes, mask, qkv, dout)
     with launches_one_after_another():
-        found = ThreadRanks(Strategy.parse(strategy).world).run(on_rank, setting, sizes, strategy, mask, qkv, dout)
-    layout, by_rank = found[0][0], [parts for _, parts in found]
-    for (name, limit), right, *mine in zip(limits_of(dtype).items(), expected, *by_rank, strict=True):
-        yield Row(f"error of {name}", relative_error(whole(mine, layout), right), "‖·‖", limit)
+        results = ThreadRanks(Strategy.parse(strategy).world).run(on_rank, setting, sizes, strategy, mask, qkv, dout)
+    layout, by_rank = results[0][0], [parts for _, parts in results]
+    for (name, limit), right, *shards in zip(limits_of(dtype).items(), expected, *by_rank, strict=True):
+        yield Row(f"error of {name}", relative_error(whole(shards, layout), right), "‖·‖", limit)
+
+
+def waiting(setting: Setting, strategy: str, kind: str) -> Iterator[Row]:
+    """Counts waits of one layer's call in a steady step, all ranks together."""
+    if setting.device == "cpu":
+        raise Skipped("nothing to wait for on a CPU")
+    with waits.recorded(setting), launches_one_after_another():
+        world = Strategy.parse(strategy).world
+        seen = sum(ThreadRanks(world).run(waits.on_rank, setting, strategy, kind), Counter[str]())
+    yield Row("waits", float(sum(seen.values())), "", 0.0)
+    for where, times in seen.most_common():
+        yield Row(f"waits at {where}", float(times))
 
 
 def limits_of(dtype: torch.dtype) -> dict[str, float]:

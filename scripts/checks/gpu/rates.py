@@ -1,230 +1,150 @@
-"""Step 5: rates of kernels at shipped shapes, next to dense SDPA, FlashAttention and other kernels that import."""
+"""Rates of kernels at Wan2.1-14B's size, next to dense and other sparse kernels; other sizes; dense heads."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dbsp_core import BlockGrid, BlockMask, SequenceLayout, make_plan
-from dbsp_core.comm.exchange_tables import build_route
-from dbsp_core.planning.comm_dtype import COMM_DTYPES
-from dbsp_kernels import (
-    KERNELS,
-    DensePart,
-    KernelInputs,
-    KernelRequirements,
-    attend_dense_part,
-    block_attention,
-)
-from dbsp_kernels.dense import fused_kernel
-from dbsp_kernels.exchange import copy_segments
-from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
+from dbsp_kernels import KERNELS, KernelRequirements, block_attention
 from scripts.checks.gpu.clock import Work
-from scripts.checks.gpu.journal import Case, Row
-from scripts.checks.gpu.setting import MOST_ERROR, PackedJob, Setting, Shape
+from scripts.checks.gpu.jobs import PackedJob, dense_works, runs, tile_variants, used_tiles
+from scripts.checks.gpu.results import Case, Row, Skipped
+from scripts.checks.gpu.setting import MOST_ERROR, Model, Setting, Shape
 
-GOALS = {("triton", 128): "≥ 0.75", ("triton", 64): "≥ 0.55", ("fa4", 128): "≥ 0.9"}
-"""Of a kernel's rate over the best dense one, by the queries of a block."""
-MIDDLE = 0.4
-"""The density at which variants are compared: about the paper's."""
-NOT_TIMED = ("cpu", "reference")
+GOALS = {128: "≥ 0.75", 64: "≥ 0.55"}
+"""Of the kernel's rate over the best dense one, by the queries of a block."""
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    for shape in setting.measured:
-        yield Case(f"forward, {shape.name}", partial(forward, setting, shape))
-    usual = setting.measured[-1]
-    yield Case("dense heads", partial(dense_heads, setting, usual))
-    yield Case("merging", lambda: merging(setting.job(usual, MIDDLE)))
-    yield Case("packing", partial(packing, setting))
-    yield Case("tiles", lambda: tiles(setting.job(usual, MIDDLE)))
+    for shape in setting.main:
+        yield Case(f"14B, {shape.name}", partial(by_density, setting, shape), alone=True)
+    shape, half = setting.main[0], setting.densities[:1]
+    for model, heads in ((setting.small, 2), (setting.long, 5)):  # of U8R1: 12 / 8 heads, rounded up, and 40 / 8
+        yield Case(model.name, partial(by_density, setting, shape, model, heads, half), alone=True)
+    yield Case("dense heads, together and one by one", partial(dense_heads, setting), alone=True)
+    yield Case("more than 2³¹ numbers", partial(beyond_int32, setting), alone=True)
+    yield Case("merging", partial(merging, setting, shape), alone=True)
+    yield Case("stages", partial(stages, setting, shape), alone=True)
 
 
-def largest_error(job: PackedJob, kernel: str, rows: int = 16, **options: object) -> float:
-    """Returns the relative error of the first rows of the order and the last, against float64."""
-    q, k, v = job.inputs[0]
-    out, _ = block_attention(q, k, v, **vars(job.table), kernel=kernel, **options)
-    picked = torch.cat([job.table.row_schedule[: rows // 2], job.table.row_schedule[-(rows // 2) :]]).long()
-    table = {name: getattr(job.table, name)[picked] for name in ("kv_index", "kv_count")}
-    wide = (q[picked].double(), k.double(), v.double())
-    expected, _ = block_attention(*wide, **table, kv_len=job.table.kv_len, kernel="reference")
-    error = (out[picked].double() - expected).norm() / expected.norm()
-    return float(error) if bool(out.isfinite().all()) else float("nan")
-
-
-def dense_contenders(setting: Setting, shape: Shape) -> dict[str, Work]:
-    """Returns dense attention of a rank's heads by every library that does it here."""
-    options = {"device": setting.device, "dtype": shape.dtype}
-    size = 3, 1, setting.own_heads, setting.tokens, shape.head_dim
-    sets = [torch.randn(size, **options) for _ in range(setting.sets)]
-
-    def sdpa(backend: SDPBackend) -> Work:
-        def work(i: int) -> torch.Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*sets[i % len(sets)])
-
-        return work
-
-    names = ("CUDNN_ATTENTION", "FLASH_ATTENTION") if setting.device != "cpu" else ("MATH",)
-    works = {f"SDPA {name.partition('_')[0].lower()}": sdpa(getattr(SDPBackend, name)) for name in names}
-    for module in ("flash_attn", "flash_attn_interface"):
-        if importlib.util.find_spec(module) is not None:
-            attend = __import__(module).flash_attn_func
-            works[module] = lambda i, f=attend: f(*(t.transpose(1, 2) for t in sets[i % len(sets)]))
-    return {name: work for name, work in works.items() if _runs(work)}
-
-
-def sparse_contenders(job: PackedJob) -> dict[str, Work]:
-    """Returns every block-sparse kernel that supports such rows here."""
-    setting, shape, found = job.setting, job.shape, {}
-    needs = KernelRequirements(shape[:2], shape.head_dim, lse=False, ragged_rows=False, tokens=setting.tokens)
-    for name, kernel in KERNELS.items():
-        if name not in NOT_TIMED and kernel.why_unsupported(setting.device, shape.dtype, needs) is None:
-            whole = {} if kernel.returns_lse else {"head_tokens": setting.tokens, "lse": False}
-            found[name] = job.work(name, **whole)
-    return found
-
-
-def forward(setting: Setting, shape: Shape) -> Iterator[Row]:
-    """Rates at each density, interleaved with dense libraries, and how far from linear in density they are."""
-    per_density = {}
-    dense = dense_contenders(setting, shape)
-    dense_flops = 4.0 * setting.own_heads * setting.tokens**2 * shape.head_dim
-    for density in setting.densities:
-        job = setting.job(shape, density)
-        sparse = {}
-        for name, work in sparse_contenders(job).items():
-            if name == "triton":
-                yield Row(f"error at {density}", largest_error(job, name), "‖·‖", MOST_ERROR[shape.dtype])
-            if _runs(work):
-                sparse[name] = work
-        ms = setting.sampler.medians(dense | sparse)
-        best = max(dense_flops / ms[name] / 1e9 for name in dense)
+def by_density(
+    setting: Setting,
+    shape: Shape,
+    model: Model | None = None,
+    heads: int | None = None,
+    densities: tuple[float, ...] | None = None,
+) -> Iterator[Row]:
+    """Measures rates of the loops, and of dense and other sparse kernels, interleaved; errors of the loops first."""
+    model, densities = model or setting.large, densities or setting.densities
+    heads = heads or max(1, model.heads // setting.world)
+    dense = dense_works(setting, model, heads, shape.dtype)
+    dense_flops = 4.0 * heads * model.tokens**2 * shape.head_dim
+    ms_per_flop = {}
+    for density in densities:
+        # 1. All that runs here: the loops, the first of which is in use, and other kernels.
+        job = PackedJob(setting, shape, model, heads, density)
+        ours = {name: job.tiled(tiles) for name, tiles in tile_variants(setting, shape).items()}
+        ours = {name: work for name, work in ours.items() if runs(work)}
+        if density == densities[0]:
+            for name, work in ours.items():
+                yield Row(f"error of {name}", job.error(work), "‖·‖", MOST_ERROR[shape.dtype])
+        others = other_kernels(job)
+        # 2. Their rates on active blocks.
+        ms = setting.sampler.medians(dense | ours | others)
         for name in dense:
-            yield Row(f"{name} next to {density}", dense_flops / ms[name] / 1e9, "TFLOP/s")
-        for name in sparse:
-            rate = job.flops / ms[name] / 1e9
-            yield Row(f"{name} at {density}", rate, "TFLOP/s")
-            yield Row(f"{name} at {density} / best dense", rate / best, "", goal=GOALS.get((name, shape.block_q), ""))
-        per_density[density] = ms["triton"] / job.flops
-    if 1.0 in per_density:
-        sparsest = min(per_density)
-        yield Row(f"time per block at {sparsest} / at 1.0", per_density[sparsest] / per_density[1.0], goal="≤ 1.05")
+            yield Row(f"{name}, beside density {density}", dense_flops / ms[name] / 1e9, "TFLOP/s")
+        for name in ours | others:
+            yield Row(f"{name}, density {density}", job.flops / ms[name] / 1e9, "TFLOP/s")
+        # 3. The one in use next to the best dense kernel, and next to the best of its kind.
+        in_use, best = next(iter(ours)), max(dense_flops / ms[name] for name in dense)
+        goal = GOALS.get(shape.block_q, "") if density == densities[0] and model is setting.large else ""
+        yield Row(f"rate / best dense, density {density}", job.flops / ms[in_use] / best, goal=goal)
+        yield Row(f"gain over best dense, density {density}", min(ms[name] for name in dense) / ms[in_use])
+        yield Row(f"in use / fastest loop, density {density}", ms[in_use] / min(ms[name] for name in ours))
+        ms_per_flop[density] = ms[in_use] / job.flops
+    if {0.2, 1.0} <= ms_per_flop.keys():
+        yield Row("time per block, density 0.2 / 1.0", ms_per_flop[0.2] / ms_per_flop[1.0], goal="≤ 1.05")
 
 
-def dense_heads(setting: Setting, shape: Shape) -> Iterator[Row]:
-    """Rows of dense heads by torch's own kernels, over our kernel on the same rows."""
-    job = setting.job(shape, 1.0)
-    if fused_kernel(job.inputs[0][0]) is None:  # as on a CPU
-        return
-    grid = job.mask.grid
-    part = DensePart((0, grid.nq), (0, grid.nk), None if setting.tokens % grid.block_k == 0 else _real(grid, setting))
-
-    def theirs(i: int) -> object:
-        q, k, v = (t.unflatten(0, (job.mask.heads, -1)) for t in job.inputs[i % setting.sets])
-        return attend_dense_part(q, k, v, part, shape.head_dim**-0.5)
-
-    ms = setting.sampler.medians({"ours": job.work("triton"), "theirs": theirs})
-    yield Row("dense rows by torch / by triton", ms["theirs"] / ms["ours"])
+def other_kernels(job: PackedJob) -> dict[str, Work]:
+    """Returns the other block-sparse kernels that support such rows here."""
+    setting, shape = job.setting, job.shape
+    needs = KernelRequirements(shape[:2], shape.head_dim, lse=False, ragged_rows=False, tokens=job.model.tokens)
+    works = {}
+    for name, kernel in KERNELS.items():
+        if name in ("cpu", "reference", "triton") or kernel.why_unsupported(setting.device, shape.dtype, needs):
+            continue
+        whole = {} if kernel.returns_lse else {"head_tokens": job.model.tokens, "lse": False}
+        works[name] = job.work(name, **whole)
+    return {name: work for name, work in works.items() if runs(work)}
 
 
-def merging(job: PackedJob) -> Iterator[Row]:
-    """Times merging into a partial result over a plain forward."""
-    partial = job.work("triton", out_dtype=torch.float32)(0)
-    works = {"plain": job.work("triton"), "merged": job.work("triton", partial=partial)}
-    ms = job.setting.sampler.medians(works)
-    yield Row(f"merged / plain, {job.name}", ms["merged"] / ms["plain"], goal="≤ 1.03")
+def dense_heads(setting: Setting) -> Iterator[Row]:
+    """Times dense attention of a rank's heads in one call and head by head, by each of torch's kernels."""
+    heads = max(2, setting.large.heads // setting.world)
+    size = 1, heads, setting.large.tokens, setting.large.head_dim
+    q, k, v = (torch.randn(size, device=setting.device, dtype=setting.dtype) for _ in range(3))
+    backends = ("MATH",) if setting.dry else ("CUDNN_ATTENTION", "FLASH_ATTENTION")
+
+    def attend(i: int, name: str, step: int) -> None:
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            for head in range(0, heads, step):
+                some = slice(head, head + step)
+                F.scaled_dot_product_attention(q[:, some], k[:, some], v[:, some])
+
+    steps = {"together": heads, "one by one": 1}
+    works: dict[str, Work] = {
+        f"{name}, {how}": partial(attend, name=name, step=step) for name in backends for how, step in steps.items()
+    }
+    ms = setting.sampler.medians({name: work for name, work in works.items() if runs(work)})
+    for name in backends:
+        if f"{name}, together" in ms:
+            yield Row(f"{name}: one by one / together", ms[f"{name}, one by one"] / ms[f"{name}, together"])
 
 
-def packing(setting: Setting) -> Iterator[Row]:
-    """Times packing and unpacking a rank's q, k, v for U{world}R1 over copies of the same bytes; and as int8."""
-    grid = BlockGrid.uniform(setting.tokens, setting.measured[-1].block_k)
-    plan = make_plan(BlockMask.dense(setting.heads, grid), f"U{setting.world}R1")
-    layout = SequenceLayout.contiguous(setting.tokens, setting.world)
-    route = build_route(plan, layout, 0, layout.shard, torch.device(setting.device))
-    (exchange,) = route.dispatch_exchanges
+def beyond_int32(setting: Setting) -> Iterator[Row]:
+    """Checks the last rows of an attention whose tensors have more than 2³¹ numbers, each row with few blocks."""
+    block, head_dim, width = (16, 16, 2) if setting.dry else (128, 128, 8)
+    rows = 8 if setting.dry else 40 * 3360  # 40 heads of 430,080 tokens: 2.2e9 numbers, 4.4 GB a tensor
+    if not setting.dry and torch.cuda.mem_get_info()[0] < 40 << 30:
+        raise Skipped("it takes 40 GB of free memory")
     options = {"device": setting.device, "dtype": setting.dtype}
-    heads, head_dim = setting.heads, setting.head_dim
-    sent, came = (torch.zeros(sum(splits), 1, head_dim, **options) for splits in (exchange.sent, exchange.received))
-    rows = torch.zeros(1, 1, route.q_slots, head_dim, **options)
-    blocks = torch.zeros(1, 2, route.kv_slots, head_dim, **options)
-    comm_dtype, mean = COMM_DTYPES["int8"], torch.zeros(1, heads, head_dim, device=setting.device)
-    written = [comm_dtype.empty(rows, *buffer.shape[:2]).zero_() for buffer in (sent, came)]
-    written_packed = [comm_dtype.empty(rows, *packed.shape[:3]).zero_() for packed in (rows, blocks)]
-    qkv = tuple(torch.randn(3, layout.shard, heads, head_dim, **options).transpose(1, 2)[:, None])
-
-    def plain(i: int) -> None:
-        copy_segments(qkv, sent.transpose(0, 1)[:, None], exchange.pack)
-        for packed, copies in zip((rows, blocks), exchange.unpack, strict=True):
-            for segments in copies:
-                copy_segments([came.transpose(0, 1)[:, None]], packed, [segments])
-
-    def as_int8(i: int) -> None:
-        buffer, arrived = (one.transpose(0, 1)[:, None] for one in written)
-        comm_dtype.write(qkv, buffer, exchange.pack, (None, mean, None))
-        for packed, copies in zip(written_packed, exchange.unpack, strict=True):
-            for segments in copies:
-                copy_segments([arrived], packed, [segments])
-            comm_dtype.read(packed, rows)
-
-    def device_copies(i: int) -> None:
-        torch.empty_like(sent).copy_(sent)
-        torch.empty_like(came).copy_(came)
-
-    ms = setting.sampler.medians({"plain": plain, "copies": device_copies, "int8": as_int8})
-    yield Row("pack + unpack / device copies", ms["plain"] / ms["copies"], goal="≤ 1.3")
-    yield Row("the same as int8, which is also read / plain", ms["int8"] / ms["plain"])
-    yield Row("device copies", 2 * (sent.nbytes + came.nbytes) / ms["copies"] / 1e9, "TB/s")
+    q, k, v = (torch.randn(rows, block, head_dim, **options) for _ in range(3))
+    index = torch.randint(rows, (rows, width), dtype=torch.int32, device=setting.device)
+    index[-8:] = rows - 1 - torch.arange(width, dtype=torch.int32, device=setting.device)
+    count = torch.full((rows,), width, dtype=torch.int32, device=setting.device)
+    length = torch.full((rows,), block, dtype=torch.int32, device=setting.device)
+    out, _ = block_attention(q, k, v, index, count, length, kernel="triton", kv_full=count)
+    some = slice(-8, None)
+    near = index[some].long().flatten()  # the blocks that these rows read, packed anew
+    alone = torch.arange(len(near), dtype=torch.int32, device=setting.device).view(-1, width)
+    wide = q[some].double(), k[near].double(), v[near].double()
+    expected, _ = block_attention(*wide, alone, count[some], torch.full_like(near, block).int(), kernel="reference")
+    yield Row("numbers in a tensor / 2³¹", math.prod(q.shape) / 2**31)
+    error = (out[some].double() - expected).norm() / expected.norm()
+    yield Row("error of the last rows", float(error), "‖·‖", MOST_ERROR[setting.dtype])
+    yield Row("numbers that are not finite", float((~out[::97].isfinite()).sum()), "", 0.0)
 
 
-def tiles(job: PackedJob) -> Iterator[Row]:
-    """Times other tiles than the table's, over the table's."""
-    from dbsp_kernels.triton.forward import triton_attention
-    from dbsp_kernels.triton.launch import capability_of
-
-    setting, shape, on_gpu = job.setting, job.shape, job.setting.device != "cpu"
-    capability = capability_of(torch.device(setting.device)) if on_gpu else HOPPER
-    used = tiles_for(*shape, capability)
-    others = [
-        Tiles(used.queries, keys, warps, stages, used.loop)
-        for keys in sorted({min(64, shape.block_k), shape.block_k})
-        for warps in ((4, 8) if on_gpu else (8,))
-        for stages in ((3, 4, 5, 6) if on_gpu else (3,))
-    ]
-
-    def run(tried: Tiles) -> Work:
-        def work(i: int) -> object:
-            inputs = KernelInputs(*job.inputs[i % setting.sets], **vars(job.table), scale=shape.head_dim**-0.5)
-            return triton_attention(inputs, tiles=tried)
-
-        return work
-
-    works = {f"{t.queries}×{t.keys}, {t.warps} warps, {t.stages} stages": run(t) for t in [used, *others]}
-    works = {name: work for name, work in works.items() if _runs(work)}  # others don't fit shared memory
-    ms = setting.sampler.medians(works)
-    first = next(iter(ms))
-    for name in ms:
-        yield Row(f"{name} / {first}", ms[name] / ms[first])
+def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
+    """Times merging into a partial result over a plain forward."""
+    job = PackedJob(setting, shape, setting.large, max(1, setting.large.heads // setting.world), setting.densities[0])
+    running = job.work("triton", out_dtype=torch.float32)(0)
+    ms = setting.sampler.medians({"plain": job.work("triton"), "merged": job.work("triton", partial=running)})
+    yield Row("merged / plain", ms["merged"] / ms["plain"], goal="≤ 1.03")
 
 
-def _real(grid: BlockGrid, setting: Setting) -> torch.Tensor:
-    """Returns int64, the positions of real tokens among a head's blocks."""
-    lengths = torch.from_numpy(grid.k_axis.lengths)[:, None]
-    inside = torch.arange(grid.block_k)[None] < lengths
-    return inside.flatten().nonzero().squeeze(1).to(setting.device)
-
-
-def _runs(work: Callable[[int], object]) -> bool:
-    """Returns False if this machine, or this library, cannot do it."""
-    try:
-        work(0)
-    except Exception as error:
-        if "illegal" in str(error):  # the device has failed: nothing after it would be true
-            raise
-        return False
-    return True
+def stages(setting: Setting, shape: Shape) -> Iterator[Row]:
+    """Times the tiles in use with other numbers of stages."""
+    job = PackedJob(setting, shape, setting.large, max(1, setting.large.heads // setting.world), setting.densities[0])
+    used = used_tiles(setting, shape)
+    works = {stages: job.tiled(replace(used, stages=stages)) for stages in (used.stages, 3, 4, 6)}
+    ms = setting.sampler.medians({str(number): work for number, work in works.items() if runs(work)})
+    for number, took in ms.items():
+        yield Row(f"{number} stages / {used.stages}", took / ms[str(used.stages)])

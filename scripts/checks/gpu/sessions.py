@@ -50,14 +50,18 @@ SMALL, TINY = Sizes(Video((4, 16, 16), 37), 8, 64), Sizes(Video((4, 4, 8), 5), 4
 """On a GPU, and in a dry run."""
 
 
-def every_mask(sizes: Sizes, folder: Path) -> dict[str, dict[str, Any]]:
-    """Settings of every mask source by name, with the files that some of them read, written to `folder`."""
+def write_mask_files(sizes: Sizes, folder: Path) -> None:
+    """Writes the masks and the fitted projections that sources read."""
     grid = BlockGrid(sizes.video.tokens, sizes.video.text, 64, 64, sizes.video.thw)
     layers = [sizes.request(layer, 0) for layer in range(sizes.layers)]
     save_mask(folder / "masks.safetensors", [BlockMask(unequal_bits(grid, one), grid) for one in layers])
     shape = sizes.heads, sizes.head_dim, 8
     fitted = {f"{side}.{n}": torch.randn(shape) for side in ("query", "key") for n in range(sizes.layers)}
     save_file(fitted, folder / "fitted.safetensors")
+
+
+def every_mask(folder: Path) -> dict[str, dict[str, Any]]:
+    """Returns settings of every mask source by name; some read what `write_mask_files` writes to `folder`."""
     near = {"source": "window", "window": [3, 7, 7]}
     return {
         "dense": {"source": "dense"},
@@ -75,6 +79,13 @@ def every_mask(sizes: Sizes, folder: Path) -> dict[str, dict[str, Any]]:
         "nabla": {"source": "nabla", "cdf": 0.6, "window": [3, 1, 1]},
         "union": {"source": "union", "of": [near, {"source": "sparge", "topk": 0.3}]},
     }
+
+
+def inputs(device: str, sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    """Draws four tensors [1, H, N, D] of all tokens: q, k, v, and a gate or the gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (4, 1, sizes.heads, sizes.video.tokens, sizes.head_dim)
+    return list(torch.randn(shape, generator=generator).to(device, dtype))
 
 
 def session_of(

@@ -1,4 +1,4 @@
-"""Step 3: where a steady call makes the host wait for the device, by file and line."""
+"""Where a steady call makes the host wait for the device, by file and line."""
 
 from __future__ import annotations
 
@@ -15,42 +15,27 @@ from unittest import mock
 
 import torch
 
-from dbsp_core import SequenceGroup, Strategy
+from dbsp_core import SequenceGroup
 from dbsp_core.masks.steps import Progress, StepClock
-from scripts.checks.gpu.journal import REPO, Case, Row, Skipped
-from scripts.checks.gpu.ranks import MASKS, inputs, launches_one_after_another
-from scripts.checks.gpu.sessions import SMALL, TINY, local, session_of
+from scripts.checks.gpu.sessions import PREDICTED, SMALL, TINY, UNEQUAL, inputs, local, session_of
 from scripts.checks.gpu.setting import Setting
-from tests.support.thread_ranks import ThreadRanks
+from scripts.checks.gpu.suite import REPO
 
 STEADY = 2
 """The step that is watched."""
 KINDS = {
-    "static": (MASKS["static"], {}),
-    "predicted": (MASKS["predicted"], {}),
-    "static after a dense step": (MASKS["static"], {"dense_schedule": {"first_steps": 1}}),
+    "static": (UNEQUAL, {}),
+    "predicted": (PREDICTED, {}),
+    "static after a dense step": (UNEQUAL, {"dense_schedule": {"first_steps": 1}}),
 }
 """Masks, and other settings."""
 _WATCHED = threading.local()
 _PRODUCT = ("dbsp_", "kernels/")
 
 
-def cases(setting: Setting) -> Iterator[Case]:
-    for strategy in ("U2R1",) if setting.dry else ("U1R1", "U8R1", "U2R4", "U1R8"):
-        for kind in KINDS:
-            yield Case(f"{strategy}, {kind}", partial(waits, setting, strategy, kind))
-
-
-def waits(setting: Setting, strategy: str, kind: str) -> Iterator[Row]:
-    """Waits of one layer's call in a steady step, all ranks together."""
-    if setting.device == "cpu":
-        raise Skipped("nothing to wait for on a CPU")
-    with recorded_by_simulation() if setting.dry else recorded_by_cuda(), launches_one_after_another():
-        by_rank = ThreadRanks(Strategy.parse(strategy).world).run(on_rank, setting, strategy, kind)
-    seen: Counter[str] = sum(by_rank, Counter())
-    yield Row("waits", float(sum(seen.values())), "", 0.0)
-    for where, times in seen.most_common():
-        yield Row(f"waits at {where}", float(times))
+def recorded(setting: Setting) -> AbstractContextManager[Any]:
+    """Notes waits of threads that are `watched`."""
+    return recorded_by_simulation() if setting.dry else recorded_by_cuda()
 
 
 def on_rank(rank: int, world: int, setting: Setting, strategy: str, kind: str) -> Counter[str]:
@@ -64,7 +49,7 @@ def on_rank(rank: int, world: int, setting: Setting, strategy: str, kind: str) -
     with torch.no_grad():
         for step in range(STEADY + 1):
             timestep = torch.tensor(900.0 - step, device=setting.device)
-            full = inputs(setting, sizes, dtype, step)[:3]
+            full = inputs(setting.device, sizes, dtype, step)[:3]
             begin = partial(session.begin, sizes.video, timestep=timestep, device=setting.device)
             layout = begin() if step == 0 else session.layout
             q, k, v = (local(one, layout, rank) for one in full)

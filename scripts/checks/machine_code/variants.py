@@ -121,7 +121,7 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype)
 
 
-def _inputs(of: Variant) -> KernelInputs:
+def inputs_of(of: Variant) -> KernelInputs:
     dtype = DTYPES[of.dtype]
     partial = None
     if of.case == "ring":
@@ -141,7 +141,7 @@ def _inputs(of: Variant) -> KernelInputs:
 
 
 def _backward(of: Variant) -> None:
-    given = _inputs(of)
+    given = inputs_of(of)
     table = _tensor(BLOCKS, ROWS), _tensor(BLOCKS)
     lse = _tensor(ROWS, of.block_q, dtype=torch.float32)
     triton_attention_backward(BackwardInputs(given, given.q, given.q, lse, lambda: table))
@@ -211,8 +211,8 @@ def _pack(of: Variant) -> None:
 OF_HEADS, OF_ALL = ((0, 0, 128), (0, 0, 64)), ((0, 0, 0),)
 """Shapes of kernels whose code depends on D alone, and on none."""
 KERNELS = {
-    "triton": Kernel("forward_kernel", lambda of: triton_attention(_inputs(of)), ("", "ring")),
-    "triton-int8": Kernel("forward_kernel", lambda of: triton_int8_attention(_inputs(of)), ("", "ring")),
+    "triton": Kernel("forward_kernel", lambda of: triton_attention(inputs_of(of)), ("", "ring")),
+    "triton-int8": Kernel("forward_kernel", lambda of: triton_int8_attention(inputs_of(of)), ("", "ring")),
     "triton-dq": Kernel("backward_rows_kernel", _backward),
     "triton-dkv": Kernel("backward_keys_kernel", _backward),
     "sum-tokens": Kernel("sum_kernel", _sum_tokens, shapes=OF_HEADS),

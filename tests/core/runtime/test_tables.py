@@ -16,7 +16,7 @@ from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
 from tests.support.interpreter import interpreted
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/kernels/test_on_gpu.py runs the kernels")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="scripts/gpu_suite runs the kernels")
 
 
 @given(rows=st.integers(0, 5), width=st.integers(0, 40), seed=SEEDS)

@@ -1,4 +1,4 @@
-"""A step of the GPU suite whose cases fail in every way."""
+"""A part of the GPU suite whose cases fail in every way."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from scripts.checks.gpu.journal import Case, Row, Skipped
+from scripts.checks.gpu.results import Case, Row, Skipped
 from scripts.checks.gpu.setting import Setting
 
 

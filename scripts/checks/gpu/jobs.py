@@ -1,0 +1,139 @@
+"""Packed rows of a rank's heads under a synthetic mask, and dense attention of the same heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dbsp_core import BlockGrid, BlockMask, make_plan
+from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
+from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.synthetic.source import SyntheticSource
+from dbsp_kernels import KernelInputs, block_attention
+from dbsp_kernels.triton.launch import capability_of
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
+from scripts.checks.gpu.clock import Work
+from scripts.checks.gpu.setting import Model, Setting, Shape
+
+LOOPS = ("late", "scale_first", "plain")
+"""Schedules of Hopper's forward kernel that are compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedJob:
+    """Packed rows of `heads` heads under one mask, as a rank has them."""
+
+    setting: Setting
+    shape: Shape
+    model: Model
+    heads: int
+    density: float
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        blocks = {"block_q": self.shape.block_q, "block_k": self.shape.block_k}
+        if self.density == 1:
+            return BlockMask.dense(self.heads, BlockGrid(self.model.tokens, 0, **blocks))
+        source = SyntheticSource(preset="wan2.1-t2v-14b", density=self.density, **blocks)
+        return source.mask(MaskRequest(0, self.heads, self.model.thw))
+
+    @cached_property
+    def table(self) -> KernelTable:
+        plan = make_plan(self.mask, "U1R1")
+        (table,) = build_tables(table_layout(plan, 0).to(torch.device(self.setting.device)), self.mask)
+        return table.expanded()
+
+    @cached_property
+    def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Sets of q [Rq, Bq, D], k and v [Ck, Bk, D], random."""
+        grid, shape = self.mask.grid, self.shape
+        options = {"device": self.setting.device, "dtype": shape.dtype}
+        sizes = [(self.heads * grid.nq, grid.block_q, shape.head_dim)]
+        sizes += [(self.heads * grid.nk, grid.block_k, shape.head_dim)] * 2
+        return [tuple(torch.randn(size, **options) for size in sizes) for _ in range(self.setting.sets)]
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of its active blocks: two products, a multiplication and an addition each."""
+        grid = self.mask.grid
+        return 4.0 * int(self.mask.bits.sum()) * grid.block_q * grid.block_k * self.shape.head_dim
+
+    def work(self, kernel: str, **options: Any) -> Work:
+        """Returns attention by a kernel, to one set of inputs after another."""
+
+        def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = self.inputs[i % len(self.inputs)]
+            return block_attention(*inputs, **vars(self.table), kernel=kernel, **options)
+
+        return attend
+
+    def tiled(self, tiles: Tiles) -> Work:
+        """Returns attention by kernel `triton` with these tiles."""
+        from dbsp_kernels.triton.forward import triton_attention
+
+        def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            inputs = self.inputs[i % len(self.inputs)]
+            scale = self.shape.head_dim**-0.5
+            return triton_attention(KernelInputs(*inputs, **vars(self.table), scale=scale), tiles=tiles)
+
+        return attend
+
+    def error(self, work: Work, rows: int = 16) -> float:
+        """Returns the relative error of the first rows of the order and the last, against float64."""
+        (q, k, v), (out, _) = self.inputs[0], work(0)
+        picked = torch.cat([self.table.row_schedule[: rows // 2], self.table.row_schedule[-(rows // 2) :]]).long()
+        table = {name: getattr(self.table, name)[picked] for name in ("kv_index", "kv_count")}
+        wide = (q[picked].double(), k.double(), v.double())
+        expected, _ = block_attention(*wide, **table, kv_len=self.table.kv_len, kernel="reference")
+        error = (out[picked].double() - expected).norm() / expected.norm()
+        return float(error) if bool(out.isfinite().all()) else float("nan")
+
+
+def used_tiles(setting: Setting, shape: Shape) -> Tiles:
+    """Returns the tiles that `triton` takes for a shape on this device, Hopper's in the interpreter."""
+    on_gpu = torch.cuda.is_available() and not setting.simulated
+    return tiles_for(*shape, capability_of(torch.device(setting.device)) if on_gpu else HOPPER)
+
+
+def tile_variants(setting: Setting, shape: Shape) -> dict[str, Tiles]:
+    """Returns the tiles in use, first, and those with the other loops, and with 64 queries a program."""
+    used = used_tiles(setting, shape)
+    half = used_tiles(setting, shape._replace(block_q=64))
+    bases = [used, half] if half.queries < used.queries else [used]
+    tiles = [replace(base, loop=loop) for base in bases for loop in (used.loop, *LOOPS)]
+    return {f"{one.loop}, {one.queries} queries": one for one in tiles}
+
+
+def dense_works(setting: Setting, model: Model, heads: int, dtype: torch.dtype) -> dict[str, Work]:
+    """Returns dense attention of some heads by each library that does it here."""
+    size = 3, 1, heads, model.tokens, model.head_dim
+    sets = [torch.randn(size, device=setting.device, dtype=dtype) for _ in range(setting.sets)]
+
+    def sdpa(backend: SDPBackend) -> Work:
+        def work(i: int) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(*sets[i % len(sets)])
+
+        return work
+
+    backends = ("MATH",) if setting.dry else ("CUDNN_ATTENTION", "FLASH_ATTENTION")
+    works = {f"dense, {name.partition('_')[0].lower()}": sdpa(getattr(SDPBackend, name)) for name in backends}
+    return {name: work for name, work in works.items() if runs(work)}
+
+
+def runs(work: Callable[[int], object]) -> bool:
+    """Returns False if this machine, or this library, cannot do it."""
+    try:
+        work(0)
+    except Exception as error:
+        if "illegal" in str(error):  # the device has failed: nothing after it would be true
+            raise
+        print(f"not here: {type(error).__name__}: {error}")
+        return False
+    return True

@@ -1,0 +1,256 @@
+"""Writes what the GPU suite measured to constants, results and pages: scripts/gpu_suite --publish FOLDER.
+
+- constants that `dbsp bench` measured, to the file in configs/hardware for this device;
+- all rows as a CSV in docs/results, with its entry in evidence.yaml, and seconds.csv, modelled anew by these constants;
+- on pages, what stands between `<!-- measured NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dbsp_core.cost.machine import SHIPPED, Hardware, KernelConstants, load_hardware, save_hardware
+from dbsp_core.utils.errors import UserError
+from scripts.checks.gpu.machine import sources_fingerprint
+from scripts.checks.gpu.results import RESULTS, Key, Outcome, read_results
+from scripts.checks.gpu.suite import REPO
+from scripts.reproduce import seconds
+from scripts.results.result import write_csv
+
+MARKED = re.compile(r"<!-- measured ([\w-]+) -->.*?<!-- end -->", re.DOTALL)
+PAGES = ("README.md", "docs/kernels.md")
+MODELS = {"wan2.1-t2v-14b": "Wan2.1 14B", "cogvideox1.5-5b": "CogVideoX1.5 5B"}
+BLOCKS, DENSITIES = ("128×64", "64×64", "128×128"), ("0.2", "0.4", "0.7", "1.0")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of gpu-NAME.csv."""
+
+    part: str
+    case: str
+    what: str
+    value: float
+    unit: str
+    limit: float | None
+    goal: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """Outcomes of one device, of one version of the sources.
+
+    Attributes:
+        name: Of the machine in configs/hardware.
+        commit: At which the suite ran.
+    """
+
+    name: str
+    device: str
+    commit: str
+    date: str
+    outcomes: dict[Key, Outcome]
+
+    @classmethod
+    def read(cls, folder: Path) -> Published:
+        """Reads a folder of the suite. Raises UserError for a dry run, or if it is not known what was measured."""
+        if not (folder / RESULTS).is_file():
+            raise UserError(f"{folder / RESULTS} does not exist; run scripts/gpu_suite --out {folder}")
+        machine, outcomes = read_results(folder / RESULTS)
+        if machine["how"] != "GPU":
+            raise UserError(f"{folder / RESULTS} is of a {machine['how']}; run scripts/gpu_suite on a GPU")
+        commit = str(machine["commit"])
+        if machine["sources"] == sources_fingerprint():
+            commit = _git("rev-parse", "HEAD")
+        elif commit == "unknown" or commit.endswith("-dirty"):
+            raise UserError(f"{folder / RESULTS} is of other sources at commit {commit}; run scripts/gpu_suite again")
+        outcomes = {key: outcome for key, outcome in outcomes.items() if outcome.sources == machine["sources"]}
+        device = machine["devices"][0]
+        return cls(machine_name(device), device, commit[:8], machine["date"].partition(" ")[0], outcomes)
+
+    def value(self, case: str, what: str) -> float | None:
+        """Returns the value of a row, or None if there is none."""
+        rows = (row for key, outcome in self.outcomes.items() if key.case == case for row in outcome.rows)
+        return next((row.value for row in rows if row.what == what), None)
+
+    def rate(self, blocks: str, density: str) -> float | None:
+        """Returns TFLOP/s of the loop in use, whose error is the first row of its case."""
+        outcome = self.outcomes.get(Key("rates", _case(blocks)))
+        in_use = outcome.rows[0].what.removeprefix("error of ") if outcome and outcome.rows else ""
+        return self.value(_case(blocks), f"{in_use}, density {density}")
+
+    @property
+    def file(self) -> str:
+        return f"gpu-{self.name}"
+
+    @property
+    def verdict(self) -> str:
+        """Says how many checks were right."""
+        right = sum(outcome.state == "ended" and outcome.correct for outcome in self.outcomes.values())
+        wrong = sum(not outcome.correct for outcome in self.outcomes.values())
+        return f"{right} cases right, {wrong} wrong"
+
+
+def publish(folder: Path) -> int:
+    """Writes everything. Returns the exit status."""
+    try:
+        found = Published.read(folder)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    written = [write_hardware(found)]
+    videos = list(seconds.rows())  # modelled by these constants
+    written += write_results(found, videos)
+    texts = {"status": status(found), "kernels": kernels_table(found), "seconds": seconds_table(videos)}
+    written += write_pages(texts)
+    print("wrote", *(path.relative_to(REPO) for path in written), sep="\n  ")
+    print(f"commit these, then note it: python -m scripts.results --ran seconds.csv  ({found.verdict})")
+    return 0
+
+
+def machine_name(device: str) -> str:
+    """Returns the name of the shipped machine with this device, or a new one."""
+    known = {load_hardware(path.stem).device: path.stem for path in sorted(SHIPPED.glob("*.yaml"))}
+    return known.get(device) or re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def write_hardware(found: Published) -> Path:
+    """Replaces the constants that were measured, with their labels."""
+    path = SHIPPED / f"{found.name}.yaml"
+    before = load_hardware(found.name if path.is_file() else "h100")
+    rows = [row for key, outcome in found.outcomes.items() if key.part == "constants" for row in outcome.rows]
+    # 1. Constants of the model.
+    measured = {row.what: row.value for row in rows if row.what in vars(before.constants)}
+    constants = replace(before.constants, **measured)
+    sources = {**before.sources, **dict.fromkeys(measured, "measured")}
+    # 2. Rates of kernels by blocks.
+    by_kernel: dict[str, dict[str, float]] = {}
+    for row in rows:
+        if kernel := re.fullmatch(r"(\S+) (\d+x\d+) flops_per_s", row.what):
+            by_kernel.setdefault(kernel[1], {})[kernel[2]] = row.value
+    rates = {name: KernelConstants("measured", flops_by_blocks=blocks) for name, blocks in by_kernel.items()}
+    hardware: Hardware = replace(
+        before,
+        name=found.name,
+        device=found.device,
+        constants=constants,
+        sources=sources,
+        kernels={**before.kernels, **rates},
+    )
+    others = ", ".join(name for name, label in sources.items() if label != "measured")
+    notes = (
+        f"Measured on one GPU by scripts/gpu_suite at commit {found.commit}, but for {others}, which are as before."
+    )
+    save_hardware(path, hardware, {"date": found.date, "notes": notes})
+    return path
+
+
+def write_results(found: Published, videos: list[seconds.Row]) -> Iterator[Path]:
+    """Writes gpu-NAME.csv with its entry in evidence.yaml, and seconds.csv. Yields their paths."""
+    lines = [
+        Line(*key, row.what, row.value, row.unit, row.limit, row.goal, outcome.state)
+        for key, outcome in found.outcomes.items()
+        for row in outcome.rows
+    ]
+    results = REPO / "docs" / "results"
+    write_csv(found.file, lines, results)
+    yield results / f"{found.file}.csv"
+    evidence = results / "evidence.yaml"
+    entry = f"""
+- files: [{found.file}.csv]
+  what: checks and measurements of scripts/gpu_suite on one {found.device}
+  command: scripts/gpu_suite --out FOLDER, then scripts/gpu_suite --publish FOLDER
+  how: [measured]
+  machine: {found.device}
+  commit: "{found.commit}"
+  sources: [kernels, dbsp_core/runtime, dbsp_core/comm, scripts/checks/gpu]
+"""
+    others = re.sub(rf"\n- files: \[{found.file}\.csv\]\n(  .*\n)+", "", evidence.read_text(encoding="utf-8"))
+    evidence.write_text(others.rstrip("\n") + "\n" + entry, encoding="utf-8")
+    yield evidence
+    write_csv("seconds", videos, results)
+    yield results / "seconds.csv"
+
+
+def write_pages(texts: dict[str, str]) -> Iterator[Path]:
+    """Replaces marked places by their texts. Yields the pages that changed."""
+    for name in PAGES:
+        page = REPO / name
+        before = page.read_text(encoding="utf-8")
+        after = MARKED.sub(lambda place: f"<!-- measured {place[1]} -->{texts[place[1]]}<!-- end -->", before)
+        if after != before:
+            page.write_text(after, encoding="utf-8")
+            yield page
+
+
+def status(found: Published) -> str:
+    rate, ratio = found.rate("128×64", "0.4"), found.value(_case("128×64"), "rate / best dense, density 0.4")
+    speed = f", kernel at {rate:.0f} TFLOP/s, {ratio:.2f} of the best dense one's" if rate and ratio else ""
+    return (
+        "\n**Status:** exact in tests on CPUs and on simulated GPUs.\n"
+        f"Run on one {found.device}: {found.verdict}{speed}\n"
+        f"([measured](docs/results/{found.file}.csv)). Not yet run on several GPUs.\n"
+    )
+
+
+def kernels_table(found: Published) -> str:
+    """Returns rates by blocks and density."""
+    rows = []
+    for blocks in BLOCKS:
+        for density in DENSITIES:
+            names = f"rate / best dense, density {density}", f"gain over best dense, density {density}"
+            values = found.rate(blocks, density), *(found.value(_case(blocks), name) for name in names)
+            if None not in values:
+                rows.append(f"| {blocks} | {density} | {values[0]:.0f} | {values[1]:.2f} | {values[2]:.2f} |\n")
+    return (
+        f"\n`triton` on one {found.device}, 5 heads of 75,600 tokens (Wan2.1-14B on 8 GPUs), bfloat16, measured at\n"
+        f"commit {found.commit} ([all rows](results/{found.file}.csv)):\n\n"
+        "| blocks | density | TFLOP/s on active blocks | over the best dense kernel's | times as fast as dense |\n"
+        f"|---|---|---|---|---|\n{''.join(rows)}\n{balance_lines(found)}"
+    )
+
+
+def balance_lines(found: Published) -> str:
+    """Returns what balance gains on the device, and what a call costs besides the kernel."""
+    lines = []
+    for key, outcome in found.outcomes.items():
+        values = {row.what: row.value for row in outcome.rows}
+        if key.part == "balance" and "contiguous / dbsp" in values:
+            before, after = (values[f"{planner}: slowest / mean, in time"] for planner in ("contiguous", "dbsp"))
+            lines.append(
+                f"- {key.case}, each rank alone: the slowest rank's attention takes {values['contiguous / dbsp']:.2f} "
+                f"times as long\n  split contiguously as balanced; slowest over mean {before:.3f} → {after:.3f}.\n"
+            )
+        if key.part == "steady" and "on the device" in values:
+            device_ms, host_ms = values["on the device"], values["on the host"]
+            lines.append(f"- A call, {key.case}: {device_ms:.2f} ms on the device, {host_ms:.2f} ms on the host.\n")
+    return "".join(lines)
+
+
+def seconds_table(videos: list[seconds.Row]) -> str:
+    """Returns README's table, with a row for each machine that was measured."""
+    machines = [name for name in seconds.MACHINES if name in ("a800", "h800") or load_hardware(name).measured]
+    lines = ["| model, video | GPU | dense Ulysses | sparse, split blindly | sparse, db-SP |", "|---|---|---|---|---|"]
+    for model in seconds.MODELS:
+        of_model = [row for row in videos if row.model == model and row.machine in machines]
+        for number, row in enumerate(of_model):
+            title = f"{MODELS[model]}, {row.size}, {row.steps} steps" if number == 0 else ""
+            times = f"{row.dense_s:.0f} | {row.blind_s:.0f} | **{row.dbsp_s:.0f}**"
+            lines.append(f"| {title} | {row.machine.upper()} | {times} |")
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _case(blocks: str) -> str:
+    return f"14B, {blocks}, D 128, bfloat16"
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(
+        ["git", "-C", str(REPO), *arguments], capture_output=True, text=True, check=True
+    ).stdout.strip()

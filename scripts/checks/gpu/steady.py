@@ -1,0 +1,109 @@
+"""A steady call of one rank without the others: on the device, on the host, and kernel by kernel.
+
+Kernel by kernel, by torch's profiler; `scripts.bench.steady_call` counts launches and Python without a GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from dbsp_core import Strategy
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
+from scripts.bench.alone_rank import AloneRank
+from scripts.checks.gpu.results import Case, Row
+from scripts.checks.gpu.setting import Model, Setting
+
+LAYERS = 2
+"""Attentions in each call of a transformer: few, as each has a mask that the host makes."""
+PARTS = {
+    "forward_kernel": "attention",
+    "copy_kernel": "packing and unpacking",
+    "expand_kernel": "tables",
+    "pack_kernel": "tables",
+    "merge_kernel": "merging",
+    "sum_kernel": "prediction",
+    "pool_kernel": "prediction",
+    "score_kernel": "prediction",
+    "select_kernel": "prediction",
+}
+"""What our kernels do; torch's own are "torch", and copies and fills of memory."""
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    for model in dict.fromkeys((setting.large, setting.small)):
+        for strategy in setting.strategies:
+            for name, mask in masks(setting).items():
+                case = partial(steady_call, setting, model, strategy, mask)
+                yield Case(f"{model.name}, {strategy}, {name}", case, alone=True)
+
+
+def masks(setting: Setting) -> dict[str, dict[str, Any]]:
+    """Returns settings of a mask that is known, and of one that is predicted at each call."""
+    blocks = {"block_q": 32, "block_k": 16} if setting.dry else {"block_q": 128, "block_k": 64}
+    known = {"source": "synthetic", "preset": "wan2.1-t2v-14b", "density": 0.4}
+    return {"static": known | blocks, "predicted": {"source": "sparge", **blocks}}
+
+
+class SteadyCall:
+    """A transformer's call of `LAYERS` attentions on rank 0; one call is one denoising step."""
+
+    def __init__(self, setting: Setting, model: Model, strategy: str, mask: dict[str, Any], rank: int = 0) -> None:
+        self.setting, self.video, self.step = setting, Video(model.thw), itertools.count()
+        group = AloneRank(rank, setting.world)
+        config = DbspConfig.load({"mask": mask})
+        self.session = AttentionSession(config, group, Strategy.parse(strategy), model.heads, LAYERS)
+        shard = self.begin().shard
+        self.session.end()
+        size = 1, model.heads, shard, model.head_dim
+        # Neighbouring tokens are equal, or every block would be dense for its dissimilarity.
+        tokens = (torch.randn(size, device=setting.device).cumsum(2) / 30 for _ in range(3))
+        self.q, self.k, self.v = (one.to(setting.dtype) for one in tokens)
+
+    def begin(self) -> Any:
+        return self.session.begin(self.video, timestep=1000.0 - next(self.step), device=self.setting.device)
+
+    def attend(self, layer: int = 0) -> torch.Tensor:
+        return self.session.attend(layer, self.q, self.k, self.v)
+
+    def __call__(self, i: int = 0) -> None:
+        self.begin()
+        for layer in range(LAYERS):
+            self.attend(layer)
+        self.session.end()
+
+
+@torch.no_grad()
+def steady_call(setting: Setting, model: Model, strategy: str, mask: dict[str, Any]) -> Iterator[Row]:
+    call = SteadyCall(setting, model, strategy, mask)
+    for _warm_up in range(3):
+        call()
+    # 1. Of one attention, its share of begin and end included.
+    yield Row("on the device", setting.sampler.medians({"": call})[""] / LAYERS, "ms")
+    yield Row("on the host", setting.sampler.cpu_ms(call) / LAYERS, "ms")
+    # 2. Kernel by kernel.
+    if setting.device == "cuda" and not setting.simulated:
+        for part, (ms, launches) in profiled(call).items():
+            yield Row(f"of it {part}", ms / LAYERS, "ms")
+            yield Row(f"launches of {part}", launches / LAYERS)
+    call.session.flush()
+
+
+def profiled(call: SteadyCall) -> dict[str, tuple[float, int]]:
+    """Returns the device's milliseconds and the launches of one call, by part."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    parts: dict[str, tuple[float, int]] = {}
+    for event in seen.key_averages():
+        part = next((part for name, part in PARTS.items() if name in event.key), "torch")
+        ms, launches = parts.get(part, (0.0, 0))
+        parts[part] = ms + event.self_device_time_total / 1e3, launches + event.count
+    return parts
