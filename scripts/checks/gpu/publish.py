@@ -1,7 +1,7 @@
 """Writes what the GPU suite measured to constants, results and pages: scripts/gpu_suite --publish FOLDER.
 
 - constants that `dbsp bench` measured, to the file in configs/hardware for this device;
-- all rows as a CSV in docs/results, with its entry in evidence.yaml, and seconds.csv, modelled anew by these constants;
+- all rows as a CSV in docs/results, with an entry in evidence.yaml; seconds.csv, modelled by these constants;
 - on pages, what stands between `<!-- measured NAME -->` and `<!-- end -->`.
 """
 

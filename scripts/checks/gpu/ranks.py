@@ -52,7 +52,7 @@ def cases(setting: Setting) -> Iterator[Case]:
     first = len(exact) if setting.dry else len(strategies_of(8)) * len(kinds)
     yield from exact[:first]
     for strategy in ("U2R1",) if setting.dry else ("U1R1", "U8R1", "U2R4", "U1R8"):
-        for kind in waits.KINDS:
+        for kind in ("predicted",) if setting.simulated else waits.KINDS:
             yield Case(f"waits, {strategy}, {kind}", partial(waiting, setting, strategy, kind))
     yield from exact[first:]
 

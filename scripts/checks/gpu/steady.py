@@ -103,6 +103,8 @@ def profiled(call: SteadyCall) -> dict[str, tuple[float, int]]:
         torch.cuda.synchronize()
     parts: dict[str, tuple[float, int]] = {}
     for event in seen.key_averages():
+        if not event.self_device_time_total:  # a call of CUDA's, on the host
+            continue
         part = next((part for name, part in PARTS.items() if name in event.key), "torch")
         ms, launches = parts.get(part, (0.0, 0))
         parts[part] = ms + event.self_device_time_total / 1e3, launches + event.count
