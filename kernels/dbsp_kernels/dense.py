@@ -116,7 +116,7 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKer
     inputs = SDPAParams(q, q, q, None, 0.0, False, False)
     reasons = []
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel(backends):  # whatever the caller's context admits
+    with sdpa_kernel(backends):  # independent of the caller's context
         for kernel in _preferred(device):
             try:
                 if kernel.supports(inputs):

@@ -166,7 +166,7 @@ def test_dense_heads_apart_give_the_reference(threads, case):
             errors, has_some, parts = zip(*threads(world).run(run, case, heads), strict=True)
         assert max(errors) <= most, heads
         assert any(has_some), heads
-        assert len(shapes) == sum(parts), "one call a part and chunk, whatever the batch"
+        assert len(shapes) == sum(parts), "one call a part and chunk, for any batch"
         assert {shape[0] for shape in shapes} == {case.batch}
 
 
