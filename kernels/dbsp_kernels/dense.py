@@ -115,8 +115,7 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKer
     q = torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype)
     inputs = SDPAParams(q, q, q, None, 0.0, False, False)
     reasons = []
-    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    with sdpa_kernel(backends):  # independent of the caller's context
+    with sdpa_kernel(list(SDPBackend.__members__.values())):  # independent of the caller's context
         for kernel in _preferred(device):
             try:
                 if kernel.supports(inputs):
