@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from dbsp_core.comm import process_groups
-from dbsp_core.comm.process_groups import CONTROL, subgroup
+from dbsp_core.comm.process_groups import subgroup
 
 
 class MockNcclOptions:
@@ -29,7 +29,7 @@ class MockNcclOptions:
 
 
 def make_groups(rank: int, world: int) -> dict[str, Any]:
-    """Makes a part and a control group of a group over "NCCL". Returns the options that torch was given for them."""
+    """Makes a part over NCCL and a group over gloo of a group over NCCL. Returns the options that torch was given for them."""
     parent = MockNcclOptions(is_high_priority_stream=True)
     parent._timeout, parent.config["max_ctas"] = timedelta(seconds=77), 8
     parent.split_from, parent.group_name = "another group", "0"
@@ -43,7 +43,7 @@ def make_groups(rank: int, world: int) -> dict[str, Any]:
         patch.object(process_groups, "_backend_options", lambda group: iter([object(), parent])),
         patch.object(distributed_c10d, "_new_process_group_helper", record),
     ):
-        for purpose, backend in (("a part", "nccl"), (CONTROL, "gloo")):
+        for purpose, backend in (("a part", "nccl"), ("for host tensors", "gloo")):
             subgroup(dist.group.WORLD, purpose, range(world), backend)
     of_part, timeout = given["nccl"]
     of_part.config["max_ctas"] += 1
