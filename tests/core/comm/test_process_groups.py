@@ -29,7 +29,7 @@ class MockNcclOptions:
 
 
 def make_groups(rank: int, world: int) -> dict[str, Any]:
-    """Makes a part over NCCL and a group over gloo of a group over NCCL. Returns the options that torch was given for them."""
+    """Makes a part over "NCCL" and a group over gloo. Returns the options that torch was given for them."""
     parent = MockNcclOptions(is_high_priority_stream=True)
     parent._timeout, parent.config["max_ctas"] = timedelta(seconds=77), 8
     parent.split_from, parent.group_name = "another group", "0"
