@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -51,6 +52,10 @@ def use_local_device(local_rank: int | None = None) -> torch.device:
 def process_group(device: torch.device, **options: Any) -> Iterator[None]:
     """Joins the other ranks, over NCCL or gloo as the device asks for, and leaves them at the end.
 
+    NCCL gets streams of high priority, unless $TORCH_NCCL_HIGH_PRIORITY says otherwise: the transfer of the next chunk
+    and the attention kernel become ready at the same time, and a transfer that starts late is waited for. torch reads
+    the variable for every communicator that it makes, so that it holds for groups that others make from this one too.
+
     After a failure inside, the communicators are aborted: NCCL's `destroy_process_group` waits for ranks that are
     still in a collective with this one.
 
@@ -61,6 +66,8 @@ def process_group(device: torch.device, **options: Any) -> Iterator[None]:
     Raises:
         CommunicationError: Other ranks did not come.
     """
+    if device.type == "cuda":
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     with explain_broken_connection():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
     try:

@@ -24,7 +24,7 @@ _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDi
 
 
 def subgroup(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> dist.ProcessGroup:
-    """Returns a group of some ranks of `group`, this one among them, for one purpose, with the same timeout.
+    """Returns a group of some ranks of `group`, this one among them, for one purpose, with the same options.
 
     Collective for these ranks at the first call; no others take part.
     """
@@ -41,12 +41,31 @@ def subgroup(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str)
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """Returns the time after which a group's collectives fail; None if its backend does not have the option."""
+    timeouts = (getattr(options, "_timeout", None) for options in _backend_options(group))
+    return next((timeout for timeout in timeouts if isinstance(timeout, timedelta)), None)
+
+
+def _backend_options(group: dist.ProcessGroup) -> Iterator[Any]:
+    """Yields the options of a group's backends that have any."""
     for device_type in group._device_types:
         options = getattr(group._get_backend(device_type), "options", None)
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return None
+        if options is not None:
+            yield options
+
+
+def _nccl_options(group: dist.ProcessGroup) -> Any:
+    """Returns new options for NCCL with a group's timeout, stream priority and limits; None if it is not over NCCL.
+
+    Not a copy: torch writes name, ranks and the communicator to split into the options of each group that it makes.
+    """
+    parent = next(
+        (options for options in _backend_options(group) if hasattr(options, "is_high_priority_stream")), None
+    )
+    if parent is None:
+        return None
+    options = type(parent)(is_high_priority_stream=parent.is_high_priority_stream)
+    options.config, options._timeout = parent.config, parent._timeout
+    return options
 
 
 def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> dist.ProcessGroup:
@@ -67,6 +86,7 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
             backend,
             distributed_c10d._get_default_store(),
             group_name=f"{group.group_name}/dbsp-{purpose}",
+            backend_options=_nccl_options(group) if "nccl" in backend else None,
             timeout=timeout_of(group) or default_pg_timeout,
         )
     distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: index for index, rank in enumerate(ranks)}

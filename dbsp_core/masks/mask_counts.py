@@ -111,6 +111,7 @@ def _columns_on_device(part: torch.Tensor, q_owner: torch.Tensor, world: int) ->
     ranks, found, head = torch.arange(world, device=q_owner.device)[:, None], [], 0
     for some in part.split(max(1, BITS_AT_ONCE // max(1, part[0].numel()))):
         of_rank = (q_owner[head : head + len(some), None] == ranks).to(exact)
-        found.append((of_rank @ some.to(exact)).int())
+        with torch.autocast(part.device.type, enabled=False):
+            found.append((of_rank @ some.to(exact)).int())
         head += len(some)
     return torch.cat(found).transpose(0, 1)

@@ -16,6 +16,7 @@ from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import ChunkTable
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import (
+    DensePart,
     Kernel,
     PartialAttention,
     attend_dense_part,
@@ -172,17 +173,19 @@ def _attend(
         rows: [B·Rq, Bq, D].
         kv: [2, B, Ck, Bk, D], keys and values of the chunk.
         head_tokens: Tokens of a head, if rows are those of whole heads; see `dbsp_kernels.block_attention`.
-        out_dtype: Dtype of the result, of at least 32 bits until the last chunk, and if there are dense rows.
+        out_dtype: Dtype of the result, of at least 32 bits until the last chunk, and if dense rows merge into it.
         lse: True if the log-sum-exp is needed: for other chunks, or for backward.
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
-    dense = table.dense
+    dense, is_first = table.dense, running is None
     if dense is not None and not (kernel.returns_lse and fused_kernel(rows)):
         dense = None
     if dense is not None:
         table = replace(table, kv_count=dense.kv_count, kv_full=dense.kv_full)
-        lse, out_dtype = True, torch.promote_types(rows.dtype, torch.float32)
+        lse = True
+        if not is_first:
+            out_dtype = torch.promote_types(rows.dtype, torch.float32)
     if dense is None or not dense.every:
         running = block_attention(
             rows,
@@ -197,7 +200,10 @@ def _attend(
             lse=lse,
         )
     if dense is not None:
-        running = _with_dense_rows(running, rows, keys, values, table, batch, scale)
+        q, keys, values = (t.unflatten(0, (batch, -1)) for t in (rows, keys, values))
+        running = _with_dense_rows(
+            running, q, keys, values, parts=dense.parts, scale=scale, is_first=is_first, out_dtype=out_dtype
+        )
     if running is None:
         raise ValueError("a chunk has either rows for the kernel or dense rows")
     return running
@@ -208,20 +214,38 @@ def _with_dense_rows(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    table: ChunkTable,
-    batch: int,
+    *,
+    parts: tuple[DensePart, ...],
     scale: float,
+    is_first: bool,
+    out_dtype: torch.dtype,
 ) -> PartialAttention:
-    """Merges dense rows' attention to this chunk's keys into the running result, which is None before the first."""
+    """Returns the running result with dense rows' attention to this chunk's keys.
+
+    Args:
+        running: out [B·Rq, Bq, D] and log-sum-exp [B·Rq, Bq]; None in the first chunk if all rows are dense.
+        q: [B, Rq, Bq, D].
+        keys, values: [B, Ck, Bk, D].
+        parts: The dense rows.
+        is_first: True in the first chunk: then their results are written, else merged.
+        out_dtype: Dtype of the result, if `running` is None.
+    """
+    # 1. One part that is all rows is the result.
+    if running is None and len(parts) == 1:
+        out, lse = attend_dense_part(q, keys, values, parts[0], scale)
+        return out.reshape(-1, *q.shape[2:]).to(out_dtype), lse.reshape(-1, q.shape[2])
     if running is None:
-        wide = torch.promote_types(q.dtype, torch.float32)
-        running = (
-            torch.zeros_like(q, dtype=wide),
-            torch.full(q.shape[:2], -torch.inf, dtype=wide, device=q.device),
-        )
-    q, keys, values, all_out, all_lse = (t.unflatten(0, (batch, -1)) for t in (q, keys, values, *running))
-    for part in table.dense.parts if table.dense else ():
-        rows = slice(*part.rows)
-        found = attend_dense_part(q, keys, values, part, scale)
-        merge_into(all_out[:, rows], all_lse[:, rows], *found)
+        lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        running = torch.empty_like(q, dtype=out_dtype).flatten(0, 1), lse.flatten(0, 1)
+    # 2. Each other part is written or merged in place.
+    all_out, all_lse = (t.unflatten(0, (len(q), -1)) for t in running)  # [B, Rq, Bq, D] and [B, Rq, Bq]
+    for part in parts:
+        out, lse = attend_dense_part(q, keys, values, part, scale)
+        running_out, running_lse = part.rows_of(all_out), part.rows_of(all_lse)  # [B, heads, rows, Bq, D], views
+        if is_first:
+            running_out.copy_(out)
+            running_lse.copy_(lse)
+            continue
+        for of_item in zip(running_out, running_lse, out, lse, strict=True):  # heads of two items are not one view
+            merge_into(*of_item)
     return running

@@ -39,7 +39,7 @@ class DenseRows:
     """Rows of heads (or of their sequences) whose every block is dense, in one chunk.
 
     Attributes:
-        parts: Head by head.
+        parts: Groups of heads of equal size.
         every: True if they are all rows of this rank.
         kv_count, kv_full: int32[Rq], those of the table, 0 for these rows.
     """
@@ -262,20 +262,55 @@ def build_tables(
 
 
 def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndarray) -> DenseRows | None:
+    """Returns the dense rows of one chunk; spans of less than two tokens, which cuDNN rejects, are left out."""
     rest = np.ones(len(table.kv_count), dtype=np.int32)
-    parts = []
+    groups: dict[tuple[int, bytes], list[list[Span]]] = {}
+    # 1. Spans of equal size that follow one another at equal distance form a group.
     for span in spans:
-        if not dense_spans[span.number] or not len(span.lengths):
+        if not dense_spans[span.number] or span.lengths.sum() < 2:
             continue
         rest[slice(*span.rows)] = 0
-        local_head, tokens = np.arange(table.block_k), None
-        if (span.lengths < table.block_k).any():
-            tokens = to_device(np.flatnonzero(local_head < span.lengths[:, None]), table.kv_count.device)
-        parts.append(DensePart(span.rows, span.blocks, tokens))
-    if not parts:
+        of_size = groups.setdefault((span.rows[1] - span.rows[0], span.lengths.tobytes()), [])
+        if of_size and _continues(of_size[-1], span):
+            of_size[-1].append(span)
+        else:
+            of_size.append([span])
+    if not groups:
         return None
+    # 2. The block kernel computes the other rows.
     kept = to_device(rest, table.kv_count.device)
-    return DenseRows(tuple(parts), not rest.any(), table.kv_count * kept, table.kv_full * kept)
+    parts = tuple(_dense_part(group, table) for of_size in groups.values() for group in of_size)
+    return DenseRows(parts, not rest.any(), table.kv_count * kept, table.kv_full * kept)
+
+
+def _continues(group: list[Span], span: Span) -> bool:
+    """Returns True if a span follows a group's last one at the distance of the group's spans."""
+
+    def distance(a: Span, b: Span) -> tuple[int, int]:
+        return b.rows[0] - a.rows[0], b.blocks[0] - a.blocks[0]
+
+    first, second, *_ = (*group, span)
+    return distance(group[-1], span) == distance(first, second)
+
+
+def _dense_part(group: list[Span], table: ChunkTable) -> DensePart:
+    """Makes the part of a group of spans."""
+
+    def starts(of_spans: list[int], count: int) -> range:
+        step = of_spans[1] - of_spans[0] if len(of_spans) > 1 else count
+        return range(of_spans[0], of_spans[-1] + 1, step)
+
+    first, tokens = group[0], None
+    slot, rows, blocks = np.arange(table.block_k), first.rows[1] - first.rows[0], len(first.lengths)
+    if (first.lengths < table.block_k).any():
+        tokens = to_device(np.flatnonzero(slot < first.lengths[:, None]), table.kv_count.device)
+    return DensePart(
+        row_starts=starts([span.rows[0] for span in group], rows),
+        rows=rows,
+        block_starts=starts([span.blocks[0] for span in group], blocks),
+        blocks=blocks,
+        tokens=tokens,
+    )
 
 
 def whole_head_tokens(plan: Plan) -> int | None:

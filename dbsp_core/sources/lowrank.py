@@ -271,7 +271,8 @@ class Moments:
         positions = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
         for side, tensor in (("query", tokens.q), ("key", tokens.k)):
             name, own = f"{side}.{request.layer}", tensor.detach().index_select(2, positions).float()
-            found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
+            with torch.autocast(own.device.type, enabled=False):
+                found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
             total, count = self._sums.get(name, (torch.zeros_like(found), 0))
             self._sums[name] = total + found, count + len(tensor) * len(positions)
 

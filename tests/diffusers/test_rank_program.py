@@ -9,9 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from dbsp_diffusers.rank_program import process_group
 from tests.support.programs import Program
 
+PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
 SAFETY_NET_S = 240  # ends a hang; the process group's own timeout is longer
 BEGIN = """
 import sys, threading, torch, torch.distributed as dist
@@ -102,6 +106,23 @@ def test_nccl_is_aborted_after_a_failure_and_destroyed_after_a_success(tmp_path,
     found, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))
     assert (found, out) == (code, written), err
     assert err.endswith(last)
+
+
+@pytest.mark.parametrize(
+    ("device", "of_user", "set_to"), [("cuda", None, "1"), ("cuda", "0", "0"), ("cpu", None, None)], ids=str
+)
+def test_nccl_gets_streams_of_high_priority_unless_the_user_says_otherwise(monkeypatch, device, of_user, set_to):
+    """The variable has to be set before the first communicator is made."""
+    monkeypatch.setenv(PRIORITY, "restored")
+    monkeypatch.delenv(PRIORITY)
+    if of_user is not None:
+        monkeypatch.setenv(PRIORITY, of_user)
+    seen = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args: seen.append(os.environ.get(PRIORITY)))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    with process_group(torch.device(device)):
+        pass
+    assert seen == [set_to]
 
 
 def test_programs_that_db_sp_starts_leave_their_groups_in_one_way():

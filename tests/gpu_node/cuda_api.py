@@ -101,6 +101,10 @@ def activate(runtime: Any, devices: int) -> None:
     }
     for name, value in functions.items():
         setattr(cuda, name, value)
+    for name in ("cudnn", "flash", "mem_efficient"):
+        enabled = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
+        setattr(torch._C, f"_can_use_{name}_attention", lambda inputs, debug, enabled=enabled: enabled())
+    torch.backends.cudnn.version = lambda: 91900  # type: ignore[assignment]
     cuda.random.get_rng_state, cuda.random.set_rng_state = functions["get_rng_state"], functions["set_rng_state"]
     torch.Generator = Generator  # type: ignore[misc]
     torch.version.cuda = "13.0"

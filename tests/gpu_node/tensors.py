@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.gpu_node import streams
@@ -354,19 +353,10 @@ def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return (out, lse_there, *rest)
 
 
-def _attention_choice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns torch's choice: cuDNN from Hopper on, FlashAttention before, and no fused kernel for other dtypes."""
-    if args[0].dtype not in (torch.float16, torch.bfloat16):
-        return SDPBackend.MATH.value
-    fused = SDPBackend.CUDNN_ATTENTION if torch.cuda.get_device_capability() >= (9, 0) else SDPBackend.FLASH_ATTENTION
-    return int(fused.value)
-
-
 _SPECIAL: dict[str, Callable[..., Any]] = {
     "copy_": copy,
     "_to_copy": _to_copy,
     "record_stream": lambda *_: None,  # see `DeviceTensor.record_stream`
-    "_fused_sdp_choice": _attention_choice,
     "_scaled_dot_product_flash_attention": _attention,
     "_scaled_dot_product_cudnn_attention": _attention,
     "_scaled_dot_product_efficient_attention": _attention,

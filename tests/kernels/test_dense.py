@@ -1,4 +1,4 @@
-"""Dense rows on torch's fused kernels, and on the block kernel if there is none. No GPU: operators are stubs."""
+"""Dense rows on torch's fused kernels, and on the block kernel if there is none. No GPU: operators are mocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core.runtime import chunk_attention
 from dbsp_kernels import DensePart, attend_dense_part, dense, merge_states
@@ -35,29 +35,46 @@ def inputs(dtype=torch.float32) -> tuple[torch.Tensor, ...]:
     )
 
 
-def part_of(rows: tuple[int, int], blocks: tuple[int, int]) -> DensePart:
-    lengths = LENGTHS[slice(*blocks)]
-    return DensePart(rows, blocks, torch.nonzero((torch.arange(BLOCK) < lengths[:, None]).flatten()).flatten())
+def part_of(row_starts: range, rows: int, block_starts: range, blocks: int) -> DensePart:
+    lengths = LENGTHS[block_starts[0] : block_starts[0] + blocks]
+    tokens = torch.nonzero((torch.arange(BLOCK) < lengths[:, None]).flatten()).flatten()
+    return DensePart(row_starts, rows, block_starts, blocks, tokens)
 
 
 def expected(q, k, v, part: DensePart) -> tuple[torch.Tensor, torch.Tensor]:
-    q = q[:, slice(*part.rows)].double()
-    k, v = (t[:, slice(*part.blocks)].flatten(1, 2)[:, part.tokens].double() for t in (k, v))
-    scores = torch.einsum("brqd,bkd->brqk", q, k) * SCALE
-    return torch.einsum("brqk,bkd->brqd", scores.softmax(-1), v), scores.logsumexp(-1)
+    """Returns attention [B, heads, rows, Bq, D] in float64 and its log-sum-exp, head by head."""
+    found = []
+    for row, block in zip(part.row_starts, part.block_starts, strict=True):
+        queries = q[:, row : row + part.rows].double()
+        keys, values = (t[:, block : block + part.blocks].flatten(1, 2)[:, part.tokens].double() for t in (k, v))
+        scores = torch.einsum("brqd,bkd->brqk", queries, keys) * SCALE
+        found.append((torch.einsum("brqk,bkd->brqd", scores.softmax(-1), values), scores.logsumexp(-1)))
+    out, lse = (torch.stack(of_heads, dim=1) for of_heads in zip(*found, strict=True))
+    return out, lse
+
+
+ONE_HEAD = part_of(range(0, 5, 5), 5, range(0, 6, 6), 6), part_of(range(1, 4, 3), 3, range(2, 5, 3), 3)
+TWO_HEADS = part_of(range(0, 4, 2), 2, range(0, 6, 3), 3), part_of(range(1, 5, 3), 1, range(1, 5, 3), 2)
+"""Parts of one head, of two heads side by side and of two with rows and blocks of other heads between them."""
 
 
 @pytest.fixture
 def fused(monkeypatch):
-    """Tensors seem to be on a GPU on which torch chooses `backend`; its operator computes on the CPU, in float32."""
-    state = SimpleNamespace(backend=SDPBackend.FLASH_ATTENTION, calls=[], error=None, lse_padding=0)
+    """Mock of a GPU: its compute capability, torch's checks of inputs and the operators, which compute on the CPU.
+
+    The checks heed the real flags of `sdpa_kernel`.
+    """
+    state = SimpleNamespace(
+        capability=(8, 0), supported=set(NAMES), cudnn_version=91900, calls=[], strides=[], errors={}
+    )
     aten = torch.ops.aten
 
     def operator(name):
         def run(q, k, v, *options, scale):
-            state.calls.append((name, q.shape[2], k.shape[2]))
-            if state.error is not None:
-                raise state.error
+            state.calls.append((name, tuple(q.shape), k.shape[2]))
+            state.strides.append((q.stride(), k.stride(), v.stride()))
+            if name in state.errors:
+                raise state.errors[name]
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
                 *(plain(t).float() for t in (q, k, v)), 0.0, False, scale=scale
             )[:2]
@@ -67,45 +84,108 @@ def fused(monkeypatch):
 
         return run
 
-    operators = {f"_scaled_dot_product_{name}_attention": operator(name) for name in BACKENDS}
+    def check(name, is_enabled):
+        return lambda inputs, debug: name in state.supported and is_enabled()
+
+    flags = torch.backends.cuda
+    monkeypatch.setattr(torch._C, "_can_use_cudnn_attention", check("cudnn", flags.cudnn_sdp_enabled))
+    monkeypatch.setattr(torch._C, "_can_use_flash_attention", check("flash", flags.flash_sdp_enabled))
+    monkeypatch.setattr(
+        torch._C, "_can_use_mem_efficient_attention", check("efficient", flags.mem_efficient_sdp_enabled)
+    )
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: state.cudnn_version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state.capability)
+    operators = {f"_scaled_dot_product_{name}_attention": operator(name) for name in NAMES}
     monkeypatch.setattr(dense, "aten", SimpleNamespace(**operators))
-    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **options: state.backend.value)
-    dense._operator.cache_clear()
+    dense._chosen.cache_clear()
     yield state
-    dense._operator.cache_clear()
+    dense._chosen.cache_clear()
 
 
-BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
+NAMES = ("flash", "efficient", "cudnn")
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_each_of_torchs_choices_returns_the_rows_attention(fused, name):
-    fused.backend, tensors = BACKENDS[name], inputs(torch.bfloat16)
-    for part in (part_of((0, 5), (0, 6)), part_of((1, 4), (2, 5))):
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("parts", [ONE_HEAD, TWO_HEADS], ids=["one head", "two heads"])
+def test_each_fused_kernel_returns_the_attention_of_a_part_in_one_call(fused, name, parts):
+    fused.capability, fused.supported, tensors = (10, 0), {name}, inputs(torch.bfloat16)
+    for part in parts:
         found = attend_dense_part(*tensors, part, SCALE)
         for one, other in zip(found, expected(*tensors, part), strict=True):
             torch.testing.assert_close(plain(one).double(), other, atol=2e-2, rtol=0)
     assert [called for called, *_ in fused.calls] == [name] * 3, "one of them on a block of zeros"
+    assert {shape[1] for _, shape, _ in fused.calls[1:]} == {len(parts[0].row_starts)}
     assert dense.fused_kernel(tensors[0].as_subclass(OnCuda)) == name
 
 
-@pytest.mark.parametrize("backend", [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION])
-def test_dense_rows_without_a_fused_kernel_use_the_block_kernel(fused, caplog, backend):
-    """Tries a torch that chooses none, and one whose choice raises; neither is asked again."""
-    fused.backend, fused.error = backend, RuntimeError("No available kernel")
+@pytest.mark.parametrize(
+    ("capability", "supported", "name"),
+    [
+        ((8, 0), {"flash", "efficient", "cudnn"}, "flash"),
+        ((8, 0), {"efficient", "cudnn"}, "efficient"),
+        ((8, 9), {"flash", "cudnn"}, "flash"),
+        ((9, 0), {"flash", "efficient", "cudnn"}, "cudnn"),
+        ((9, 0), {"flash", "efficient"}, None),
+        ((10, 0), {"flash", "efficient", "cudnn"}, "cudnn"),
+        ((10, 3), {"flash", "efficient"}, "flash"),
+        ((12, 0), {"flash", "efficient", "cudnn"}, "flash"),
+        ((12, 0), {"cudnn"}, None),
+    ],
+)
+def test_fused_kernel_of_a_gpu_is_one_that_is_faster_than_the_block_kernel(fused, capability, supported, name):
+    fused.capability, fused.supported = capability, supported
+    assert dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda)) == name
+
+
+def test_old_cudnn_is_not_used(fused):
+    """cuDNN up to 9.15 has faults at lengths that are not multiples of 128."""
+    fused.capability, fused.cudnn_version = (9, 0), 91500
+    assert dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda)) is None
+    assert fused.calls == []
+
+
+def test_callers_context_plays_no_role(fused):
+    """`sdpa_kernel` at the first call decides neither that call nor later ones, and is as it was after it."""
+    fused.capability, q = (9, 0), inputs(torch.bfloat16)[0].as_subclass(OnCuda)
+    with sdpa_kernel(SDPBackend.MATH):
+        assert dense.fused_kernel(q) == "cudnn"
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.math_sdp_enabled()
+    assert dense.fused_kernel(q) == "cudnn"
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_strides_that_cudnn_is_given_do_not_depend_on_other_rows(fused):
+    """It compiles a graph per shape and strides, and a plan moves rows of other heads."""
+    fused.capability, fused.supported = (9, 0), {"cudnn"}
+    q, k, v = (t[:1] for t in inputs(torch.bfloat16))
+    part = DensePart(range(0, 4, 2), 2, range(0, 4, 2), 2, None)
+    for rows, blocks in ((5, 6), (4, 5)):
+        attend_dense_part(
+            q[:, :rows].contiguous(), k[:, :blocks].contiguous(), v[:, :blocks].contiguous(), part, SCALE
+        )
+    assert fused.strides[1] == fused.strides[2]
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "unsupported"])
+def test_dense_rows_without_a_fused_kernel_use_the_block_kernel(fused, caplog, fails):
+    """Tries a GPU that supports no kernel, and one on which each of them fails; neither is asked again."""
+    fused.supported = set(NAMES) if fails else set()
+    fused.errors = {name: RuntimeError("No available kernel") for name in NAMES}
     q, *_ = inputs(torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="dbsp.kernels"):
         assert [dense.fused_kernel(q.as_subclass(OnCuda)) for _ in range(3)] == [None] * 3
-    assert len(fused.calls) == (backend is not SDPBackend.MATH)
+    assert [name for name, *_ in fused.calls] == (["flash", "efficient"] if fails else [])
     assert [record.message.startswith("dense heads run on the block kernel") for record in caplog.records] == [True]
 
 
+def test_next_kernel_is_taken_where_the_first_fails(fused):
+    fused.capability, fused.errors = (10, 0), {"cudnn": RuntimeError("No valid execution plans built")}
+    assert dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda)) == "flash"
+
+
 def test_out_of_memory_is_not_hidden_by_the_block_kernel(fused):
-    fused.error = torch.OutOfMemoryError("out of memory")
+    fused.errors["flash"] = torch.OutOfMemoryError("out of memory")
     with pytest.raises(torch.OutOfMemoryError):
         dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda))
 
@@ -134,11 +214,11 @@ def test_operators_of_this_torch_take_our_arguments(run, queries):
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
 
 
+@pytest.mark.parametrize("parts", [ONE_HEAD[1:], TWO_HEADS[:1], TWO_HEADS[1:]], ids=["one", "two", "two apart"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, batch):
-    """Rows of every item lie apart in memory: no reason for several passes over them."""
+def test_dense_rows_are_merged_in_one_launch_per_part_and_item(monkeypatch, batch, parts):
+    """Heads of one item are at equal distance: no reason for several passes over them."""
     q, k, v = (t[:batch] for t in inputs())
-    parts = (part_of((0, 2), (0, 3)), part_of((3, 5), (3, 6)))
     before, lse = torch.randn(batch, ROWS, BLOCK, WIDTH), torch.randn(batch, ROWS, BLOCK)
     lse[:, 3] = -torch.inf
     running = before.flatten(0, 1).clone(), lse.flatten(0, 1).clone()
@@ -150,15 +230,17 @@ def test_dense_rows_of_a_batch_are_merged_in_one_launch_per_part(monkeypatch, ba
         "attend_dense_part",
         lambda *given: [one.float().contiguous() for one in expected(*given[:-1])],
     )
-    table = SimpleNamespace(dense=SimpleNamespace(parts=parts))
     with interpreted():
-        packed = (t.flatten(0, 1) for t in (q, k, v))
-        out, out_lse = chunk_attention._with_dense_rows(running, *packed, table, batch, SCALE)
-    assert len(launches) == len(parts)
+        out, out_lse = chunk_attention._with_dense_rows(
+            running, q, k, v, parts=parts, scale=SCALE, is_first=False, out_dtype=torch.float32
+        )
+    assert len(launches) == batch * len(parts)
+    out, out_lse = (t.unflatten(0, (batch, ROWS)) for t in (out, out_lse))
+    others = torch.ones(ROWS, dtype=torch.bool)
     for part in parts:
-        rows = slice(*part.rows)
-        given = (t[:, rows].double() for t in (before.masked_fill(lse.isneginf()[..., None], 0), lse))
-        for one, other in zip((out, out_lse), merge_states(*given, *expected(q, k, v, part)), strict=True):
-            torch.testing.assert_close(one.unflatten(0, (batch, ROWS))[:, rows].double(), other, atol=1e-5, rtol=1e-5)
-    kept = out.unflatten(0, (batch, ROWS))[:, 2]
-    assert torch.equal(kept, before[:, 2]), "other rows stay as they were"
+        state = (t.double() for t in (before.masked_fill(lse.isneginf()[..., None], 0), lse))
+        merged = merge_states(*map(part.rows_of, state), *expected(q, k, v, part))
+        for one, other in zip(map(part.rows_of, (out, out_lse)), merged, strict=True):
+            torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
+        part.rows_of(others[None]).fill_(False)
+    assert torch.equal(out[:, others], before[:, others]), "other rows stay as they were"

@@ -58,7 +58,7 @@ def largest_errors(rank: int, world: int, case: Case, gradients: bool = False) -
 
 def fused_operators(rank: int, world: int, case: Case) -> tuple[float, set[str]]:
     """Returns the largest error, and torch's fused attentions that ran."""
-    dense._operator.cache_clear()  # a test before may have run on GPUs of another architecture
+    dense._chosen.cache_clear()  # a test before may have run on GPUs of another architecture
     worst = max(largest_errors(rank, world, case))
     return worst, {name for name in recorded.operators if name.startswith("_scaled_dot_product")}
 
@@ -95,7 +95,7 @@ def test_attention_in_bfloat16_is_near_one_process(gpu_node: GpuNode, strategy: 
 
 
 @pytest.mark.parametrize(("strategy", "arch", "name"), [("U2R1", 80, "flash"), ("U1R2", 90, "cudnn")])
-def test_dense_heads_run_on_the_kernel_that_torch_chooses(
+def test_dense_heads_run_on_the_fused_kernel_of_the_gpu(
     gpu_node: GpuNode, strategy: str, arch: int, name: str
 ) -> None:
     case = small(strategy, dtype=torch.bfloat16, dense_heads=2, batch=2)

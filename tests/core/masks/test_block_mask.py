@@ -93,6 +93,12 @@ def test_executor_keeps_the_mask_it_was_prepared_for():
     assert torch.equal(attend(q, q, q), before)
 
 
+def test_counts_on_a_device_are_exact_under_autocast():
+    part, owner = torch.ones(1, 301, 2, dtype=torch.bool), torch.zeros(1, 301, dtype=torch.long)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _columns_on_device(part, owner, 1).tolist() == [[[301, 301]]]
+
+
 def test_columns_by_rank_are_counted_identically_by_numpy_and_on_a_device():
     draws = np.random.default_rng(0)
     parts = [torch.from_numpy(draws.random((3, rows, columns)) < 0.1) for rows, columns in ((40, 30), (300, 7))]

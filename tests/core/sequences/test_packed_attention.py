@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from dbsp_core import (
     Strategy,
     make_plan,
 )
-from dbsp_core.runtime import chunk_attention
 from dbsp_core.runtime.tables import build_tables, dense_spans_of
 from dbsp_core.sources import (
     DenseSource,
@@ -34,8 +32,8 @@ from dbsp_core.sources import (
     WindowSource,
     packed_mask,
 )
-from dbsp_kernels import dense
 from tests.support.attention_cases import with_tables
+from tests.support.dense_rows import dense_rows_on_the_cpu
 from tests.support.generators import RandomSource
 from tests.support.interpreter import interpreted
 from tests.support.long import some_long
@@ -219,21 +217,6 @@ def run_page(rank: int, world: int, code: str) -> dict:
 
 WORLDS = (2, 3, 4, 6)
 LONG = ("U1R4", "U3R2", "U1R6", "U6R1")
-
-
-@contextlib.contextmanager
-def dense_rows_on_the_cpu() -> Iterator[None]:
-    """Runs dense rows apart from the others in this process, within a block."""
-    with (
-        patch.object(chunk_attention, "fused_kernel", return_value="cpu"),
-        patch.object(dense, "_operator", return_value=("cpu", _attend)),
-    ):
-        yield
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
-    return out, lse
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,19 @@ def fit(folder: Path, case: LowRankCase, rank: int) -> str:
     return str(folder / "fitted.safetensors")
 
 
+def test_moments_are_summed_in_float32_under_autocast(tmp_path):
+    case = LowRankCase()
+    q, k = case.tensors()
+    recorder = RecordQKSource(32, 16, path=str(tmp_path))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        recorder.mask(replace(case.request, layers=1), LocalQK.alone(q, k))
+    recorder.write()
+    moments = load_file(tmp_path / "moments-0.safetensors")
+    for name, tensor in (("query.0", q), ("key.0", k)):
+        exact = torch.einsum("bhnd,bhne->hde", tensor.double(), tensor.double()) / (len(tensor) * tensor.shape[2])
+        torch.testing.assert_close(moments[name].double(), exact, atol=1e-6, rtol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("moments"), LowRankCase(), RANK)

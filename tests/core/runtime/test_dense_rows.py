@@ -1,0 +1,210 @@
+"""Dense heads apart from the others: which of them are one call, and that the results are the reference's."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core.runtime import chunk_attention
+from dbsp_core.runtime.tables import build_tables, dense_spans_of, table_layout
+from dbsp_kernels import DensePart
+from tests.support.attention_cases import Case, Inputs, random_owners, with_tables
+from tests.support.dense_rows import dense_rows_on_the_cpu
+from tests.support.generators import examples, masks
+from tests.support.oracle import dense_attention, largest_difference
+
+CUDA = torch.device("cuda")
+
+
+def with_dense_heads(mask: BlockMask, heads: tuple[int, ...]) -> BlockMask:
+    """Returns the mask with these heads, and no others, dense in every sequence."""
+    parts = []
+    for part in mask.parts:
+        bits = part.bits.clone()
+        bits[:, 0, 0] = False
+        bits[list(heads)] = True
+        parts.append(BlockMask(bits, part.grid))
+    return BlockMask.packed(parts) if len(parts) > 1 else parts[0]
+
+
+def dense_parts(mask: BlockMask, strategy: str, planner: str = "dbsp", rank: int = 0) -> list[tuple[DensePart, ...]]:
+    """Returns the parts of a rank's dense rows, chunk by chunk."""
+    layout = table_layout(make_plan(mask, strategy, planner), rank)
+    tables = build_tables(layout, mask, dense_spans_of(mask, CUDA))
+    return [table.dense.parts if table.dense else () for table in tables]
+
+
+def covered(starts: range, count: int) -> list[list[int]]:
+    return [list(range(start, start + count)) for start in starts]
+
+
+@pytest.mark.parametrize("tokens", [96, 100])
+@pytest.mark.parametrize(
+    ("heads", "groups"),
+    [
+        ((), []),
+        ((0, 1, 2, 3, 4), [range(5)]),
+        ((3,), [range(3, 4)]),
+        ((1, 4), [range(1, 5, 3)]),
+        ((0, 2, 4), [range(0, 5, 2)]),
+        ((0, 1, 3), [range(2), range(3, 4)]),
+        ((0, 1, 3, 4), [range(2), range(3, 5)]),
+    ],
+)
+def test_equal_heads_at_equal_distance_are_one_part(heads, groups, tokens):
+    """On one rank without a ring: heads are whole, and follow one another."""
+    grid = BlockGrid.uniform(tokens, 16)
+    mask = with_dense_heads(BlockMask(torch.rand(5, grid.nq, grid.nk) < 0.5, grid), heads)
+    (parts,) = dense_parts(mask, "U1R1")
+    assert [covered(part.row_starts, part.rows) for part in parts] == [
+        [list(range(head * grid.nq, (head + 1) * grid.nq)) for head in group] for group in groups
+    ]
+    assert [covered(part.block_starts, part.blocks) for part in parts] == [
+        [list(range(head * grid.nk, (head + 1) * grid.nk)) for head in group] for group in groups
+    ]
+    for part in parts:
+        assert (part.tokens is None) == (tokens == 96)
+        assert part.tokens is None or part.tokens.tolist() == list(range(tokens))
+
+
+@given(mask=masks(heads=4, least_key_blocks=4, more_tokens=60), data=st.data())
+@examples(60)
+def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
+    strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U1R2", "U2R2", "U1R3"]))
+    heads = data.draw(st.sets(st.integers(0, mask.heads - 1)))
+    mask = with_dense_heads(mask, tuple(sorted(heads)))
+    rank = data.draw(st.integers(0, Strategy.parse(strategy).world - 1))
+    layout = table_layout(make_plan(mask, strategy), rank)
+    tables = build_tables(layout, mask, dense_spans_of(mask, CUDA))
+    for table, spans in zip(tables, layout.spans, strict=True):
+        dense = {s.rows: s for s in spans if s.number // len(mask.parts) in heads and s.lengths.sum() > 1}
+        parts = table.dense.parts if table.dense else ()
+        found = {}
+        for part in parts:
+            for row, block in zip(part.row_starts, part.block_starts, strict=True):
+                found[row, row + part.rows] = (block, block + part.blocks), part.tokens
+        assert {rows: blocks for rows, (blocks, _) in found.items()} == {r: s.blocks for r, s in dense.items()}
+        for rows, (_, tokens) in found.items():
+            real = np.flatnonzero(np.arange(table.block_k) < dense[rows].lengths[:, None])
+            assert (
+                np.arange(dense[rows].lengths.size * table.block_k) if tokens is None else tokens
+            ).tolist() == list(real)
+        if table.dense:
+            inside = np.zeros(len(table.kv_count), dtype=bool)
+            for rows in dense:
+                inside[slice(*rows)] = True
+            assert table.dense.every == inside.all()
+            assert torch.equal(table.dense.kv_count != table.kv_count, torch.from_numpy(inside) & (table.kv_count > 0))
+
+
+def test_heads_of_a_sequence_are_one_part_among_those_of_others():
+    sequences = [BlockMask.dense(3, BlockGrid.uniform(tokens, 16)) for tokens in (48, 20)]
+    (parts,) = dense_parts(BlockMask.packed(sequences), "U1R1")
+    assert [covered(part.row_starts, part.rows) for part in parts] == [
+        [[0, 1, 2], [5, 6, 7], [10, 11, 12]],
+        [[3, 4], [8, 9], [13, 14]],
+    ]
+
+
+def test_single_token_stays_with_the_block_kernel():
+    """cuDNN takes no single key."""
+    sequences = [BlockMask.dense(2, BlockGrid.uniform(tokens, 16)) for tokens in (1, 40)]
+    (parts,) = dense_parts(BlockMask.packed(sequences), "U1R1")
+    assert [covered(part.row_starts, part.rows) for part in parts] == [[[1, 2, 3], [5, 6, 7]]]
+
+
+def run(rank: int, world: int, case: Case, heads: tuple[int, ...]) -> tuple[float, bool, int]:
+    """Returns the largest error on this rank's tokens, whether it had dense rows, and the parts of its chunks."""
+    inputs = Inputs.from_case(case, rank)
+    mask, layout = with_dense_heads(inputs.mask, heads), inputs.layout
+    plan = make_plan(mask, Strategy.parse(case.strategy), layout=layout)
+    if case.planner == "random":
+        plan = random_owners(plan, mask, case.seed)
+    attention = DualBalancedAttention.prepare(
+        plan, mask, layout, SequenceGroup.from_group(), n_local=inputs.local[0].shape[2], debug=True
+    )
+    tables = build_tables(attention.prepared.table_layout, mask, dense_spans_of(mask, CUDA))
+    out = with_tables(attention, tables)(*inputs.local, scale=case.head_dim**-0.5)
+    q, k, v = inputs.full
+    expected = dense_attention(q[:, :, inputs.mine], k, v, mask, queries=inputs.mine)
+    parts = sum(len(table.dense.parts) for table in tables if table.dense)
+    return largest_difference(out[:, :, inputs.slots], expected), parts > 0, parts
+
+
+CASES = [
+    *(Case(strategy, heads=5, batch=batch) for strategy in ("U1R1", "U2R1", "U1R2", "U2R2") for batch in (1, 2)),
+    Case("U1R3", heads=5, tokens=193, block_q=32, batch=2, seed=1),
+    Case("U3R1", heads=5, tokens=224, seed=2),  # a head is split
+    Case("U4R1", heads=5, batch=2, block_k=32, seed=3),
+    Case("U2R2", planner="random", heads=4, batch=2, seed=4),
+    Case(
+        "U1R4",
+        heads=3,
+        thw=(3, 5, 9),
+        tokens=135,
+        orders=("tile:2x2x4",),
+        whole_tiles=True,
+        dtype=torch.float64,
+        seed=5,
+    ),
+]
+HEADS = [(0, 1, 2, 3, 4), (0, 2), (1, 2, 4)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dense_heads_apart_give_the_reference(threads, case):
+    world, most = Strategy.parse(case.strategy).world, 1e-5 if case.dtype == torch.float32 else 1e-12
+    for heads in HEADS:
+        heads = tuple(head for head in heads if head < case.heads)
+        with dense_rows_on_the_cpu() as shapes:
+            errors, has_some, parts = zip(*threads(world).run(run, case, heads), strict=True)
+        assert max(errors) <= most, heads
+        assert any(has_some), heads
+        assert len(shapes) == sum(parts), "one call a part and chunk, for any batch"
+        assert {shape[0] for shape in shapes} == {case.batch}
+
+
+def test_a_dense_rank_without_a_ring_is_one_call_whose_output_is_not_merged(threads):
+    case = Case("U2R1", heads=4, dtype=torch.bfloat16, batch=2)
+    with dense_rows_on_the_cpu() as shapes, patch.object(chunk_attention, "merge_into") as merge:
+        errors = threads(2).run(run, case, (0, 1, 2, 3))
+    assert [tuple(shape) for shape in shapes] == [(2, 2, 208, 16)] * 2
+    assert not merge.called
+    assert max(error for error, *_ in errors) <= 2e-2
+
+
+@pytest.mark.parametrize("heads", [(0, 1), (0,)])
+@pytest.mark.parametrize("sequences", [1, 2])
+@pytest.mark.parametrize("later_chunks", [False, True])
+def test_dense_rows_of_the_first_chunk_are_written_in_the_dtype_of_the_result(heads, sequences, later_chunks):
+    """Nothing is to be merged with: neither in float32 nor from zeros."""
+    grids = [BlockGrid.uniform(tokens, 16) for tokens in (96, 48)[:sequences]]
+    every = BlockMask.packed([BlockMask.dense(2, grid) for grid in grids])
+    mask, tokens = with_dense_heads(every, heads), sum(grid.tokens for grid in grids)
+    full = [torch.randn(2, 2, tokens, 16).bfloat16() for _ in range(3)]
+    layout = SequenceLayout.named("contiguous", mask.grid, Strategy.parse("U1R1"))
+    attention = DualBalancedAttention.prepare(make_plan(mask, "U1R1"), mask, layout, SequenceGroup.from_group())
+    (table,) = build_tables(attention.prepared.table_layout, mask, dense_spans_of(mask, CUDA))
+    q, k, v = (t.unflatten(2, (-1, 16)).flatten(1, 2) for t in full)  # [B, H · nq, Bq, D]
+    dtype = torch.float32 if later_chunks else torch.bfloat16
+    kernel = attention.prepared.kernel_for(("cpu", torch.bfloat16, 16, False))
+    with dense_rows_on_the_cpu() as shapes, patch.object(chunk_attention, "merge_into") as merge:
+        out, lse = chunk_attention._attend(
+            None, q.flatten(0, 1), torch.stack((k, v)), table, 0.25, kernel, None, dtype, later_chunks
+        )
+    assert len(shapes) == sequences
+    assert not merge.called
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    assert out.is_contiguous()
+    assert lse.is_contiguous()
+    first = 0
+    for part in mask.parts:
+        here = slice(first, first := first + part.grid.tokens)
+        expected = dense_attention(*(t[:, :, here] for t in full), part, queries=torch.arange(part.grid.tokens))
+        assert largest_difference(out.view(2, 2, tokens, 16)[:, :, here], expected) <= 3e-2
