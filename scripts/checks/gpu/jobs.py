@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
+from dbsp_core.runtime.tables import ChunkTable, KernelTable, build_tables, dense_spans_of, table_layout
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
-from dbsp_kernels import KernelInputs, block_attention
+from dbsp_kernels import KernelInputs, attend_dense_part, block_attention
 from dbsp_kernels.triton.launch import capability_of
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
 from scripts.checks.gpu.clock import Work
@@ -44,10 +44,15 @@ class PackedJob:
         return source.mask(MaskRequest(0, self.heads, self.model.thw))
 
     @cached_property
+    def chunk(self) -> ChunkTable:
+        device = torch.device(self.setting.device)
+        layout = table_layout(make_plan(self.mask, "U1R1"), 0).to(device)
+        (chunk,) = build_tables(layout, self.mask, dense_spans_of(self.mask, device))
+        return chunk
+
+    @cached_property
     def table(self) -> KernelTable:
-        plan = make_plan(self.mask, "U1R1")
-        (table,) = build_tables(table_layout(plan, 0).to(torch.device(self.setting.device)), self.mask)
-        return table.expanded()
+        return self.chunk.expanded()
 
     @cached_property
     def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -81,6 +86,17 @@ class PackedJob:
             inputs = self.inputs[i % len(self.inputs)]
             scale = self.shape.head_dim**-0.5
             return triton_attention(KernelInputs(*inputs, **vars(self.table), scale=scale), tiles=tiles)
+
+        return attend
+
+    def dense_rows(self) -> Work:
+        """Returns attention of all rows by the fused kernel, if the mask is dense."""
+        assert self.chunk.dense is not None
+        (part,) = self.chunk.dense.parts
+
+        def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+            q, k, v = (tensor[None] for tensor in self.inputs[i % len(self.inputs)])
+            return attend_dense_part(q, k, v, part, self.shape.head_dim**-0.5)
 
         return attend
 

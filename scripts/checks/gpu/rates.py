@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dbsp_kernels import KERNELS, KernelRequirements, block_attention
+from dbsp_kernels import KERNELS, KernelRequirements, block_attention, fused_kernel
 from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.jobs import PackedJob, dense_works, runs, tile_variants, used_tiles
 from scripts.checks.gpu.results import Case, Row, Skipped
@@ -106,6 +106,10 @@ def dense_heads(setting: Setting) -> Iterator[Row]:
     for name in backends:
         if f"{name}, together" in ms:
             yield Row(f"{name}: one by one / together", ms[f"{name}, one by one"] / ms[f"{name}, together"])
+    job = PackedJob(setting, setting.main[0], setting.large, heads, 1.0)
+    if fused_kernel(job.inputs[0][0]) is not None:
+        ms = setting.sampler.medians({"fused": job.dense_rows(), "block kernel": job.work("triton")})
+        yield Row("packed dense rows: fused / block kernel", ms["fused"] / ms["block kernel"])
 
 
 def beyond_int32(setting: Setting) -> Iterator[Row]:
