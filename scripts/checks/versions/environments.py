@@ -29,7 +29,7 @@ def claimed_requirements() -> dict[str, Requirement]:
 
 def offered(requirement: Requirement) -> list[Version]:
     """Returns releases that the registry offers this Python and that pyproject.toml admits, oldest first."""
-    done = _pip(sys.executable, "index", "versions", requirement.name)
+    done = pip(sys.executable, "index", "versions", requirement.name)
     listed = re.search(r"Available versions: (.*)", done)
     found = {Version(Version(text).public) for text in listed[1].split(", ")} if listed else set()
     return sorted(one for one in found if one in requirement.specifier)
@@ -40,7 +40,7 @@ def layered(folder: Path, *pinned: str) -> Path:
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     (site,) = folder.glob("lib/python*/site-packages")
     alone = not {text.partition("==")[0] for text in pinned} <= _WITH_DEPENDENCIES
-    _pip(sys.executable, "install", "--quiet", "--no-compile", "--target", site, *["--no-deps"] * alone, *pinned)
+    pip(sys.executable, "install", "--quiet", "--no-compile", "--target", site, *["--no-deps"] * alone, *pinned)
     (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return folder / "bin" / "python"
 
@@ -55,7 +55,7 @@ def whole(folder: Path, python: str) -> Path:
     constraints.write_text("\n".join(lines), encoding="utf-8")
     (torch,) = (line for line in lines if line.startswith("torch=="))
     for what in (torch, f"{REPO}[xdit,para,dev]"):
-        _pip(interpreter, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
+        pip(interpreter, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
     return interpreter
 
 
@@ -63,7 +63,7 @@ def python_version(python: str) -> str:
     return _run(python, "-c", "import platform; print(platform.python_version())").strip()
 
 
-def _pip(python: str | Path, *arguments: str | Path) -> str:
+def pip(python: str | Path, *arguments: str | Path) -> str:
     return _run(python, "-m", "pip", "--disable-pip-version-check", *arguments)
 
 
