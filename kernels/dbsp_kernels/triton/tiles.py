@@ -59,7 +59,7 @@ def tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, cap
 def _late_loop(head_dim: int, capability: int) -> Literal["late", "scale_first"]:
     """Returns the form of the late loop whose products overlap with the softmax.
 
-    Triton 3.6 has Hopper's products serialised (ptxas C7515) if the output is scaled between them; later versions lose
+    Triton 3.6 has Hopper's products serialised (ptxas C7515) if the output is scaled between them; 3.7 to 3.9 lose
     overlap if it is scaled before.
     """
     is_serialised = capability == HOPPER and head_dim == 128 and triton_version() == (3, 6)

@@ -63,14 +63,14 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
 
 @contextlib.contextmanager
 def _kept_logs() -> Iterator[list[str]]:
-    """Adds to the list what ptxas says, which Triton deletes: only since 3.5 can it be told to print it."""
+    """Adds to the list ptxas' messages, which Triton writes to a file and deletes; 3.4 cannot print them."""
     logs: list[str] = []
     run = subprocess.run
 
     def run_and_keep(*args: Any, stderr: Any = None, **options: Any) -> Any:
         done = run(*args, stderr=stderr, **options)
         if hasattr(stderr, "name"):  # Triton's file for it
-            logs.append(Path(stderr.name).read_text())
+            logs.append(Path(stderr.name).read_text(encoding="utf-8"))
         return done
 
     with mock.patch.object(subprocess, "run", run_and_keep):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,7 +23,8 @@ def claimed_requirements() -> dict[str, Requirement]:
     import tomllib
 
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = sum(project["optional-dependencies"].values(), project["dependencies"])
+    extras = chain.from_iterable(project["optional-dependencies"].values())
+    texts = [*extras, *project["dependencies"]]  # the last one of a package counts: what db-SP needs without extras
     requirements = [Requirement(text) for text in texts]
     return {one.name: one for one in requirements if one.name != project["name"] and one.specifier}
 
