@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--head-dim", nargs="+", type=int, help="head sizes; default: all")
     parser.add_argument("--blocks", nargs="+", help="block_q×block_k as 64x128; default: all, and kernels without")
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, help="default: all")
+    parser.add_argument("--case", nargs="+", help="as ring, or '' where nothing sets a launch apart; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
     parser.add_argument("--triton", metavar="VERSION", help="another one, which is kept in build/tritons")
     parser.add_argument(
@@ -59,6 +60,7 @@ def main() -> int:
         and (args.head_dim is None or variant.head_dim in args.head_dim)
         and (args.blocks is None or f"{variant.block_q}x{variant.block_k}" in args.blocks)
         and (args.kernel is None or variant.kernel in args.kernel)
+        and (args.case is None or variant.case in args.case)
     ]
     if not args.json:
         print(f"{args.arch}, Triton {triton.__version__}")
