@@ -294,7 +294,8 @@ def _kernels() -> list[Check]:
             continue
         if device not in kernel.devices:
             reason, state = "needs a GPU" if device == "cpu" else "is for the CPU", "not here"
-        findings.append(Check(f"kernel {name}", state, reason, f"kernel {usable} is used instead"))
+        reason, _, fix = reason.partition("; ")
+        findings.append(Check(f"kernel {name}", state, reason, fix or f"kernel {usable} is used instead"))
     try:
         order, set_name = kernel_order("auto", None, torch.device(device)), os.environ.get("DBSP_KERNEL")
         chosen = choose_kernel(order, device, dtype).name

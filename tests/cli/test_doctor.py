@@ -135,6 +135,14 @@ def test_on_a_gpu_without_triton_doctor_names_the_command(gpu, monkeypatch):
     assert "run `pip install triton`" in kernel_auto().detail
 
 
+def test_on_a_gpu_with_an_old_triton_doctor_names_the_torch(gpu, monkeypatch):
+    monkeypatch.setattr("dbsp_kernels.triton.launch.triton_version", lambda: (3, 3))
+    found = {check.what: check for check in doctor._kernels()}
+    fix = "install torch 2.9 or newer, which brings a newer Triton"
+    assert found["kernel triton"] == doctor.Check("kernel triton", "missing", "Triton 3.3 is older than 3.5", fix)
+    assert fix in found["kernel auto"].detail
+
+
 def test_doctor_says_which_kernel_auto_takes_and_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("DBSP_KERNEL", raising=False)

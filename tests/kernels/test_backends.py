@@ -264,6 +264,20 @@ def test_auto_on_cuda_without_triton_raises_and_names_the_package(monkeypatch):
 
 
 @pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("version", [(3, 2), (3, 4)])
+def test_auto_on_cuda_with_an_old_triton_raises_and_names_the_torch(monkeypatch, version):
+    """Triton 3.2 and 3.3, of torch 2.6 and 2.7, made the first attention raise ModuleNotFoundError."""
+    monkeypatch.setattr(launch, "triton_version", lambda: version)
+    for name, why_unavailable in (("triton", launch.why_unavailable), ("fa4", fa4.why_unavailable)):
+        monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], why_unavailable=why_unavailable))
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "4.0.0")
+    said = rf"Triton 3.{version[1]} is older than 3.5; install torch 2.9 or newer"
+    for name in ("auto", "triton", "fa4"):
+        with pytest.raises(UserError, match=said):
+            choose_kernel(name, "cuda", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("installed")
 def test_auto_on_cuda_never_takes_the_reference(monkeypatch):
     with pytest.raises(UserError, match=r"finds no kernel for torch.float64 on cuda \(triton: .*\); use reference$"):
         choose_kernel("auto", "cuda", torch.float64)

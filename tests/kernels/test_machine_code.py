@@ -18,6 +18,7 @@ from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
 from dbsp_core.sources import SOURCES, MaskRequest
 from dbsp_core.utils.yaml_file import shipped_configs
 from scripts.checks.machine_code.reading import is_serialised
+from scripts.checks.machine_code.tritons import TRITONS, folder_of
 from scripts.checks.machine_code.variants import ATTENTION, DTYPES, KERNELS, SHIPPED
 
 FIELDS = {
@@ -68,6 +69,34 @@ def test_hopper_code_fetches_tiles_ahead_overlaps_products_and_spills_nothing():
         assert v["shared_bytes"] <= 227 << 10, v
         if v["block_q"] == 64 and v["kernel"] == "triton":
             assert v["programs_per_multiprocessor"] == 2, f"one's softmax hides behind the other's products: {v}"
+
+
+def assert_hopper_code_overlaps_products(version: str, *options: str) -> None:
+    """Reads bf16 code of D 128 that another Triton makes, which is installed first if it is not there."""
+    try:
+        folder_of(version)
+    except RuntimeError as error:
+        pytest.skip(f"Triton {version} cannot be installed: {error}")
+    found = variants("--triton", version, "--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", *options)
+    assert len(found) >= 3
+    for v in found:
+        assert v["triton"] == version
+        assert not v["serialised"], v
+        assert v["waits"] <= 6 < v["products"], v
+        assert v["tile_distance"] >= 2, v
+        assert (v["local_in_loops"], v["shared_bytes"] <= 227 << 10) == (0, True), v
+
+
+def test_hopper_code_overlaps_products_under_triton_3_6():
+    """Triton 3.6, which torch 2.10 and 2.11 bring, serialises products of the loop `late`."""
+    options = ("--kernel", "triton", "--case", "", "--jobs", "1", "--blocks", "64x64", "128x64", "128x128")
+    assert_hopper_code_overlaps_products("3.6.0", *options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", TRITONS)
+def test_hopper_code_overlaps_products_under_every_triton(version):
+    assert_hopper_code_overlaps_products(version, "--kernel", *ATTENTION, "--blocks", *BLOCKS)
 
 
 SHARED = {"sm80": 99 << 10, "sm90": 227 << 10, "sm120": 99 << 10}

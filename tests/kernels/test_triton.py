@@ -16,11 +16,12 @@ from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 
 pytest.importorskip("triton")
+from dbsp_kernels.triton import tiles as tiles_module
 from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
 from dbsp_kernels.triton.merge import triton_merge_into
-from dbsp_kernels.triton.tiles import HOPPER, Tiles, padded, tiles_for
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, int8_tiles_for, padded, tiles_for
 
-LOOPS = ("plain", "late", "halves")
+LOOPS = ("plain", "late", "scale_first", "halves")
 MIXES = list(itertools.product((64, 128), repeat=2))
 ANY_ORDER = torch.tensor([[2, 0, 3, -7], [-7, -7, -7, -7], [1, 3, 0, 2]]).int()
 MOST_ERROR = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -80,6 +81,26 @@ def tiles(p: Packed, loop: str) -> Tiles:
     if loop == "halves" and padded(head_dim) < 32:
         loop = "plain"
     return replace(tiles_for(block_q, p.k.shape[1], head_dim, p.q.dtype, HOPPER), loop=loop)
+
+
+@pytest.mark.parametrize("choose", [tiles_for, int8_tiles_for])
+@pytest.mark.parametrize(
+    ("version", "capability", "head_dim", "loop"),
+    [
+        ((3, 6), 90, 128, "scale_first"),
+        ((3, 6), 90, 96, "scale_first"),
+        ((3, 6), 90, 64, "late"),
+        ((3, 6), 100, 128, "late"),
+        ((3, 5), 90, 128, "late"),
+        ((3, 7), 90, 128, "late"),
+    ],
+)
+def test_output_is_scaled_first_where_triton_would_serialise_products(
+    monkeypatch, choose, version, capability, head_dim, loop
+):
+    monkeypatch.setattr(tiles_module, "triton_version", lambda: version)
+    for block_q in (64, 128):
+        assert choose(block_q, 64, head_dim, torch.bfloat16, capability).loop == loop
 
 
 @pytest.mark.usefixtures("interpreter")
@@ -222,6 +243,13 @@ class TestTriton:
         p = replace(p, k=k, v=v, kv_index=index, kv_count=count, kv_len=length)
         options = {"tiles": Tiles(16, keys, 4, 3, loop), "use_tma": use_tma}
         assert_right(p, kv_full=torch.tensor([2, 2, 1]).int(), **options)
+
+    @pytest.mark.parametrize("kernel", [triton_attention, triton_int8_attention])
+    def test_output_scaled_before_the_first_product_has_identical_bits(self, kernel):
+        p = kinder(packed(rows=3, blocks=4, block_q=64, block_k=48, head_dim=40, dtype=torch.float16))
+        inputs = KernelInputs(*vars(p).values(), 40**-0.5, full_counts(p))
+        late, scale_first = (kernel(inputs, Tiles(64, 32, 4, 3, loop)) for loop in ("late", "scale_first"))
+        assert all(map(torch.equal, late, scale_first))
 
     def test_rows_in_any_order_give_identical_bits(self):
         p = packed(rows=6, block_q=16, block_k=16)

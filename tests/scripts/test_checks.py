@@ -12,6 +12,7 @@ from scripts.checks.engines import tests_run
 from scripts.checks.seeded_faults import REPO, copied, faults, tried
 from scripts.checks.upstream.upstream_refs.finding import compared
 from scripts.checks.versions.__main__ import TESTS, by_reason, outcomes
+from scripts.checks.versions.environments import claimed_requirements
 from scripts.checks.versions.private_names import PrivateName, message, private_names
 from tests.support.programs import output_of
 from tests.support.repository import ROOT
@@ -90,6 +91,11 @@ def test_every_private_name_names_a_module_of_ours():
     for one in private_names():
         path = one.user.replace(".", "/") + ".py"
         assert (ROOT / path).is_file() or (ROOT / "kernels" / path).is_file(), one
+
+
+def test_versions_tries_the_oldest_torch_that_db_sp_admits_not_that_of_an_extra():
+    pytest.importorskip("tomllib", reason="from Python 3.11 on")
+    assert claimed_requirements()["torch"].specifier == ">=2.6"
 
 
 def test_tests_of_versions_exist():

@@ -7,7 +7,6 @@ al., FlashAttention-4, 2026; its kernels for Hopper follow Shah et al., FlashAtt
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from dbsp_kernels.errors import install_command
 from dbsp_kernels.inputs import KernelInputs, PartialAttention, one_head
+from dbsp_kernels.triton import launch
 
 BLOCKS = {90: frozenset({(128, 128)}), 100: frozenset({(256, 128)}), 103: frozenset({(256, 128)})}
 """Supported (block_q, block_k) by architecture, 90 for Hopper.
@@ -29,9 +29,8 @@ def why_unavailable() -> str | None:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
         return f"flash-attn-4 is not installed; {install_command('fa4')}"
-    if importlib.util.find_spec("triton") is None:
-        return "triton, whose kernel runs the short blocks, is not installed; run `pip install triton`"
-    return None
+    reason = launch.why_unavailable()
+    return reason and f"kernel triton, which runs the short blocks, is unavailable: {reason}"
 
 
 def fa4_attention(inputs: KernelInputs) -> PartialAttention:

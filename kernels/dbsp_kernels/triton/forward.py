@@ -125,13 +125,15 @@ def _attend_late(  # type: ignore[no-untyped-def]
     q, k_source, v_source, top, total, acc, indices, scale_ptr, full, scale_log2,
     k_block, k_token, v_block, v_token,
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
-    USE_TMA: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
+    USE_TMA: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr, SCALE_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Computes the online softmax over the first `full` entries, full blocks: weights meet their values one step late.
 
     So the tensor cores compute a step's scores and the step before's output in one go, and that output is not waited
     for while exponentials run (the second of FlashAttention-3's devices, arXiv 2407.08608, section 3.2). Weights are
     carried in fp32: cast before they are, they would need their registers twice.
+
+    SCALE_FIRST: the output is scaled before the step's first product starts, not between the two.
     """
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
     RAGGED: tl.constexpr = BLOCK_K % TILE_K != 0
@@ -152,10 +154,12 @@ def _attend_late(  # type: ignore[no-untyped-def]
             v_source, v_at, v_start, v_block, v_token, v_start + key < BLOCK_K, 0,
             BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32,
         )  # fmt: skip
+        if SCALE_FIRST:
+            acc = acc * decay[:, None]
         scores, step_scale = _scores(q, k, block, scale_ptr, scale_log2)
         if RAGGED:
             scores = tl.where((start + key < BLOCK_K)[None, :], scores, float("-inf"))
-        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(v.dtype), v, acc if SCALE_FIRST else acc * decay[:, None], input_precision="ieee")
         weights, decay, top, total = _online_softmax(scores, top, total, step_scale)
     if full > 0:
         end = full * STEPS - 1
@@ -217,6 +221,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     top = tl.full([TILE_Q], float("-inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     HALVES: tl.constexpr = LOOP == "halves"
+    LATE: tl.constexpr = LOOP == "late" or LOOP == "scale_first"
     acc = tl.zeros([TILE_Q, TILE_D // 2 if HALVES else TILE_D], tl.float32)
     second = tl.zeros([TILE_Q, TILE_D // 2 if HALVES else 1], tl.float32)
     indices = index_ptr + row * index_width
@@ -224,7 +229,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     full = 0
     if FULL_FIRST or SHORT_ONLY:
         full = tl.load(full_ptr + row)
-    if FULL_FIRST and LOOP != "late":
+    if FULL_FIRST and not LATE:
         top, total, acc, second = _attend(
             q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, 0, full, scale_log2,
             k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, HALVES,
@@ -235,10 +240,11 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, HALVES,
         USE_TMA, True, INTERPRET_FP32, 1 if FULL_FIRST or SHORT_ONLY else STAGES,
     )  # fmt: skip
-    if FULL_FIRST and LOOP == "late":  # last, or its values would be held while the other loop runs
+    if FULL_FIRST and LATE:  # last, or its values would be held while the other loop runs
         top, total, acc = _attend_late(
             q, k_source, v_source, top, total, acc, indices, scale_ptr, full, scale_log2,
             k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, INTERPRET_FP32, STAGES,
+            LOOP == "scale_first",
         )  # fmt: skip
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
     lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))

@@ -1,20 +1,33 @@
 """Availability of Triton kernels, and their launches on the device of their tensors, which may not be the current one.
 
-Imports no triton, which need not be installed.
+Imports triton only when asked for its version: it need not be installed.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from typing import Any
 
 import torch
 
+LEAST_TRITON = (3, 5)
+"""3.4 fetches tiles twice as far ahead, too much for Hopper's shared memory; 3.3 has no tensor descriptors."""
+
 
 def interpreted() -> bool:
     """Returns True if Triton kernels run in Triton's interpreter, on the CPU: slow, but exact, and without a GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def triton_version() -> tuple[int, int]:
+    """Returns the first two numbers of the installed Triton's version."""
+    import triton  # here: triton need not be installed, and its import takes a while
+
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def why_unavailable() -> str | None:
@@ -25,6 +38,9 @@ def why_unavailable() -> str | None:
         return "there is no GPU, and TRITON_INTERPRET=1 is not set"
     if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0 (Ampere) or newer"
+    if triton_version() < LEAST_TRITON:
+        major, minor = triton_version()
+        return f"Triton {major}.{minor} is older than 3.5; install torch 2.9 or newer, which brings a newer Triton"
     return None
 
 

@@ -56,5 +56,5 @@ def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tens
     launch(
         merge_kernel, (-(-tokens // tile), items),
         out, lse, out_part, lse_part, tokens, out.stride(0) if items > 1 else tokens * head_dim, lse.stride(0),
-        HEAD_DIM=head_dim, TILE=tile, TILE_D=padded(head_dim), num_warps=4,
+        HEAD_DIM=head_dim, TILE=tile, TILE_D=padded(head_dim), num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from dbsp_kernels.triton.launch import triton_version
+
 HOPPER = 90
 
 
@@ -19,14 +21,15 @@ class Tiles:
         keys: Keys per step of its loop; a larger block takes several steps, the last of which may be cut off.
         warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
         loop: Schedule of full blocks in forward. "plain": products and softmax alternate; "late": weights meet their
-            values one step late; "halves": the output as two tiles of half of D.
+            values one step late; "scale_first": "late", but the output is scaled before the step's first product;
+            "halves": the output as two tiles of half of D.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
-    loop: Literal["plain", "late", "halves"] = "plain"
+    loop: Literal["plain", "late", "scale_first", "halves"] = "plain"
 
 
 def padded(size: int) -> int:
@@ -49,8 +52,18 @@ def tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, cap
         return _tiles_of_warps(block_q, block_k, head_dim, capability)
     if block_q < 128:
         # Two programs fit a multiprocessor, 113 KB each at D 128: one's softmax hides behind the other's products.
-        return Tiles(block_q, min(block_k, 64), warps=4, stages=5, loop="late")
-    return Tiles(128, min(block_k, 128), warps=8, stages=5, loop="late")
+        return Tiles(block_q, min(block_k, 64), warps=4, stages=5, loop=_late_loop(head_dim, capability))
+    return Tiles(128, min(block_k, 128), warps=8, stages=5, loop=_late_loop(head_dim, capability))
+
+
+def _late_loop(head_dim: int, capability: int) -> Literal["late", "scale_first"]:
+    """Returns the form of the late loop whose products overlap with the softmax.
+
+    Triton 3.6 has Hopper's products serialised (ptxas C7515) if the output is scaled between them; 3.7 to 3.9 lose
+    overlap if it is scaled before.
+    """
+    is_serialised = capability == HOPPER and head_dim == 128 and triton_version() == (3, 6)
+    return "scale_first" if is_serialised else "late"
 
 
 def _tiles_of_warps(block_q: int, block_k: int, head_dim: int, capability: int) -> Tiles:

@@ -2,7 +2,8 @@
 
 A variant that cannot be compiled or read is a row that says so, and makes the exit status 1.
 
-Needs triton, and no GPU. Which Triton: the one that is installed, or the one that --triton names.
+Needs triton, and no GPU. Which Triton: the one that is installed, or the one that --triton names. --every-triton
+compares the forward kernel under all that are supported.
 """
 
 from __future__ import annotations
@@ -12,16 +13,15 @@ import json
 import multiprocessing
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any
 
 import triton
 
 from scripts.checks.machine_code.reading import MULTIPROCESSORS
+from scripts.checks.machine_code.tritons import TRITONS, environment_of
 from scripts.checks.machine_code.variants import DTYPES, KERNELS, Variant, failed, reported, shipped
 
 COLUMNS = (
@@ -29,6 +29,8 @@ COLUMNS = (
     "waits", "in_flight", "tile_waits", "exponentials", "instructions", "serialised", "registers", "spills", "stack",
     "local_accesses", "local_in_loops", "shared_bytes", "programs_per_multiprocessor", "remark",
 )  # fmt: skip
+
+_PROGRAM = (sys.executable, "-m", "scripts.checks.machine_code")
 
 
 def main() -> int:
@@ -39,9 +41,15 @@ def main() -> int:
     parser.add_argument("--head-dim", nargs="+", type=int, help="head sizes; default: all")
     parser.add_argument("--blocks", nargs="+", help="block_q×block_k as 64x128; default: all, and kernels without")
     parser.add_argument("--kernel", nargs="+", choices=KERNELS, help="default: all")
+    parser.add_argument("--case", nargs="+", help="as ring, or '' where nothing sets a launch apart; default: all")
     parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
-    parser.add_argument("--triton", metavar="VERSION", help="installs this one for the run, in a scratch environment")
+    parser.add_argument("--triton", metavar="VERSION", help="another one, which is kept in build/tritons")
+    parser.add_argument(
+        "--every-triton", action="store_true", help=f"a Markdown table of `triton` under {', '.join(TRITONS)}"
+    )
     args = parser.parse_args()
+    if args.every_triton:
+        return _every_triton(args.arch, args.jobs)
     if args.triton:
         return _under(args.triton)
     arch = int(args.arch.removeprefix("sm"))
@@ -52,6 +60,7 @@ def main() -> int:
         and (args.head_dim is None or variant.head_dim in args.head_dim)
         and (args.blocks is None or f"{variant.block_q}x{variant.block_k}" in args.blocks)
         and (args.kernel is None or variant.kernel in args.kernel)
+        and (args.case is None or variant.case in args.case)
     ]
     if not args.json:
         print(f"{args.arch}, Triton {triton.__version__}")
@@ -87,13 +96,37 @@ def _records(variants: Sequence[Variant], jobs: int) -> Iterator[dict[str, Any]]
 
 def _under(version: str) -> int:
     """Repeats the run under another Triton. Returns its exit status."""
-    from scripts.checks.versions.environments import layered
-
     arguments = [text for i, text in enumerate(sys.argv[1:]) if text != "--triton" and sys.argv[i] != "--triton"]
     arguments = [text for text in arguments if not text.startswith("--triton=")]
-    with tempfile.TemporaryDirectory() as folder:
-        python = layered(Path(folder), f"triton=={version}")
-        return subprocess.run([python, "-m", "scripts.checks.machine_code", *arguments]).returncode
+    return subprocess.run([*_PROGRAM, *arguments], env=environment_of(version)).returncode
+
+
+def _every_triton(arch: str, jobs: int) -> int:
+    """Prints the forward kernel in bf16 at D 128 under each Triton. Returns 1 if one serialises it or fails."""
+    blocks = ("64x64", "128x64", "128x128")
+    shapes = [(size, case) for case in ("", "ring") for size in blocks]
+    options = ("--arch", arch, "--dtype", "bf16", "--head-dim", "128", "--kernel", "triton", "--blocks", *blocks)
+    print("| Triton | torch |", " | ".join(f"{size}, {case}".removesuffix(", ") for size, case in shapes), "|")
+    print("|---" * (2 + len(shapes)) + "|", flush=True)
+    status = 0
+    for version, torch in TRITONS.items():
+        command = [*_PROGRAM, *options, "--json", "--jobs", str(jobs)]
+        done = subprocess.run(command, env=environment_of(version), stdout=subprocess.PIPE, text=True)
+        records = {(f"{r['block_q']}x{r['block_k']}", r["case"]): r for r in map(json.loads, done.stdout.splitlines())}
+        cells = [_cell(records[shape]) for shape in shapes]
+        print(f"| {version} | {torch or '–'} |", " | ".join(cells), "|", flush=True)
+        status |= done.returncode or any(record["serialised"] for record in records.values())
+    return int(status)
+
+
+def _cell(record: dict[str, Any]) -> str:
+    """Returns waits / products, products in flight, registers, and spills and serialisation if there are any."""
+    if "failed" in record:
+        return record["remark"]
+    in_flight = "–" if record["in_flight"] is None else f"{record['in_flight']:.1f}"
+    cell = f"{record['waits']}/{record['products']}, {in_flight}, {record['registers']}"
+    cell += f", {record['spills']} B" if record["spills"] else ""
+    return cell + ", **serialised**" if record["serialised"] else cell
 
 
 def _print_row(of: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -22,14 +23,15 @@ def claimed_requirements() -> dict[str, Requirement]:
     import tomllib
 
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    texts = sum(project["optional-dependencies"].values(), project["dependencies"])
+    extras = chain.from_iterable(project["optional-dependencies"].values())
+    texts = [*extras, *project["dependencies"]]  # the last one of a package counts: what db-SP needs without extras
     requirements = [Requirement(text) for text in texts]
     return {one.name: one for one in requirements if one.name != project["name"] and one.specifier}
 
 
 def offered(requirement: Requirement) -> list[Version]:
     """Returns releases that the registry offers this Python and that pyproject.toml admits, oldest first."""
-    done = _pip(sys.executable, "index", "versions", requirement.name)
+    done = pip(sys.executable, "index", "versions", requirement.name)
     listed = re.search(r"Available versions: (.*)", done)
     found = {Version(Version(text).public) for text in listed[1].split(", ")} if listed else set()
     return sorted(one for one in found if one in requirement.specifier)
@@ -40,7 +42,7 @@ def layered(folder: Path, *pinned: str) -> Path:
     _run(sys.executable, "-m", "venv", "--without-pip", folder)
     (site,) = folder.glob("lib/python*/site-packages")
     alone = not {text.partition("==")[0] for text in pinned} <= _WITH_DEPENDENCIES
-    _pip(sys.executable, "install", "--quiet", "--no-compile", "--target", site, *["--no-deps"] * alone, *pinned)
+    pip(sys.executable, "install", "--quiet", "--no-compile", "--target", site, *["--no-deps"] * alone, *pinned)
     (site / "beneath.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     return folder / "bin" / "python"
 
@@ -55,7 +57,7 @@ def whole(folder: Path, python: str) -> Path:
     constraints.write_text("\n".join(lines), encoding="utf-8")
     (torch,) = (line for line in lines if line.startswith("torch=="))
     for what in (torch, f"{REPO}[xdit,para,dev]"):
-        _pip(interpreter, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
+        pip(interpreter, "install", "--quiet", "--no-compile", "--constraint", constraints, what)
     return interpreter
 
 
@@ -63,7 +65,7 @@ def python_version(python: str) -> str:
     return _run(python, "-c", "import platform; print(platform.python_version())").strip()
 
 
-def _pip(python: str | Path, *arguments: str | Path) -> str:
+def pip(python: str | Path, *arguments: str | Path) -> str:
     return _run(python, "-m", "pip", "--disable-pip-version-check", *arguments)
 
 

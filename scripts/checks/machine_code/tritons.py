@@ -1,0 +1,46 @@
+"""Versions of Triton that torch brings, each in a folder that is kept between runs: build/tritons/VERSION."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from scripts.checks.versions.environments import REPO, pip
+
+TRITONS = {"3.5.1": "2.9", "3.6.0": "2.10, 2.11", "3.7.0": "2.12", "3.8.0": "2.14", "3.9.0": ""}
+"""Versions that machine code is read under, oldest first, and the torch for GPUs that pins each. 3.9 is in our own
+environment."""
+
+FOLDER = REPO / "build" / "tritons"
+
+
+def folder_of(version: str) -> Path:
+    """Returns the folder with this Triton, to be put first on PYTHONPATH; installs it there if it is not there yet.
+
+    It is there whole or not at all: pip works in a scratch folder, which is then renamed. Raises RuntimeError with
+    pip's reason.
+    """
+    folder = FOLDER / version
+    if folder.exists():
+        return folder
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".") as scratch:
+        whole = Path(scratch, version)
+        pip(sys.executable, "install", "--quiet", "--no-deps", "--no-compile", "--target", whole, f"triton=={version}")
+        try:
+            whole.rename(folder)
+        except OSError:  # another process was faster
+            if not folder.exists():
+                raise
+    return folder
+
+
+def environment_of(version: str) -> dict[str, str]:
+    """Returns an environment for Python in which this Triton is imported; installs it if needed."""
+    paths = [str(REPO), str(REPO / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    if version != installed_version("triton"):
+        paths.insert(0, str(folder_of(version)))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
