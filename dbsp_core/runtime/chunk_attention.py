@@ -121,7 +121,7 @@ def _at_owners(
     kernel: Kernel,
     keep: Keep | None,
 ) -> torch.Tensor:
-    """Returns [B, Rq·Bq, D], the output of this rank's rows, and frees what they were computed from."""
+    """Returns [B, 1, Rq·Bq, D], the output of this rank's rows, and frees what they were computed from."""
     route, group, comm_dtype, block_q = (
         prepared.route,
         prepared.group,
@@ -151,7 +151,7 @@ def _at_owners(
     out, out_lse = running[0].to(q.dtype), running[1]
     if keep is not None and kept is not None:
         keep(rows, kept, out, out_lse)
-    return out.view(batch, -1, head_dim)
+    return out.view(batch, 1, -1, head_dim)
 
 
 def _attend(
