@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -92,14 +93,14 @@ class ShardedBlocks:
         straddling = tuple(np.flatnonzero((mine > 0) & (mine < lengths)) for mine in tokens)
         return cls(layout, axes, permutation, complete, straddling)
 
-    @property
+    @cached_property
     def rows(self) -> list[int]:
         """By rank, the rows of D + 1 numbers that it sends of each head and sample: complete blocks', then others'."""
         return [
             len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in zip(self.complete, self.straddling, strict=True)
         ]
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """int64[n]: tokens of each block."""
         return np.concatenate([axis.lengths for axis in self.axes])

@@ -191,8 +191,8 @@ class Route:
         """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.
 
         Returns:
-            Packed q [B, 1, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the way;
-            zero beyond short blocks.
+            Packed q [B, 1, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the
+            way; zero beyond short blocks.
         """
         (k, v, _), (first, *second), batch = keys, self.dispatch_exchanges, q.shape[0]
         if second:

@@ -37,7 +37,7 @@ class CommunicationError(RuntimeError):
     """Another rank has ended or was too late. Nothing more can be sent within the group."""
 
 
-class explain_broken_connection:  # noqa: N801  used as a function; a generator would cost every collective 2 µs more
+class explain_broken_connection:  # a generator would cost every collective 2 µs more
     """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message."""
 
     def __enter__(self) -> None:

@@ -22,10 +22,10 @@ PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Block pairs to choose among at a time: enough to be fast, few enough for memory: the CPU takes 50 bytes each."""
 
 
-def heads_by_rank(heads: int, ranks: int) -> list[int]:
+@functools.lru_cache(maxsize=8)
+def heads_by_rank(heads: int, ranks: int) -> tuple[int, ...]:
     """Returns the number of heads whose masks each rank predicts: even runs, rank after rank."""
-    counts: list[int] = np.bincount(contiguous_heads(heads, ranks), minlength=ranks).tolist()
-    return counts
+    return tuple(np.bincount(contiguous_heads(heads, ranks), minlength=ranks).tolist())
 
 
 def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:

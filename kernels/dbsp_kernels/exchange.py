@@ -98,6 +98,11 @@ class CopySegments:
         return CopySegments(to_device(self.table, device), self.mean)
 
     @cached_property
+    def count(self) -> int:
+        """Number of segments."""
+        return self.table.shape[0]
+
+    @cached_property
     def positions(self) -> tuple[torch.Tensor, ...]:
         """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
         table = self.table.long()
@@ -124,7 +129,7 @@ def copy_segments(
     if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
 
-        triton_copy_segments(sources, destination, [one.table for one in segments], mean_length(segments), add)
+        triton_copy_segments(sources, destination, segments, add)
         return
     destination = as_heads(destination)
     for source, of_source in zip(map(as_heads, sources), segments, strict=True):
@@ -136,9 +141,7 @@ def copy_segments(
         destination[:, zero_head, zero_token] = 0
 
 
-def copy_to_both(
-    source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]
-) -> None:
+def copy_to_both(source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]) -> None:
     """Copies segments of one source to two destinations, such as q to one and k and v to another, as `copy_segments`.
 
     `segments` has those of each destination.
@@ -146,7 +149,7 @@ def copy_to_both(
     if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_to_both  # here: triton need not be installed
 
-        triton_copy_to_both(source, destinations, [one.table for one in segments], mean_length(segments))
+        triton_copy_to_both(source, destinations, segments)
         return
     for destination, of_destination in zip(destinations, segments, strict=True):
         copy_segments([source], destination, [of_destination])
@@ -155,14 +158,6 @@ def copy_to_both(
 def as_heads(tensor: torch.Tensor) -> torch.Tensor:
     """Returns [B, heads, tokens, D] itself, and a buffer [tokens, B, D] as one head of it."""
     return tensor.transpose(0, 1).unsqueeze(1) if tensor.ndim == 3 else tensor
-
-
-def mean_length(segments: Sequence[CopySegments]) -> float:
-    """Returns the tokens and zeros of a segment, on average over all."""
-    if len(segments) == 1:
-        return segments[0].mean
-    counts = [one.table.shape[0] for one in segments]
-    return sum(one.mean * count for one, count in zip(segments, counts, strict=True)) / max(1, sum(counts))
 
 
 def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

@@ -89,7 +89,7 @@ class WatchedRank(AloneRank):
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> PendingTransfer:
         self.started["collectives"] += 1
-        return super().start_all_to_all(sent, receive_splits, send_splits)
+        return PendingTransfer(sent.new_empty(sum(receive_splits), *sent.shape[1:]), sent, ())
 
     def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
         self.started["collectives"] += 1

@@ -96,7 +96,7 @@ def copied_by_triton(sources: list[torch.Tensor], destination: torch.Tensor, seg
     with triton_interpreted():
         from dbsp_kernels.triton.exchange import triton_copy_segments
 
-        triton_copy_segments(sources, destination, [one.table for one in segments], segments[0].mean)
+        triton_copy_segments(sources, destination, segments)
 
 
 BOTH = st.sampled_from([copy_segments, copied_by_triton])

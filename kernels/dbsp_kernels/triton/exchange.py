@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import rounding
+from dbsp_kernels.exchange import CopySegments
 from dbsp_kernels.triton.int8 import largest_magnitudes, quantise, scales_of
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
@@ -106,54 +107,48 @@ def _strides(t: torch.Tensor) -> tuple[int, ...]:
 def triton_copy_segments(
     sources: Sequence[torch.Tensor],
     destination: torch.Tensor,
-    tables: Sequence[torch.Tensor],
-    mean: float,
+    segments: Sequence[CopySegments],
     add: bool = False,
 ) -> None:
-    """Implements the contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides.
-
-    Args:
-        tables, mean: Tables of the sources' `CopySegments`; the mean over all segments.
-    """
-    sources, tables = _with_segments(sources, tables)
+    """Implements the contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides."""
+    sources, segments = _with_segments(sources, segments)
     if len(sources) > 1 and len({source.stride() for source in sources}) > 1:
-        for source, table in zip(sources, tables, strict=True):
-            _launch_copy([source], [destination], [table], mean, add)
+        for source, of_source in zip(sources, segments, strict=True):
+            _launch_copy([source], [destination], [of_source], add)
         return
-    _launch_copy(sources, [destination], tables, mean, add)
+    _launch_copy(sources, [destination], segments, add)
 
 
 def triton_copy_to_both(
-    source: torch.Tensor, destinations: Sequence[torch.Tensor], tables: Sequence[torch.Tensor], mean: float
+    source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]
 ) -> None:
     """Implements the contract of `dbsp_kernels.exchange.copy_to_both`: one launch for tokens of the same strides."""
-    destinations, tables = _with_segments(destinations, tables)
+    destinations, segments = _with_segments(destinations, segments)
     if len(destinations) > 1 and len({_strides(destination)[2:] for destination in destinations}) > 1:
-        for destination, table in zip(destinations, tables, strict=True):
-            _launch_copy([source], [destination], [table], mean)
+        for destination, of_destination in zip(destinations, segments, strict=True):
+            _launch_copy([source], [destination], [of_destination])
         return
-    _launch_copy([source], destinations, tables, mean)
+    _launch_copy([source], destinations, segments)
 
 
 def _with_segments(
-    tensors: Sequence[torch.Tensor], tables: Sequence[torch.Tensor]
-) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    tensors: Sequence[torch.Tensor], segments: Sequence[CopySegments]
+) -> tuple[Sequence[torch.Tensor], Sequence[CopySegments]]:
     """Leaves out tensors of which nothing is copied."""
-    if all(table.shape[0] for table in tables):
-        return tensors, tables
-    both = [(tensor, table) for tensor, table in zip(tensors, tables, strict=True) if table.shape[0]]
-    return [tensor for tensor, _ in both], [table for _, table in both]
+    if 0 not in [one.count for one in segments]:
+        return tensors, segments
+    both = [(tensor, of_tensor) for tensor, of_tensor in zip(tensors, segments, strict=True) if of_tensor.count]
+    return [tensor for tensor, _ in both], [of_tensor for _, of_tensor in both]
 
 
 def _launch_copy(
     sources: Sequence[torch.Tensor],
     destinations: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    mean: float,
+    segments: Sequence[CopySegments],
     add: bool = False,
 ) -> None:
     """Launches the copies of one table for each source, or for each of two destinations."""
-    if not tables:
+    if not segments:
         return
     source, to, second_to = sources[0], destinations[0], destinations[-1]
     batch = source.shape[0] if source.ndim == 4 else source.shape[1]
@@ -162,14 +157,18 @@ def _launch_copy(
     head_dim = source.shape[-1]
     tile_d = padded(head_dim)
     rows = max(1, ELEMENTS // tile_d)
+    tables, counts = [one.table for one in segments], [one.count for one in segments]
+    total = sum(counts)
+    mean = sum([one.mean * one.count for one in segments]) / total
     tokens = _tokens_per_segment(mean, rows)
-    per_program, counts = rows // tokens, [table.shape[0] for table in tables]
+    per_program = rows // tokens
+    programs = sum([-(-count // per_program) for count in counts])
     launch(
-        copy_kernel, (sum([-(-count // per_program) for count in counts]), batch),
+        copy_kernel, (programs, batch),
         *[*sources, source, source][:3], to, second_to, *[*tables, tables[0], tables[0]][:3], *[*counts, 0, 0][:3],
         *_strides(source), *_strides(to), *_strides(second_to)[:2],
-        SEVERAL=len(sources) > 1, BOTH=len(destinations) > 1, HEAD_DIM=head_dim, TOKENS=tokens, ROWS=rows, TILE_D=tile_d,
-        ADD=add, num_warps=4,
+        SEVERAL=len(sources) > 1, BOTH=len(destinations) > 1, HEAD_DIM=head_dim, TOKENS=tokens, ROWS=rows,
+        TILE_D=tile_d, ADD=add, num_warps=4,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import triton
 
-from dbsp_kernels.exchange import row_words
+from dbsp_kernels.exchange import CopySegments, row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
@@ -184,7 +184,7 @@ def _copy(of: Variant) -> None:
     tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
     triton_copy_segments(
-        [tokens] * sources, tokens.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added"
+        [tokens] * sources, tokens.contiguous(), [CopySegments(_tensor(5000, 6), mean)] * sources, of.case == "added"
     )
 
 
