@@ -42,8 +42,8 @@ from scripts.bench.alone_rank import AloneRank
 from scripts.results.result import FOLDER, print_table, write_csv
 
 HEADS, HEAD_DIM, LAYERS, WORLD = 40, 8, 40, 8
-VIDEO = Video((4, 8, 8))
-BLOCKS = {"block_q": 16, "block_k": 8}
+VIDEO = Video((4, 8, 9))
+BLOCKS = {"block_q": 32, "block_k": 16}
 PRESET = {"preset": "wan2.1-t2v-14b", "density": 0.4, **BLOCKS}
 MASKS: dict[str, dict[str, Any]] = {
     "static": {"source": "synthetic", **PRESET},

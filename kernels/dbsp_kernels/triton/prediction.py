@@ -35,14 +35,14 @@ def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.conste
     return tl.gather(tl.reshape(terms, [ROWS]), tl.arange(0, ROWS), 0)
 
 
-@triton.jit(do_not_specialize=("position_ptr", "first_ptr", "heads", "blocks"))
+@triton.jit(do_not_specialize=("position_ptr", "first_ptr", "rows_ptr", "heads", "blocks"))
 def sum_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, position_ptr, first_ptr, sums_ptr,
+    tokens_ptr, position_ptr, first_ptr, rows_ptr, sums_ptr,
     batch_stride, head_stride, token_stride, dim_stride, heads, blocks,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
     PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Sums one block of one head of one batch item in each program."""
+    """Sums one block of one head of one batch item in each program, to one of the `blocks` rows of each in sums."""
     block = tl.program_id(0)
     item = tl.program_id(1)
     base = tokens_ptr + (item // heads).to(tl.int64) * batch_stride + (item % heads).to(tl.int64) * head_stride
@@ -62,6 +62,8 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         x = tl.where(length > 0, tl.div_rn(x, tl.where(length > 0, length, 1.0)), 0.0)
         directions += tl.sum(tl.floor(x * PER_DIRECTION_UNIT).to(tl.int32), 0)
     row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head after head
+    if rows_ptr is not None:
+        block = tl.load(rows_ptr + block)
     out = sums_ptr + (row * blocks + block) * (2 * HEAD_DIM + 2)
     tl.store(out + dims, values, mask=dims < HEAD_DIM)
     tl.store(out + HEAD_DIM + dims, directions, mask=dims < HEAD_DIM)
@@ -73,16 +75,23 @@ def _power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def sum_tokens_triton(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def sum_tokens_triton(
+    tokens: torch.Tensor,
+    position: torch.Tensor,
+    first: torch.Tensor,
+    sums: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Implements the contract of `dbsp_kernels.prediction.sum_tokens`."""
     batch, heads, _, head_dim = tokens.shape
     blocks = first.shape[0] - 1
-    sums = tokens.new_empty(heads, batch, blocks, 2 * head_dim + 2, dtype=torch.int64)
-    if sums.numel():
+    if sums is None:
+        sums = tokens.new_empty(heads, batch, blocks, 2 * head_dim + 2, dtype=torch.int64)
+    if blocks and sums.numel():
         padded = _power_of_2(head_dim)
         launch(
             sum_kernel, (blocks, batch * heads),
-            tokens, position, first, sums, *tokens.stride(), heads, blocks,
+            tokens, position, first, rows, sums, *tokens.stride(), heads, sums.shape[2],
             HEAD_DIM=head_dim, PADDED=padded, TILE=TOKENS_TILE, LOG2=padded.bit_length() - 1,
             PER_MEAN_UNIT=1 / rounding.MEAN_UNIT, PER_DIRECTION_UNIT=1 / rounding.DIRECTION_UNIT,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU

@@ -78,7 +78,7 @@ def triton_pack_rows(
     mask = mask[:, None] if mask.ndim == 1 else mask if mask.stride(1) == 1 else mask.contiguous()
     (chunks, all_spans, width), count = columns.shape, rows.shape[0]
     bits = rows.new_empty(chunks, count, -(-width // 8), dtype=torch.uint8)
-    counts, counted = rows.new_empty(2, chunks, count, dtype=torch.int32)
+    counts, counted = rows.new_empty(2, chunks, count, dtype=torch.int32).unbind(0)
     keys = rows.new_empty(chunks, count)
     if bits.numel():
         launch(
