@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -181,8 +181,7 @@ def triton_stood_in() -> Iterator[None]:
     before = driver._active
     with (
         mock.patch.object(JITFunction, "_do_compile", keep),
-        mock.patch.object(torch.cuda, "current_device", return_value=-1),
-        mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
+        mock.patch.object(torch.cuda, "current_device", return_value=None),  # as the index of a CPU is: it is current
     ):
         driver.set_active(current)
         try:

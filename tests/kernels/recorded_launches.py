@@ -117,7 +117,8 @@ def make_tables(rows: int, blocks: int, offset: int) -> None:
 def predict(rows: int, blocks: int, offset: int) -> None:
     tokens = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
     order, first = (table(n, offset=offset, dtype=torch.int64) for n in (64 * blocks, blocks + 1))
-    pool_rows_triton(sum_tokens_triton(tokens, order, first), first[1:])
+    sums, into = sum_tokens_triton(tokens, order, first), table(blocks, offset=offset, dtype=torch.int64)
+    pool_rows_triton(sum_tokens_triton(tokens, order, first, sums, into), first[1:])
     pooled_scores_triton(table(HEADS, rows + blocks, WIDTH + 1, dtype=torch.float32), rows, 0.1, 0.5)
     chance, dense = table(HEADS, rows, 1182, dtype=torch.float64), table(HEADS, rows + 1182, dtype=torch.bool)
     select_blocks_triton(chance, dense, 0.9, 0)

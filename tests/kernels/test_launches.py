@@ -21,7 +21,7 @@ MOST_VARIANTS = {
     "merge_kernel": 1,
     "expand_kernel": 1,
     "pack_kernel": 1,
-    "sum_kernel": 1,
+    "sum_kernel": 2,  # to rows one after another, or to given ones
     "pool_kernel": 1,
     "score_kernel": 1,
     "select_kernel": 2,  # by cumulative chance or by count
