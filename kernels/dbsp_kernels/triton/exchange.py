@@ -46,12 +46,15 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     """
     PROGRAM: tl.constexpr = ROWS // TOKENS
     program = tl.program_id(0)
-    if BOTH:
+    batch = tl.program_id(1).to(tl.int64)
+    to_heads, to_head_stride = to_ptr + batch * to_batch, tl.cast(to_head_stride, tl.int64)
+    if BOTH:  # a branch: of a pointer chosen by tl.where it is not known that it is a multiple of 16 bytes
         of_first = tl.cdiv(segments, PROGRAM)
-        second = program >= of_first
-        if second:
+        if program >= of_first:
             program -= of_first
             table_ptr, segments = second_table_ptr, second_segments
+            to_heads = second_to_ptr + batch * second_to_batch
+            to_head_stride = tl.cast(second_to_head_stride, tl.int64)
     if SEVERAL:
         of_first, of_second = tl.cdiv(segments, PROGRAM), tl.cdiv(second_segments, PROGRAM)
         if program >= of_first + of_second:
@@ -62,14 +65,10 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             from_ptr, table_ptr, segments = second_from_ptr, second_table_ptr, second_segments
     row = tl.arange(0, ROWS)
     segment = program * PROGRAM + row // TOKENS
-    batch = tl.program_id(1).to(tl.int64)
     from_head, from_token, to_head, to_token, length, zeros = _entry(table_ptr, segment, segments)
     size = length + zeros
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
-    to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
-    if BOTH:
-        second_row = second_to_ptr + batch * second_to_batch + to_head * second_to_head_stride
-        to_row = tl.where(second, second_row + to_token * to_token_stride, to_row)
+    to_row = to_heads + to_head * to_head_stride + to_token * to_token_stride
     dims = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
     for first in range(0, tl.max(size, 0), TOKENS):
         token = first + (row % TOKENS).to(tl.int64)
