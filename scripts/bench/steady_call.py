@@ -62,7 +62,7 @@ class Row:
         launches: Of Triton kernels.
         collectives: Exchanges and gathers.
         python_us: Thread CPU time of all but launches, least and median over calls, in µs.
-        launch_us: What Triton's launches add to the median, up to its compiled launcher.
+        launch_us: What Triton's launches add to the least time, up to its compiled launcher.
         begin_us: The start of a forward pass, once for all layers, median.
         additions_s: The machine's speed in that run: thread CPU time of ten million additions in a loop of Python.
     """
@@ -230,9 +230,9 @@ def measure(passes: int) -> Iterator[Row]:
                 launched[name] += calls.forward()[1]
     gc.unfreeze()
     for name in names:
-        python, launching = (statistics.median(times[name]) * 1e6 for times in (attentions, launched))
-        least, begin = min(attentions[name]) * 1e6, statistics.median(begins[name]) * 1e6
-        times = (round(value) for value in (least, python, launching - python, begin))
+        least, python = min(attentions[name]), statistics.median(attentions[name])
+        seconds = least, python, min(launched[name]) - least, statistics.median(begins[name])
+        times = [round(value * 1e6) for value in seconds]
         yield Row(*name, *counts[name], *times, additions_s=round(min(additions), 2))
 
 
