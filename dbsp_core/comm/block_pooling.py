@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -38,27 +39,28 @@ def pool_heads(
     Returns:
         float32[Hs, B, n, D + 1], the mean and similarity of every block of the first, then of the second, and so on.
     """
-    device, (batch, _, _, head_dim) = tensors[0].device, tensors[0].shape
-    sides = [blocks.positions(side, group.rank, device) for side in range(len(tensors))]
+    device, (batch, heads, _, head_dim) = tensors[0].device, tensors[0].shape
+    complete, straddling = len(blocks.complete[group.rank]), len(blocks.straddling[group.rank])
     # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
-    sums = [sum_tokens(t, slot, first) for t, (slot, first, _) in zip(tensors, sides, strict=True)]
-    means = [pool_rows(one[:, :, : len(whole)], whole) for one, (*_, whole) in zip(sums, sides, strict=True)]
-    shared = [
-        one[:, :, len(whole) :].view(torch.int32).unflatten(-1, (ROWS_OF_SUMS, -1)).flatten(2, 3)
-        for one, (*_, whole) in zip(sums, sides, strict=True)
-    ]
+    sums = tensors[0].new_empty(heads, batch, complete + straddling, 2 * head_dim + 2, dtype=torch.int64)
+    for side, tensor in enumerate(tensors):
+        slots, first, rows_of_blocks = blocks.positions(side, group.rank, device)
+        sum_tokens(tensor, slots, first, sums, rows_of_blocks)
+    sent = pool_rows(sums[:, :, :complete], blocks.complete_lengths(group.rank, device)).view(torch.int32)
     # 2. All are sent to the ranks that need their head, in one exchange of rows of D + 1 numbers of 32 bits.
-    sent = torch.cat([*(one.view(torch.int32) for one in means), *shared], dim=2)
+    if straddling:
+        rows_of_sums = sums.view(torch.int32).view(heads, batch, -1, head_dim + 1)[:, :, ROWS_OF_SUMS * complete :]
+        sent = torch.cat([sent, rows_of_sums], dim=2)
     arrived = exchange_heads(sent, shares, blocks.rows, group)
     # 3. A rank writes means into their blocks' slots, and adds up the sums of straddling blocks to means.
     copies, lengths = shares[group.rank] * batch, blocks.lengths
     order_of_rows, parts, into, split, of_split = blocks.arrivals(copies, device)
     rows = arrived.index_select(0, order_of_rows).view(torch.float32)
     rows = rows.view(shares[group.rank], batch, len(lengths), head_dim + 1)
-    if len(split):
-        straddling = arrived.index_select(0, parts).view(-1, ROWS_OF_SUMS * (head_dim + 1)).view(torch.int64)
-        added = straddling.new_zeros(copies * len(split), 2 * head_dim + 2).index_add_(0, into, straddling)
-        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], len(split), 2 * head_dim + 2), of_split))
+    if split.shape[0]:
+        part_sums = arrived.index_select(0, parts).view(-1, ROWS_OF_SUMS * (head_dim + 1)).view(torch.int64)
+        added = part_sums.new_zeros(copies * split.shape[0], 2 * head_dim + 2).index_add_(0, into, part_sums)
+        rows.index_copy_(2, split, pool_rows(added.view(*rows.shape[:2], split.shape[0], 2 * head_dim + 2), of_split))
     return rows
 
 
@@ -92,24 +94,23 @@ class ShardedBlocks:
         straddling = tuple(np.flatnonzero((mine > 0) & (mine < lengths)) for mine in tokens)
         return cls(layout, axes, permutation, complete, straddling)
 
-    @property
+    @cached_property
     def rows(self) -> list[int]:
         """By rank, the rows of D + 1 numbers that it sends of each head and sample: complete blocks', then others'."""
         return [
             len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in zip(self.complete, self.straddling, strict=True)
         ]
 
-    @property
+    @cached_property
     def lengths(self) -> np.ndarray:
         """int64[n]: tokens of each block."""
         return np.concatenate([axis.lengths for axis in self.axes])
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def positions(self, side: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """Returns a rank's blocks of one axis, complete ones first.
+        """Returns `position`, `first` and `rows` of `sum_tokens` for a rank's blocks of one axis.
 
-        Returns:
-            `position` and `first` of `sum_tokens`; int64, the tokens of each complete block.
+        Rows are those of complete blocks of all axes, and behind them those of straddling ones.
         """
         axis, offset = self.axes[side], _firsts(self.axes)[side]
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
@@ -122,7 +123,14 @@ class ShardedBlocks:
         order = np.argsort(block, kind="stable")
         first = np.searchsorted(block[order], np.arange(len(own) + 1))
         slot = self.layout.local[self.token_permutation[mine[order]]]
-        return tuple(to_device(array, device) for array in (slot, first, axis.lengths[whole]))
+        row = np.searchsorted(self.complete[rank], whole + offset)
+        row_of_part = len(self.complete[rank]) + np.searchsorted(self.straddling[rank], parts + offset)
+        return tuple(to_device(array, device) for array in (slot, first, np.concatenate([row, row_of_part])))
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
+    def complete_lengths(self, rank: int, device: torch.device) -> torch.Tensor:
+        """Returns int64, the tokens of each complete block of a rank."""
+        return to_device(self.lengths[self.complete[rank]], device)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:

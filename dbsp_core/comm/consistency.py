@@ -208,10 +208,11 @@ _TRANSFORMED = (
 
 def unfollowed(*tensors: torch.Tensor) -> str | None:
     """Returns the error message about tensors whose derivatives or batching would be lost, or None."""
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in tensors):
-        return _TRANSFORMED
-    if any(unpack_dual(tensor).tangent is not None for tensor in tensors):
-        return _FORWARD_MODE
+    for tensor in tensors:
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return _TRANSFORMED
+        if unpack_dual(tensor).tangent is not None:
+            return _FORWARD_MODE
     return None
 
 

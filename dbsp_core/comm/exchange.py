@@ -17,7 +17,7 @@ from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.exchange import CopySegments, copy_segments, to_device
+from dbsp_kernels.exchange import CopySegments, copy_segments, copy_to_both, to_device
 from dbsp_kernels.prediction import sum_tokens
 from dbsp_kernels.rounding import MEAN_UNIT
 
@@ -101,14 +101,14 @@ class Exchange:
         """Returns the tokens that `rank`, whose side this is, sends to others."""
         return sum(self.sent) - self.sent[rank]
 
-    def send_buffer(self, *tensors: torch.Tensor, less: Sequence[torch.Tensor | None] | None = None) -> torch.Tensor:
+    def send_buffer(self, *tensors: torch.Tensor, less: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
         """Returns [tokens sent, B, W], written from tensors [B, heads, n, D] of any strides.
 
-        `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None.
+        `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
         """
         first = tensors[0]
         buffer = self.comm_dtype.empty(first, sum(self.sent), first.shape[0])
-        self.comm_dtype.write(tensors, _by_batch(buffer), self.pack, less or [None] * len(tensors))
+        self.comm_dtype.write(tensors, buffer, self.pack, less)
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -121,9 +121,12 @@ class Exchange:
 
     def deliver(self, came: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Unpacks what was received into output tensors [B, heads, slots, W]."""
+        if len(tensors) == 2 and not self.adds:
+            copy_to_both(came, tensors, [segments for (segments,) in self.unpack])
+            return
         for tensor, copies in zip(tensors, self.unpack, strict=True):
             for segments in copies:
-                copy_segments([_by_batch(came)], tensor, [segments], add=self.adds)
+                copy_segments([came], tensor, [segments], add=self.adds)
 
 
 class LocalKeys(NamedTuple):
@@ -136,6 +139,11 @@ class LocalKeys(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     mean: torch.Tensor | None = None
+
+    @property
+    def less(self) -> tuple[torch.Tensor | None, ...]:
+        """What is subtracted from keys and from values; () for nothing."""
+        return () if self.mean is None else (self.mean, None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -183,23 +191,25 @@ class Route:
         """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.
 
         Returns:
-            Packed q [B, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the way;
-            zero beyond short blocks.
+            Packed q [B, 1, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the
+            way; zero beyond short blocks.
         """
-        (k, v, mean), (first, *second) = keys, self.dispatch_exchanges
-        of_q = (q,) if second else (q, k, v)
-        came = first.run(first.send_buffer(*of_q, less=(None, mean, None)[: len(of_q)]), group)
-        packed_q = came.new_empty(len(q), self.q_slots, came.shape[-1])
+        (k, v, _), (first, *second), batch = keys, self.dispatch_exchanges, q.shape[0]
         if second:
-            first.deliver(came, packed_q[:, None])
+            came = first.run(first.send_buffer(q), group)
+        else:
+            came = first.run(first.send_buffer(q, k, v, less=(None, *keys.less) if keys.less else ()), group)
+        packed_q = came.new_empty(batch, 1, self.q_slots, came.shape[-1])
+        if second:
+            first.deliver(came, packed_q)
             del came  # before keys and values are exchanged
-            came = second[0].run(second[0].send_buffer(k, v, less=(mean, None)), group)
-        packed_kv = came.new_empty(2, len(q), self.kv_slots, came.shape[-1])
+            came = second[0].run(second[0].send_buffer(k, v, less=keys.less), group)
+        packed_kv = came.new_empty(2, batch, self.kv_slots, came.shape[-1])
         if second:
             second[0].deliver(came, packed_kv.transpose(0, 1))
         else:
-            first.deliver(came, packed_q[:, None], packed_kv.transpose(0, 1))
-        return packed_q, packed_kv.view(2, len(q), -1, self.block_k, came.shape[-1])
+            first.deliver(came, packed_q, packed_kv.transpose(0, 1))
+        return packed_q, packed_kv.view(2, batch, -1, self.block_k, came.shape[-1])
 
     def chunks(self, first: list[torch.Tensor], keys: LocalKeys, group: SequenceGroup) -> Iterator[torch.Tensor]:
         """Yields chunks of keys and values [2, B, Ck, Bk, W], as they are written on the way. Collective.
@@ -217,7 +227,7 @@ class Route:
         while first:
             for exchange, blocks in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
                 if buffer is None or not self.packed_identically:
-                    buffer = exchange.send_buffer(keys.k, keys.v, less=(keys.mean, None))
+                    buffer = exchange.send_buffer(keys.k, keys.v, less=keys.less)
                 coming.append((exchange.start(buffer, group), exchange, blocks))
             yield first.pop()  # popped: what has been yielded is not kept alive here
             if coming:
@@ -234,8 +244,8 @@ class Route:
         return packed.view(2, batch, blocks, self.block_k, head_dim)
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """Returns the packed output [B, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
-        buffer = self.combine_exchange.send_buffer(out[:, None])
+        """Returns the packed output [B, 1, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
+        buffer = self.combine_exchange.send_buffer(out)
         del out  # before the receive buffer is allocated
         came = self.combine_exchange.run(buffer, group)
         del buffer
@@ -246,11 +256,6 @@ class Route:
 
 def _on_device(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[CopySegments, ...]:
     return tuple(one if one.table.device.type == device.type == "cpu" else one.to(device) for one in segments)
-
-
-def _by_batch(buffer: torch.Tensor) -> torch.Tensor:
-    """Views a buffer [tokens, B, D] as one head, [B, 1, tokens, D], which is what segments copy."""
-    return buffer.transpose(0, 1)[:, None]
 
 
 def exchange_q_separately(plan: Plan) -> bool:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,19 +37,21 @@ class CommunicationError(RuntimeError):
     """Another rank has ended or was too late. Nothing more can be sent within the group."""
 
 
-@contextmanager
-def explain_broken_connection() -> Iterator[None]:
+class explain_broken_connection:  # a generator would cost every collective 2 µs more
     """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"{BROKE_OFF}: one of the other ranks may have died, or was too late; look for the first error in its "
-            f"output, and restart all ranks ({' '.join(str(error).split())})"
-        ) from error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise CommunicationError(
+                f"{BROKE_OFF}: one of the other ranks may have died, or was too late; look for the first error in its "
+                f"output, and restart all ranks ({' '.join(str(error).split())})"
+            ) from error
 
 
-@dataclass(frozen=True)
+@dataclass
 class PendingTransfer:
     """A tensor in flight from other ranks, which `wait` returns. Keeps the tensor being sent alive until then."""
 

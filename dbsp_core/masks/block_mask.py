@@ -143,7 +143,7 @@ class BlockMask:
         each = zip(pieces, self.grid.sequences, strict=True)
         return tuple(BlockMask(bits.view(self.heads, grid.nq, grid.nk), grid) for bits, grid in each)
 
-    @property
+    @cached_property
     def heads(self) -> int:
         return self.bits.numel() // self.grid.pairs
 

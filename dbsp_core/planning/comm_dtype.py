@@ -41,13 +41,13 @@ class CommDtype:
         segments: Sequence[CopySegments],
         less: Sequence[torch.Tensor | None],
     ) -> None:
-        """Writes tokens of tensors [B, heads, n, D] into a buffer [B, 1, slots, W].
+        """Writes tokens of tensors [B, heads, n, D] into a buffer [slots, B, W].
 
         Args:
             segments: Segments of each tensor.
-            less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None.
+            less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
         """
-        if any(mean is not None for mean in less):
+        if less:
             raise ValueError("tokens in the model's precision are sent as they are")
         copy_segments(tensors, buffer, segments)
 
@@ -79,7 +79,7 @@ class Int8Format(CommDtype):
         segments: Sequence[CopySegments],
         less: Sequence[torch.Tensor | None],
     ) -> None:
-        for tensor, of_tensor, mean in zip(tensors, segments, less, strict=True):
+        for tensor, of_tensor, mean in zip(tensors, segments, less or [None] * len(tensors), strict=True):
             quantise_segments(tensor, buffer, of_tensor, mean)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

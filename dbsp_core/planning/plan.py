@@ -124,7 +124,7 @@ class Plan:
     def heads(self) -> int:
         return len(self.owner)
 
-    @property
+    @cached_property
     def rho(self) -> float:
         """ρ_s: the work of the slowest rank over the mean."""
         return imbalance_ratio(self.work)
@@ -141,10 +141,10 @@ class Plan:
             raise RuntimeError("this plan was made without comparing it to the contiguous one")
         return self.work, self.baseline_work
 
-    @property
+    @cached_property
     def density(self) -> float:
         """Share of blocks that are dense."""
-        return int(self.work.sum()) / (self.heads * self.grid.pairs)
+        return float(sum(self.work.tolist()) / (self.heads * self.grid.pairs))
 
     @property
     def split_heads(self) -> int:

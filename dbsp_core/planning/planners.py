@@ -52,8 +52,9 @@ def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndar
 
 def imbalance_ratio(work: np.ndarray) -> float:
     """Returns ρ_s: the slowest rank's work over the mean, from int64[P]. No work at all is balanced: 1.0."""
-    total = int(work.sum())
-    return int(work.max()) * len(work) / total if total else 1.0
+    blocks = work.tolist()  # of so few numbers numpy's own sum and maximum take ten times as long
+    total = sum(blocks)
+    return float(max(blocks) * len(blocks) / total) if total else 1.0
 
 
 def rho_bound(row_work: np.ndarray, world: int) -> float:

@@ -21,6 +21,7 @@ from dbsp_kernels import (
     PartialAttention,
     attend_dense_part,
     block_attention,
+    checks_values,
     fused_kernel,
     merge_into,
 )
@@ -122,7 +123,7 @@ def _at_owners(
     kernel: Kernel,
     keep: Keep | None,
 ) -> torch.Tensor:
-    """Returns [B, Rq·Bq, D], the output of this rank's rows, and frees what they were computed from."""
+    """Returns [B, 1, Rq·Bq, D], the output of this rank's rows, and frees what they were computed from."""
     route, group, comm_dtype, block_q = (
         prepared.route,
         prepared.group,
@@ -142,17 +143,20 @@ def _at_owners(
     # 3. The kernel runs once for each; results merge by log-sum-exp.
     head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(prepared.tables) > 1
     running, last = None, prepared.tables[-1]
+    kind = input_kind(q, k, v)
+    check = kind not in prepared.attended or checks_values(q.device)
     for table in prepared.tables:
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
         running = _attend(
-            running, rows, comm_dtype.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse
+            running, rows, comm_dtype.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse, check
         )
+    prepared.attended.add(kind)
     if running is None:
         raise ValueError("attention needs at least one chunk of keys")
     out, out_lse = running[0].to(q.dtype), running[1]
     if keep is not None and kept is not None:
         keep(rows, kept, out, out_lse)
-    return out.view(batch, -1, head_dim)
+    return out.view(batch, 1, -1, head_dim)
 
 
 def _attend(
@@ -165,6 +169,7 @@ def _attend(
     head_tokens: int | None,
     out_dtype: torch.dtype,
     lse: bool,
+    check: bool,
 ) -> PartialAttention:
     """Returns the running result after one more chunk: out [B·Rq, Bq, D], and its log-sum-exp [B·Rq, Bq].
 
@@ -175,6 +180,7 @@ def _attend(
         head_tokens: Tokens of a head, if rows are those of whole heads; see `dbsp_kernels.block_attention`.
         out_dtype: Dtype of the result, of at least 32 bits until the last chunk, and if dense rows merge into it.
         lse: True if the log-sum-exp is needed: for other chunks, or for backward.
+        check: True if shapes, dtypes and devices are checked.
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
@@ -198,6 +204,7 @@ def _attend(
             out_dtype=out_dtype,
             head_tokens=head_tokens,
             lse=lse,
+            check=check,
         )
     if dense is not None:
         q, keys, values = (t.unflatten(0, (batch, -1)) for t in (rows, keys, values))

@@ -33,6 +33,7 @@ class PreparedAttention:
         coarse: Coarse branch that is added to the output, or None.
         mask_fingerprint: Fingerprint of the mask if ranks compare masks, else 0.
         kernels: The kernel that was chosen for each kind of inputs, in the order of choice.
+        attended: Kinds of inputs that were attended with, whose shapes and tables need no second check.
     """
 
     plan: Plan
@@ -46,6 +47,7 @@ class PreparedAttention:
     coarse: CoarseBranch | None
     mask_fingerprint: int = 0
     kernels: dict[InputKind, Kernel] = field(default_factory=dict)
+    attended: set[InputKind] = field(default_factory=set)
 
     @classmethod
     def from_plan(

@@ -132,7 +132,7 @@ class AttentionSession:
         Raises:
             UserError: On all ranks, for a size that the mask source rejects, unless they raise it together elsewhere.
         """
-        with self._concurrency_guard.inside():
+        with self._concurrency_guard:
             self._reached.clear()
             self._recomputation.begin(torch.is_grad_enabled())
             first = self._mask_provider.begin(videos, timestep, cfg_branch)
@@ -185,7 +185,7 @@ class AttentionSession:
 
         `gate`, of their shape, is what mask sources multiply a coarse branch by.
         """
-        with self._concurrency_guard.inside():
+        with self._concurrency_guard:
             qkv, scale = (q, k, v), max(1, q.shape[-1]) ** -0.5 if scale is None else scale
             if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
                 prepared = self._recomputation.take(layer)

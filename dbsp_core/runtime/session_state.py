@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,15 +33,13 @@ class ConcurrencyGuard:
         process_group, lock = group.group, threading.Lock()
         self._lock = lock if process_group is None else _LOCKS.setdefault(process_group, lock)
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Guards one call. Raises UserError if another thread is within one."""
         if not self._lock.acquire(blocking=False):
             raise UserError(TWO_THREADS)
-        try:
-            yield
-        finally:
-            self._lock.release()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class SessionObserver:

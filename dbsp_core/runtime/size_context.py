@@ -249,14 +249,15 @@ class SizeContext:
         self._prepared[key] = prepared if prepared.coarse is None else replace(prepared, coarse=None)
         self._plan_keys[layer] = plan_key
         attention = self._attention(layer)
-        outdated = {self._used.get(attention, key)}
+        before = self._used.get(attention, key)
+        outdated = set() if before == key else {before}
         self._used[attention] = key
         self._used.move_to_end(attention)
         while len(self._used) > self.masks.layers * MOST_PASSES:
             oldest, its_key = self._used.popitem(last=False)
             self.keeper.forget(oldest)
             outdated.add(its_key)
-        for one in outdated.difference(self._used.values()):
+        for one in outdated and outdated.difference(self._used.values()):
             self._prepared.pop(one, None)
         for observer in self.observers:
             observer.mask_used(layer, key)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -115,6 +116,10 @@ class MaskSource(Protocol):
         ...
 
 
+block_grid = functools.lru_cache(maxsize=16)(BlockGrid)
+"""Makes a `BlockGrid`, or returns one that was made before: all attentions of a video size share its axes."""
+
+
 @dataclass(frozen=True)
 class BlockSizes:
     """Base of mask sources: the tokens of a query block and of a key block."""
@@ -133,7 +138,11 @@ class BlockSizes:
         return "all layers"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        return BlockGrid(request.tokens, request.text_tokens, self.block_q, self.block_k, request.thw)
+        return self._grid(request)
+
+    def _grid(self, request: MaskRequest, **others: Any) -> BlockGrid:
+        """Returns the request's grid in these blocks, with `others` of its fields."""
+        return block_grid(request.tokens, request.text_tokens, self.block_q, self.block_k, request.thw, **others)
 
 
 @dataclass(frozen=True)
@@ -157,7 +166,7 @@ class PredictedSource(BlockSizes):
             require_order(self.token_order)
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        return replace(super().grid(request), orders=(self.token_order,))
+        return self._grid(request, orders=(self.token_order,))
 
 
 def packed_mask(

@@ -22,10 +22,10 @@ PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Block pairs to choose among at a time: enough to be fast, few enough for memory: the CPU takes 50 bytes each."""
 
 
-def heads_by_rank(heads: int, ranks: int) -> list[int]:
+@functools.lru_cache(maxsize=8)
+def heads_by_rank(heads: int, ranks: int) -> tuple[int, ...]:
     """Returns the number of heads whose masks each rank predicts: even runs, rank after rank."""
-    counts: list[int] = np.bincount(contiguous_heads(heads, ranks), minlength=ranks).tolist()
-    return counts
+    return tuple(np.bincount(contiguous_heads(heads, ranks), minlength=ranks).tolist())
 
 
 def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:
@@ -53,8 +53,11 @@ def predict_bits(
             that parts cannot change a bit.
     """
     together = max(1, PAIRS_AT_ONCE["cuda" if rows.is_cuda else "cpu"] // (grid.nq * grid.nk))
-    mine = [choose(some) for some in rows.split(together)]
-    return gather_bits(mine[0] if len(mine) == 1 else torch.cat(mine), tokens, grid.nk)
+    if rows.shape[0] <= together:
+        mine = choose(rows)
+    else:
+        mine = torch.cat([choose(some) for some in rows.split(together)])
+    return gather_bits(mine, tokens, grid.nk)
 
 
 def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tensor:
@@ -65,7 +68,7 @@ def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tens
     (batch, heads), group = tokens.q.shape[:2], tokens.group
     # 1. Ranks send equally many heads, the last ones of some being padding.
     most = -(-heads // group.size) * batch
-    padded = mine if len(mine) == most else mine.new_empty(most, *mine.shape[1:])
+    padded = mine if mine.shape[0] == most else mine.new_empty(most, *mine.shape[1:])
     if padded is not mine:
         padded[: len(mine)] = mine
     gathered = group.all_gather_along(padded)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -56,7 +56,7 @@ class VsaSource(BlockSizes):
     def grid(self, request: MaskRequest) -> BlockGrid:
         order = "tile:" + "x".join(map(str, self.tile))
         cut = any(size % side for size, side in zip(request.thw, self.tile, strict=True))
-        return replace(super().grid(request), orders=(order,), whole_tiles=cut, text_runs=request.text_runs)
+        return self._grid(request, orders=(order,), whole_tiles=cut, text_runs=request.text_runs)
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask, and its coarse branch where there is a gate. Collective."""

@@ -1,6 +1,6 @@
 """Attention on packed blocks: `block_attention`, its `block_attention_backward`, and `available`, the kernels here."""
 
-from dbsp_kernels.attention import block_attention, block_attention_backward
+from dbsp_kernels.attention import block_attention, block_attention_backward, checks_values
 from dbsp_kernels.dense import DensePart, attend_dense_part, fused_kernel
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, merge_into, merge_states
 from dbsp_kernels.kernel import (
@@ -25,6 +25,7 @@ __all__ = [
     "available",
     "block_attention",
     "block_attention_backward",
+    "checks_values",
     "choose_kernel",
     "fused_kernel",
     "merge_into",

@@ -37,10 +37,12 @@ def quantise_segments(
 
     Args:
         source: [B, heads, tokens, D], floating-point, any strides.
-        destination: int32[B, heads, tokens, row_words(D)]; views with words side by side are welcome.
+        destination: int32[B, heads, tokens, row_words(D)]; views with words side by side are welcome. A buffer
+            [tokens, B, row_words(D)] is one head.
         segments: Without zeros.
         less: float32[B, source's heads, D], what is subtracted from every token beforehand. None: nothing.
     """
+    destination = as_heads(destination)
     if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_quantise_segments  # here: triton need not be installed
 
@@ -96,6 +98,11 @@ class CopySegments:
         return CopySegments(to_device(self.table, device), self.mean)
 
     @cached_property
+    def count(self) -> int:
+        """Number of segments."""
+        return self.table.shape[0]
+
+    @cached_property
     def positions(self) -> tuple[torch.Tensor, ...]:
         """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
         table = self.table.long()
@@ -115,23 +122,42 @@ def copy_segments(
 
     Args:
         sources, destination: [B, heads, tokens, D] of one B, D, dtype and device, of any strides; views are welcome.
+            Buffers of exchanges, [tokens, B, D], are one head.
         segments: Segments of each source; no two segments of all write to one slot.
         add: True if tokens are added to the destination; such segments have no zeros.
     """
     if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
 
-        tables = [one.table for one in segments]
-        mean = sum(one.mean * len(one.table) for one in segments) / max(1, sum(map(len, tables)))
-        triton_copy_segments(sources, destination, tables, mean, add)
+        triton_copy_segments(sources, destination, segments, add)
         return
-    for source, of_source in zip(sources, segments, strict=True):
+    destination = as_heads(destination)
+    for source, of_source in zip(map(as_heads, sources), segments, strict=True):
         from_head, from_token, to_head, to_token, zero_head, zero_token = of_source.positions
         if add:
             destination[:, to_head, to_token] += source[:, from_head, from_token]
             continue
         destination[:, to_head, to_token] = source[:, from_head, from_token]
         destination[:, zero_head, zero_token] = 0
+
+
+def copy_to_both(source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]) -> None:
+    """Copies segments of one source to two destinations, such as q to one and k and v to another, as `copy_segments`.
+
+    `segments` has those of each destination.
+    """
+    if source.is_cuda:
+        from dbsp_kernels.triton.exchange import triton_copy_to_both  # here: triton need not be installed
+
+        triton_copy_to_both(source, destinations, segments)
+        return
+    for destination, of_destination in zip(destinations, segments, strict=True):
+        copy_segments([source], destination, [of_destination])
+
+
+def as_heads(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns [B, heads, tokens, D] itself, and a buffer [tokens, B, D] as one head of it."""
+    return tensor.transpose(0, 1).unsqueeze(1) if tensor.ndim == 3 else tensor
 
 
 def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:

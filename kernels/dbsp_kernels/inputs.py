@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class KernelInputs:
     """The arguments of `dbsp_kernels.block_attention`, which describes them, as all kernels share them."""
 
@@ -50,9 +50,10 @@ class KernelInputs:
                 f"expected q [rows, block_q, D] and k, v [blocks, block_k, D], got q {tuple(q.shape)}, "
                 f"k {tuple(k.shape)}, v {tuple(v.shape)}"
             )
-        expected = {"kv_index": [len(q), *self.kv_index.shape[-1:]], "kv_len": [len(k)]}
+        rows, blocks = q.shape[0], k.shape[0]
+        expected = {"kv_index": [rows, *self.kv_index.shape[-1:]], "kv_len": [blocks]}
         for name, table in tables.items():
-            shape = expected.get(name, [len(q)])
+            shape = expected.get(name, [rows])
             if list(table.shape) != shape or table.dtype != torch.int32:
                 raise ValueError(f"expected {name} int32{shape}, got {table.dtype} {list(table.shape)}")
         if not q.dtype == k.dtype == v.dtype:

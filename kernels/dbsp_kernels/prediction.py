@@ -12,7 +12,13 @@ from dbsp_kernels.tables import pack_bits
 TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
 
 
-def sum_tokens(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def sum_tokens(
+    tokens: torch.Tensor,
+    position: torch.Tensor,
+    first: torch.Tensor,
+    sums: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Sums over the tokens of each block, which are integers: no order of summation changes a bit.
 
     Values that are not finite count as 0 or as ± LIMIT.
@@ -21,6 +27,8 @@ def sum_tokens(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor
         tokens: [B, H, n, D], float32, bfloat16 or float16, any strides.
         position: int64[m], which of the n are summed, block after block.
         first: int64[blocks + 1], where each block's begin in `position`, and where the last one's end.
+        sums: int64[H, B, n, 2 · D + 2], contiguous, to write to and return; None: of these blocks alone.
+        rows: int64[blocks], which of the n are those of each block.
 
     Returns:
         int64[H, B, blocks, 2 · D + 2]: the sum of values, in units of MEAN_UNIT, and then of directions (values
@@ -30,7 +38,10 @@ def sum_tokens(tokens: torch.Tensor, position: torch.Tensor, first: torch.Tensor
     if tokens.is_cuda:
         from dbsp_kernels.triton.prediction import sum_tokens_triton  # here: triton need not be installed
 
-        return sum_tokens_triton(tokens, position, first)
+        return sum_tokens_triton(tokens, position, first, sums, rows)
+    if sums is not None:
+        sums[:, :, rows] = sum_tokens(tokens, position, first)
+        return sums
     (batch, heads, _, head_dim), blocks = tokens.shape, len(first) - 1
     sums = tokens.new_zeros(heads, batch, blocks, 2 * head_dim + 2, dtype=torch.int64)
     block = torch.repeat_interleave(torch.arange(blocks, device=first.device), first.diff())

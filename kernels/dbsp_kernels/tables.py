@@ -18,8 +18,9 @@ def pack_bits(needed: torch.Tensor) -> torch.Tensor:
 
 def unpack_bits(packed: torch.Tensor, width: int) -> torch.Tensor:
     """Unpacks what `pack_bits` packed to bool[..., W]; rows are not contiguous if W is not a multiple of 8."""
-    bits = (packed[..., None] >> _bit_positions(packed.device)).bitwise_and_(1)
-    return bits.view(torch.bool).flatten(-2)[..., :width]
+    bits = (packed.unsqueeze(-1) >> _bit_positions(packed.device)).bitwise_and_(1)
+    flat = bits.view(torch.bool).flatten(-2)
+    return flat if flat.shape[-1] == width else flat[..., :width]
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""One rank of several without the others: for what a rank does by itself, on a machine with one GPU or none."""
+"""One rank of several without the others, on one GPU or none."""
 
 from __future__ import annotations
 

@@ -117,7 +117,9 @@ def _variant(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _type_of(value: Any) -> object:
-    return value.dtype if isinstance(value, torch.Tensor) else ("int", value >= 2**31)
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    return None if value is None else ("int", value >= 2**31)  # None is a constant of the variant
 
 
 def _specialised(value: Any) -> object:

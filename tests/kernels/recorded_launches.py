@@ -21,10 +21,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from dbsp_kernels.exchange import row_words
+from dbsp_kernels.exchange import CopySegments, row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
-from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
+from dbsp_kernels.triton.exchange import triton_copy_segments, triton_copy_to_both, triton_quantise_segments
 from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
 from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.prediction import (
@@ -117,7 +117,8 @@ def make_tables(rows: int, blocks: int, offset: int) -> None:
 def predict(rows: int, blocks: int, offset: int) -> None:
     tokens = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
     order, first = (table(n, offset=offset, dtype=torch.int64) for n in (64 * blocks, blocks + 1))
-    pool_rows_triton(sum_tokens_triton(tokens, order, first), first[1:])
+    sums, into = sum_tokens_triton(tokens, order, first), table(blocks, offset=offset, dtype=torch.int64)
+    pool_rows_triton(sum_tokens_triton(tokens, order, first, sums, into), first[1:])
     pooled_scores_triton(table(HEADS, rows + blocks, WIDTH + 1, dtype=torch.float32), rows, 0.1, 0.5)
     chance, dense = table(HEADS, rows, 1182, dtype=torch.float64), table(HEADS, rows + 1182, dtype=torch.bool)
     select_blocks_triton(chance, dense, 0.9, 0)
@@ -128,14 +129,21 @@ def exchange(rows: int, blocks: int, offset: int) -> None:
     local = table(1 + rows % 2, 64 * blocks, HEADS, WIDTH, dtype=torch.bfloat16).transpose(1, 2)
     sent = table(1 + rows % 2, 1, 64 * rows, WIDTH, dtype=torch.bfloat16)
     words = table(64 * rows, 1 + rows % 2, row_words(WIDTH)).transpose(0, 1)[:, None]
-    segments, less = table(rows, 6, offset=offset), table(1 + rows % 2, HEADS, WIDTH, dtype=torch.float32)
-    others = [segments, table(blocks, 6, offset=offset), table(0 if rows == 7 else 48, 6)]
+    less = table(1 + rows % 2, HEADS, WIDTH, dtype=torch.float32)
+    buffer = table(64 * rows, 1 + rows % 2, WIDTH, dtype=torch.bfloat16)
+    packed_q = table(1 + rows % 2, 1, 64 * rows, WIDTH, dtype=torch.bfloat16)
+    packed_kv = table(2, 1 + rows % 2, 64 * blocks, WIDTH, dtype=torch.bfloat16).transpose(0, 1)
+    tables = table(rows, 6, offset=offset), table(blocks, 6, offset=offset), table(0 if rows == 7 else 48, 6)
     for mean in MEANS:
-        triton_copy_segments([local], sent, [segments], mean)
-        triton_copy_segments([local], sent, [segments], mean, add=True)
-        triton_copy_segments([local] * 3, sent, others, mean)
-        triton_quantise_segments(local, words, segments, mean, less)
-        triton_quantise_segments(local, words, segments, mean, None)
+        of_q, of_k, of_v = segments = [CopySegments(one, mean) for one in tables]
+        triton_copy_segments([local], sent, [of_q])
+        triton_copy_segments([local], buffer, [of_q], add=True)
+        triton_copy_segments([local] * 3, buffer, segments)
+        triton_copy_segments([buffer], local, [of_q])
+        triton_copy_to_both(buffer, [packed_q, packed_kv], [of_q, of_k])
+        triton_copy_to_both(buffer, [packed_q, packed_kv], [of_q, of_v])
+        triton_quantise_segments(local, words, tables[0], mean, less)
+        triton_quantise_segments(local, words, tables[0], mean, None)
 
 
 def main() -> None:

@@ -21,11 +21,11 @@ MOST_VARIANTS = {
     "merge_kernel": 1,
     "expand_kernel": 1,
     "pack_kernel": 1,
-    "sum_kernel": 1,
+    "sum_kernel": 2,  # to rows one after another, or to given ones
     "pool_kernel": 1,
     "score_kernel": 1,
     "select_kernel": 2,  # by cumulative chance or by count
-    "copy_kernel": 12,  # four segment lengths; one source, one that is added, or three
+    "copy_kernel": 16,  # four segment lengths; one source, one that is added, three; or two destinations
     "quantise_blocks_kernel": 1,
     "quantise_kernel": 8,  # four segment lengths; with a mean subtracted or not
 }

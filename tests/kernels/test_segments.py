@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from dbsp_kernels.exchange import (
     CopySegments,
+    as_heads,
     copy_segments,
+    copy_to_both,
     quantise_segments,
     restore_rows,
     row_words,
@@ -96,7 +98,7 @@ def copied_by_triton(sources: list[torch.Tensor], destination: torch.Tensor, seg
     with triton_interpreted():
         from dbsp_kernels.triton.exchange import triton_copy_segments
 
-        triton_copy_segments(sources, destination, [one.table for one in segments], segments[0].mean)
+        triton_copy_segments(sources, destination, segments)
 
 
 BOTH = st.sampled_from([copy_segments, copied_by_triton])
@@ -238,3 +240,28 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
     else:
         quantise_segments(tokens, buffer, segments, less)
     assert buffer.equal(expected)
+
+
+@pytest.mark.parametrize("by_triton", [False, True], ids=["torch", "triton"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("empty", [None, 0, 1], ids=["both", "second alone", "first alone"])
+def test_one_buffer_is_copied_to_both_destinations(by_triton: bool, batch: int, empty: int | None) -> None:
+    """Copies q, and k and v, out of a buffer [tokens, B, D] as one exchange leaves it."""
+    buffer = torch.randn(20, batch, 5)
+    packed_q, packed_kv = torch.full((batch, 1, 8, 5), 9.0), torch.full((2, batch, 12, 5), 9.0).transpose(0, 1)
+    of_q = np.array([[0, 3, 0, 0, 4, 0], [0, 0, 0, 4, 3, 1]])
+    of_kv = np.array([[0, 7, 0, 2, 6, 0], [0, 13, 1, 0, 7, 2]])
+    tables = [table[:0] if number == empty else table for number, table in enumerate((of_q, of_kv))]
+    expected = [
+        one_by_one(as_heads(buffer), one, table) for one, table in zip((packed_q, packed_kv), tables, strict=True)
+    ]
+    segments = [CopySegments.from_columns(table, CPU) for table in tables]
+    if by_triton:
+        with triton_interpreted():
+            from dbsp_kernels.triton.exchange import triton_copy_to_both
+
+            triton_copy_to_both(buffer, [packed_q, packed_kv], segments)
+    else:
+        copy_to_both(buffer, [packed_q, packed_kv], segments)
+    assert packed_q.equal(expected[0])
+    assert packed_kv.equal(expected[1])

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import rounding
+from dbsp_kernels.exchange import CopySegments
 from dbsp_kernels.triton.int8 import largest_magnitudes, quantise, scales_of
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
@@ -30,18 +31,30 @@ def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
 ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
 
 
-@triton.jit(do_not_specialize=range(4, 10))  # tables, and their numbers of segments
+@triton.jit(do_not_specialize=range(5, 11))  # tables, and their numbers of segments
 def copy_kernel(  # type: ignore[no-untyped-def]
-    from_ptr, second_from_ptr, third_from_ptr, to_ptr, table_ptr, second_table_ptr, third_table_ptr,
+    from_ptr, second_from_ptr, third_from_ptr, to_ptr, second_to_ptr, table_ptr, second_table_ptr, third_table_ptr,
     segments, second_segments, third_segments,
     from_batch, from_head_stride, from_token_stride, from_dim_stride,
-    to_batch, to_head_stride, to_token_stride, to_dim_stride,
-    SEVERAL: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
-    ADD: tl.constexpr,
+    to_batch, to_head_stride, to_token_stride, to_dim_stride, second_to_batch, second_to_head_stride,
+    SEVERAL: tl.constexpr, BOTH: tl.constexpr, HEAD_DIM: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    TILE_D: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Copies ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one source, of one batch element."""
+    """Copies ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one table, of one batch element.
+
+    Tables are those of SEVERAL sources, or of BOTH destinations.
+    """
     PROGRAM: tl.constexpr = ROWS // TOKENS
     program = tl.program_id(0)
+    batch = tl.program_id(1).to(tl.int64)
+    to_heads, to_head_stride = to_ptr + batch * to_batch, tl.cast(to_head_stride, tl.int64)
+    if BOTH:  # a branch: of a pointer chosen by tl.where it is not known that it is a multiple of 16 bytes
+        of_first = tl.cdiv(segments, PROGRAM)
+        if program >= of_first:
+            program -= of_first
+            table_ptr, segments = second_table_ptr, second_segments
+            to_heads = second_to_ptr + batch * second_to_batch
+            to_head_stride = tl.cast(second_to_head_stride, tl.int64)
     if SEVERAL:
         of_first, of_second = tl.cdiv(segments, PROGRAM), tl.cdiv(second_segments, PROGRAM)
         if program >= of_first + of_second:
@@ -52,11 +65,10 @@ def copy_kernel(  # type: ignore[no-untyped-def]
             from_ptr, table_ptr, segments = second_from_ptr, second_table_ptr, second_segments
     row = tl.arange(0, ROWS)
     segment = program * PROGRAM + row // TOKENS
-    batch = tl.program_id(1).to(tl.int64)
     from_head, from_token, to_head, to_token, length, zeros = _entry(table_ptr, segment, segments)
     size = length + zeros
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
-    to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
+    to_row = to_heads + to_head * to_head_stride + to_token * to_token_stride
     dims = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
     for first in range(0, tl.max(size, 0), TOKENS):
         token = first + (row % TOKENS).to(tl.int64)
@@ -79,43 +91,83 @@ def _tokens_per_segment(mean: float, rows: int) -> int:
     If segments are short (heads with different token orders), a program takes several segments. Powers of four, so
     that few variants are compiled.
     """
-    tokens = 1
-    while tokens < min(rows, round(mean)):
-        tokens *= 4
-    return min(rows, tokens)
+    bits = (max(1, round(mean)) - 1).bit_length()  # of the next power of two
+    return min(rows, 1 << bits + bits % 2)
+
+
+def _strides(t: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides of batch, heads, tokens and D of [B, heads, tokens, D], or of a buffer [tokens, B, D]."""
+    if t.ndim == 4:
+        return t.stride()
+    token, batch, dim = t.stride()
+    return batch, 0, token, dim
 
 
 def triton_copy_segments(
     sources: Sequence[torch.Tensor],
     destination: torch.Tensor,
-    tables: Sequence[torch.Tensor],
-    mean: float,
+    segments: Sequence[CopySegments],
     add: bool = False,
 ) -> None:
-    """Implements the contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides.
+    """Implements the contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides."""
+    sources, segments = _with_segments(sources, segments)
+    if len(sources) > 1 and len({source.stride() for source in sources}) > 1:
+        for source, of_source in zip(sources, segments, strict=True):
+            _launch_copy([source], [destination], [of_source], add)
+        return
+    _launch_copy(sources, [destination], segments, add)
 
-    Args:
-        tables, mean: Tables of the sources' `CopySegments`; the mean over all segments.
-    """
-    given = [(source, table) for source, table in zip(sources, tables, strict=True) if len(table)]
-    if len({source.stride() for source, _ in given}) > 1:
-        for source, table in given:
-            triton_copy_segments([source], destination, [table], mean, add)
+
+def triton_copy_to_both(
+    source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]
+) -> None:
+    """Implements the contract of `dbsp_kernels.exchange.copy_to_both`: one launch for tokens of the same strides."""
+    destinations, segments = _with_segments(destinations, segments)
+    if len(destinations) > 1 and len({_strides(destination)[2:] for destination in destinations}) > 1:
+        for destination, of_destination in zip(destinations, segments, strict=True):
+            _launch_copy([source], [destination], [of_destination])
         return
-    if not given or destination.shape[0] == 0:
+    _launch_copy([source], destinations, segments)
+
+
+def _with_segments(
+    tensors: Sequence[torch.Tensor], segments: Sequence[CopySegments]
+) -> tuple[Sequence[torch.Tensor], Sequence[CopySegments]]:
+    """Leaves out tensors of which nothing is copied."""
+    if 0 not in [one.count for one in segments]:
+        return tensors, segments
+    both = [(tensor, of_tensor) for tensor, of_tensor in zip(tensors, segments, strict=True) if of_tensor.count]
+    return [tensor for tensor, _ in both], [of_tensor for _, of_tensor in both]
+
+
+def _launch_copy(
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    segments: Sequence[CopySegments],
+    add: bool = False,
+) -> None:
+    """Launches the copies of one table for each source, or for each of two destinations."""
+    if not segments:
         return
-    counts = [len(table) for _, table in given]
-    (first, second, third), copied = zip(*[*given, given[-1], given[-1]][:3], strict=True)
-    head_dim = first.shape[-1]
-    rows = max(1, ELEMENTS // padded(head_dim))
+    source, to, second_to = sources[0], destinations[0], destinations[-1]
+    batch = source.shape[0] if source.ndim == 4 else source.shape[1]
+    if batch == 0:
+        return
+    head_dim = source.shape[-1]
+    tile_d = padded(head_dim)
+    rows = max(1, ELEMENTS // tile_d)
+    tables, counts = [one.table for one in segments], [one.count for one in segments]
+    total = sum(counts)
+    mean = sum([one.mean * one.count for one in segments]) / total
     tokens = _tokens_per_segment(mean, rows)
-    programs = sum(-(-count // (rows // tokens)) for count in counts)
+    per_program = rows // tokens
+    programs = sum([-(-count // per_program) for count in counts])
     launch(
-        copy_kernel, (programs, destination.shape[0]),
-        first, second, third, destination, *copied, *[*counts, 0, 0][:3],
-        *first.stride(), *destination.stride(),
-        SEVERAL=len(given) > 1, HEAD_DIM=head_dim, TOKENS=tokens, ROWS=rows, TILE_D=padded(head_dim), ADD=add,
-        num_warps=4,
+        copy_kernel, (programs, batch),
+        *[*sources, source, source][:3], to, second_to, *[*tables, tables[0], tables[0]][:3], *[*counts, 0, 0][:3],
+        *_strides(source), *_strides(to), *_strides(second_to)[:2],
+        SEVERAL=len(sources) > 1, BOTH=len(destinations) > 1, HEAD_DIM=head_dim, TOKENS=tokens, ROWS=rows,
+        TILE_D=tile_d, ADD=add, num_warps=4,
     )  # fmt: skip
 
 
@@ -166,7 +218,7 @@ def triton_quantise_segments(
     source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
 ) -> None:
     """Implements the contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
-    count, head_dim, words = len(table), source.shape[-1], destination.shape[-1]
+    count, head_dim, words = table.shape[0], source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, INT8_ELEMENTS // padded(head_dim))

@@ -360,8 +360,8 @@ def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: t
 
 def _copyable(t: torch.Tensor) -> bool:
     """Returns whether Hopper's copy engine can fetch tiles of blocks [C, B, D]."""
-    aligned = t.data_ptr() % 16 == 0 and all(stride * t.itemsize % 16 == 0 for stride in t.stride()[:2])
-    return t.numel() > 0 and aligned
+    (block, token, _), size = t.stride(), t.itemsize
+    return t.numel() > 0 and t.data_ptr() % 16 == block * size % 16 == token * size % 16 == 0
 
 
 def _described(t: torch.Tensor, tile: int, columns: int) -> TensorDescriptor:

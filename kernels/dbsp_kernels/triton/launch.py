@@ -62,7 +62,7 @@ def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *arguments: 
         first: The kernel's first argument; all other tensors are on its device.
         arguments, options: The kernel's other arguments, and Triton's options.
     """
-    if not first.is_cuda:  # in the interpreter
+    if not first.is_cuda or first.device.index == torch.cuda.current_device():  # not on CUDA: in the interpreter
         kernel[grid](first, *arguments, **options)
         return
     with torch.cuda.device(first.device):

@@ -76,9 +76,9 @@ def triton_pack_rows(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implements the contract of `dbsp_kernels.tables.pack_rows`, for columns in any order."""
     mask = mask[:, None] if mask.ndim == 1 else mask if mask.stride(1) == 1 else mask.contiguous()
-    (chunks, all_spans, width), count = columns.shape, len(rows)
+    (chunks, all_spans, width), count = columns.shape, rows.shape[0]
     bits = rows.new_empty(chunks, count, -(-width // 8), dtype=torch.uint8)
-    counts, counted = rows.new_empty(2, chunks, count, dtype=torch.int32)
+    counts, counted = rows.new_empty(2, chunks, count, dtype=torch.int32).unbind(0)
     keys = rows.new_empty(chunks, count)
     if bits.numel():
         launch(
@@ -101,12 +101,12 @@ def triton_expand_rows(
     batch: int,
 ) -> torch.Tensor:
     """Implements the contract of `dbsp_kernels.tables.expand_rows`."""
-    rows = len(bits)
+    rows = bits.shape[0]
     index = torch.empty(batch * rows, width, dtype=torch.int32, device=bits.device)
     if index.numel():
         launch(
             expand_kernel, (rows, batch),
-            bits, base, kv_len, kv_full, index, rows, bits.shape[1], width, block, len(kv_len),
+            bits, base, kv_len, kv_full, index, rows, bits.shape[1], width, block, kv_len.shape[0],
             CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     return index

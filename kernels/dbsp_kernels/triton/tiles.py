@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -37,6 +38,7 @@ def padded(size: int) -> int:
     return max(16, 1 << (size - 1).bit_length())
 
 
+@functools.lru_cache(maxsize=64)  # asked at every launch
 def tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
     """Returns tiles for blocks of block_q × block_k and heads of `head_dim`, on a GPU of this capability (Hopper: 90).
 

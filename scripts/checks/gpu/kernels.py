@@ -185,7 +185,7 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
             found = expected.to(setting.device)
             copy_segments([source], expected, [CopySegments.from_columns(table, CPU)], add=add)
             there = CopySegments.from_columns(table, torch.device(setting.device))
-            triton_copy_segments([source.to(setting.device)], found, [there.table], there.mean, add)
+            triton_copy_segments([source.to(setting.device)], found, [there], add)
             name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
             yield differing(name, found, expected)
 

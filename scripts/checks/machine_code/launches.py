@@ -99,6 +99,7 @@ def gpu_of(arch: int) -> Iterator[None]:
         mock.patch.object(FakeTensor, "data_ptr", return_value=0),
         mock.patch.object(FakeTensor, "is_cuda", True, create=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=divmod(arch, 10)),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
         knobs.compilation.scope(),
     ):

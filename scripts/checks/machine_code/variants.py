@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import triton
 
-from dbsp_kernels.exchange import row_words
+from dbsp_kernels.exchange import CopySegments, row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.triton.backward import triton_attention_backward
-from dbsp_kernels.triton.exchange import triton_copy_segments, triton_quantise_segments
+from dbsp_kernels.triton.exchange import triton_copy_segments, triton_copy_to_both, triton_quantise_segments
 from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
 from dbsp_kernels.triton.int8 import quantise_blocks
 from dbsp_kernels.triton.merge import triton_merge_into
@@ -154,7 +154,8 @@ def _quantise_blocks(of: Variant) -> None:
 def _sum_tokens(of: Variant) -> None:
     tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)  # as models have them
     position, first = _tensor(TOKENS, dtype=torch.int64), _tensor(BLOCKS + 1, dtype=torch.int64)
-    sum_tokens_triton(tokens, position, first)
+    sums = _tensor(HEADS, 1, 2 * BLOCKS, 2 * of.head_dim + 2, dtype=torch.int64)
+    sum_tokens_triton(tokens, position, first, sums, _tensor(BLOCKS, dtype=torch.int64))
 
 
 def _pool_rows(of: Variant) -> None:
@@ -184,8 +185,15 @@ def _copy(of: Variant) -> None:
     tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
     triton_copy_segments(
-        [tokens] * sources, tokens.contiguous(), [_tensor(5000, 6)] * sources, mean, of.case == "added"
+        [tokens] * sources, tokens.contiguous(), [CopySegments(_tensor(5000, 6), mean)] * sources, of.case == "added"
     )
+
+
+def _copy_to_both(of: Variant) -> None:
+    buffer = _tensor(TOKENS * HEADS, 1, of.head_dim, dtype=DTYPES[of.dtype])
+    packed_q = _tensor(1, 1, TOKENS, of.head_dim, dtype=DTYPES[of.dtype])
+    packed_kv = _tensor(2, 1, TOKENS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(0, 1)
+    triton_copy_to_both(buffer, [packed_q, packed_kv], [CopySegments(_tensor(5000, 6), 64.0)] * 2)
 
 
 def _quantise(of: Variant) -> None:
@@ -217,6 +225,7 @@ KERNELS = {
     "triton-dkv": Kernel("backward_keys_kernel", _backward),
     "sum-tokens": Kernel("sum_kernel", _sum_tokens, shapes=OF_HEADS),
     "copy": Kernel("copy_kernel", _copy, ("blocks", "tokens", "added", "q, k, v"), OF_HEADS),
+    "copy-to-both": Kernel("copy_kernel", _copy_to_both, shapes=OF_HEADS),
     "merge": Kernel("merge_kernel", _merge, shapes=OF_HEADS),
     "quantise": Kernel("quantise_kernel", _quantise, ("blocks", "tokens", "less a mean"), OF_HEADS),
     "quantise-blocks": Kernel("quantise_blocks_kernel", _quantise_blocks, ("64", "128"), OF_HEADS),
