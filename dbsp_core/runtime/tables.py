@@ -17,7 +17,7 @@ from dbsp_kernels.exchange import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False)  # not frozen, as `KernelInputs`
 class KernelTable:
     """Input of the kernel in one chunk; see `dbsp_kernels.block_attention`.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 
-@dataclass(eq=False)
+@dataclass(eq=False)  # not frozen: one is made for every chunk, which would take five times as long
 class KernelInputs:
     """The arguments of `dbsp_kernels.block_attention`, which describes them, as all kernels share them."""
 
