@@ -16,8 +16,8 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid
-from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import pool_rows, sum_tokens
+from dbsp_kernels.segments import to_device
 
 ROWS_OF_SUMS = 4
 """Rows of a block's mean that its sums take the room of."""

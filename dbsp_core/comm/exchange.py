@@ -17,9 +17,10 @@ from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.exchange import CopySegments, copy_segments, copy_to_both, to_device
+from dbsp_kernels.exchange import copy_segments, copy_to_both
 from dbsp_kernels.prediction import sum_tokens
 from dbsp_kernels.rounding import MEAN_UNIT
+from dbsp_kernels.segments import CopySegments, to_device
 
 BLOCK = 256
 """Tokens that are summed at a time, so that a GPU has work for all of its multiprocessors."""

@@ -14,7 +14,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.exchange import CopySegments
+from dbsp_kernels.segments import CopySegments
 
 
 def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:

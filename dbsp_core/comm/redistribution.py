@@ -21,7 +21,7 @@ from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 
 TENSORS_DIFFER = (
     "the tensors to redistribute differ on rank(s) {} in number, dtypes, sizes apart from tokens, or need for "

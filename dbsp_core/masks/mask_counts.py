@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 
 BITS_AT_ONCE = 2**26
 """Bits that are widened together on a GPU: 128 MiB."""

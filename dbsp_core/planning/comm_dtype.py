@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.exchange import copy_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.segments import CopySegments
 
 
 class CommDtype:

@@ -148,7 +148,7 @@ def _at_owners(
     for table in prepared.tables:
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
         running = _attend(
-            running, rows, comm_dtype.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse, check
+            running, rows, comm_dtype.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse, check=check
         )
     prepared.attended.add(kind)
     if running is None:
@@ -169,6 +169,7 @@ def _attend(
     head_tokens: int | None,
     out_dtype: torch.dtype,
     lse: bool,
+    *,
     check: bool,
 ) -> PartialAttention:
     """Returns the running result after one more chunk: out [B·Rq, Bq, D], and its log-sum-exp [B·Rq, Bq].

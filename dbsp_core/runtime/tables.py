@@ -13,7 +13,7 @@ from dbsp_core.masks.block_mask import BlockMask, row_positions
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels import DensePart
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
 

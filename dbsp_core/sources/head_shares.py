@@ -15,7 +15,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.sources.base import LocalQK
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import unpack_bits
 
 PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}

@@ -27,8 +27,8 @@ from dbsp_core.sources.head_shares import heads_by_rank, predict_bits
 from dbsp_core.sources.sparge import LikeliestBlocks, always_dense
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of
 from dbsp_core.utils.files import expand_path, require_file, user_path, write_atomically
-from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import halving_sum, select_blocks
+from dbsp_kernels.segments import to_device
 
 CHUNK = 1 << 23
 """Scores of one head that are held at a time."""

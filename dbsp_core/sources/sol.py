@@ -17,8 +17,8 @@ from dbsp_core.sources.head_shares import pool_own_heads, predict_bits
 from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
 from dbsp_core.utils.errors import require_value
 from dbsp_core.utils.schema import require_choice
-from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import halving_sum, pooled_scores
+from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import pack_bits
 
 LEAST_VARIANCE = 1e-6 * math.log(2) ** 2

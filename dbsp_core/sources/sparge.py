@@ -14,8 +14,8 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, PredictedSource
 from dbsp_core.sources.head_shares import pool_own_heads, predict_bits
 from dbsp_core.utils.errors import SettingError, require_value
-from dbsp_kernels.exchange import to_device
 from dbsp_kernels.prediction import pooled_scores, select_blocks
+from dbsp_kernels.segments import to_device
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest, Ma
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.window import Sizes, WindowSource
 from dbsp_core.utils.errors import SettingError, UserError, in_short
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 
 _FASTER: tuple[Changes, ...] = ("never", "per_step", "per_call")
 _MOST_KEPT = 8

@@ -17,7 +17,7 @@ from torch import nn
 from dbsp_diffusers.packed.passes import BlockForward, BlockPass, PackedCall, Packing, modulated, scaled
 from dbsp_diffusers.packed.token_map import TokenMap
 from dbsp_diffusers.packed_samples import SampleSpec, Size
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [n, D]."""

@@ -15,7 +15,7 @@ from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 
 
 @dataclass(frozen=True, eq=False, repr=False)

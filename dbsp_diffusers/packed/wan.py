@@ -11,7 +11,7 @@ import torch
 
 from dbsp_diffusers.packed.passes import BlockPass, PackedCall, Packing, modulated, scaled
 from dbsp_diffusers.packed_samples import SampleSpec, Size
-from dbsp_kernels.exchange import to_device
+from dbsp_kernels.segments import to_device
 
 
 def _spec(config: Any) -> SampleSpec:

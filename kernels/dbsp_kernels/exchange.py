@@ -1,26 +1,13 @@
-"""Copies of token segments, int8 rows, and tables to the device: what exchanges pack and unpack by."""
+"""Copies of token segments, and int8 rows: what exchanges pack and unpack by."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
 import torch
 
 from dbsp_kernels.rounding import LARGEST, TINY
-
-
-def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the array on the device, itself where it is there; from the host to a GPU by pinned memory.
-
-    So the CPU need not wait for what the device is doing.
-    """
-    tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
-    if tensor.device.type == "cpu" and device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+from dbsp_kernels.segments import CopySegments
 
 
 def row_words(head_dim: int) -> int:
@@ -73,46 +60,6 @@ def restore_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch
     return torch.mul(rows.view(torch.int8)[..., :head_dim], rows.view(torch.float32)[..., -1:], out=tokens)
 
 
-@dataclass(frozen=True, eq=False)
-class CopySegments:
-    """Segments for `copy_segments`; no two of them write to one slot.
-
-    Attributes:
-        table: int32[n, 6], from_head, from_token, to_head, to_token, length and zeros of each: `length` tokens are
-            copied, and `zeros` zeros written behind them.
-        mean: Tokens and zeros of a segment, on average.
-    """
-
-    table: torch.Tensor
-    mean: float
-
-    @classmethod
-    def from_columns(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
-        """Makes the table of columns int[n, 6] on the host; leaves out segments in which nothing is to be written."""
-        size = columns[:, 4] + columns[:, 5]
-        kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)
-        return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
-
-    def to(self, device: torch.device) -> CopySegments:
-        """Copies a table on the host to a device."""
-        return CopySegments(to_device(self.table, device), self.mean)
-
-    @cached_property
-    def count(self) -> int:
-        """Number of segments."""
-        return self.table.shape[0]
-
-    @cached_property
-    def positions(self) -> tuple[torch.Tensor, ...]:
-        """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
-        table = self.table.long()
-        from_head, from_token, to_head, to_token, length, zeros = table.unbind(1)
-        spread = torch.repeat_interleave
-        copied = (spread(from_head, length), _counted(from_token, length))
-        written = (spread(to_head, length), _counted(to_token, length))
-        return (*copied, *written, spread(to_head, zeros), _counted(to_token + length, zeros))
-
-
 def copy_segments(
     sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], *, add: bool = False
 ) -> None:
@@ -158,10 +105,3 @@ def copy_to_both(source: torch.Tensor, destinations: Sequence[torch.Tensor], seg
 def as_heads(tensor: torch.Tensor) -> torch.Tensor:
     """Returns [B, heads, tokens, D] itself, and a buffer [tokens, B, D] as one head of it."""
     return tensor.transpose(0, 1).unsqueeze(1) if tensor.ndim == 3 else tensor
-
-
-def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Returns start, start + 1, … of every segment, one after the other."""
-    before = starts - (sizes.cumsum(0) - sizes)
-    spread = torch.repeat_interleave(before, sizes)
-    return spread + torch.arange(len(spread), device=spread.device)

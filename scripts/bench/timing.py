@@ -97,7 +97,7 @@ class TurnTakingGroup(SequenceGroup):
         return _Transfer(transfer.received, transfer.sent, transfer.works, turns=self.turns)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Transfer(PendingTransfer):
     turns: Turns = field(kw_only=True)
 

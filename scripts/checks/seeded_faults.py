@@ -25,8 +25,8 @@ FOUND, MISSED = 1, 0
 """Exit status of pytest: some tests failed; all passed."""
 SEEDED = """
 ρ_s counts the slowest rank: dbsp_core/planning/planners.py
-- return int(work.max()) * len(work) / total
-+ return int(work.min()) * len(work) / total
+- return float(max(blocks) * len(blocks) / total)
++ return float(min(blocks) * len(blocks) / total)
 tests/core/planning/test_paper_planner.py
 
 chunks come from ring rank r - i: dbsp_core/planning/chunks.py

@@ -119,7 +119,7 @@ def test_every_shipped_shape_fits_the_smallest_gpus_and_registers(arch, dtype, k
 
 
 OTHERS = (
-    *("sum-tokens", "pool-rows", "scores", "select", "merge", "copy", "quantise", "quantise-blocks"),
+    *("sum-tokens", "pool-rows", "scores", "select", "merge", "copy", "copy-to-both", "quantise", "quantise-blocks"),
     *("expand-rows", "pack-rows"),
 )
 

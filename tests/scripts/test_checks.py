@@ -127,7 +127,7 @@ def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
 
 
 OF_CHECKS = (
-    *("gpu.machine", "versions.private_names"),
+    *("gpu.compilation", "versions.private_names"),
     *("engines.sglang_command", "engines.vllm_omni_command", "engines.tests_run"),
 )
 PARTS = {f"scripts.checks.{name}" for name in (*OF_CHECKS, "stress.faults.fault_injection")}

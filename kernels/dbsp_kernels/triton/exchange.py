@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import rounding
-from dbsp_kernels.exchange import CopySegments
+from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.int8 import largest_magnitudes, quantise, scales_of
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded

@@ -14,7 +14,8 @@ import torch
 
 from dbsp_kernels import block_attention_backward, merge_into
 from dbsp_kernels import prediction as predicted
-from dbsp_kernels.exchange import CopySegments, copy_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.exchange import copy_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.tables import expand_rows, pack_rows
 from scripts.checks.gpu.results import Case, Row
 from scripts.checks.gpu.setting import MOST_ERROR, Setting, Shape

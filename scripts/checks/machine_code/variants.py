@@ -10,8 +10,9 @@ from typing import Any
 import torch
 import triton
 
-from dbsp_kernels.exchange import CopySegments, row_words
+from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
+from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_copy_to_both, triton_quantise_segments
 from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention

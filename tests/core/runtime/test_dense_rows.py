@@ -196,7 +196,7 @@ def test_dense_rows_of_the_first_chunk_are_written_in_the_dtype_of_the_result(he
     kernel = attention.prepared.kernel_for(("cpu", torch.bfloat16, 16, False))
     with dense_rows_on_the_cpu() as shapes, patch.object(chunk_attention, "merge_into") as merge:
         out, lse = chunk_attention._attend(
-            None, q.flatten(0, 1), torch.stack((k, v)), table, 0.25, kernel, None, dtype, later_chunks
+            None, q.flatten(0, 1), torch.stack((k, v)), table, 0.25, kernel, None, dtype, later_chunks, check=True
         )
     assert len(shapes) == sequences
     assert not merge.called
