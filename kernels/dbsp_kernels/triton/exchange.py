@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -140,6 +141,17 @@ def _with_segments(
     return [tensor for tensor, _ in both], [of_tensor for _, of_tensor in both]
 
 
+@functools.lru_cache(maxsize=256)  # the same at every attention of a plan
+def _copy_grid(counts: tuple[int, ...], means: tuple[float, ...], head_dim: int) -> tuple[int, int, int, int]:
+    """Returns the programs for tables of these sizes, tokens of a segment and of a program at a time, and TILE_D."""
+    tile_d = padded(head_dim)
+    rows = max(1, ELEMENTS // tile_d)
+    mean = sum([count * mean for count, mean in zip(counts, means, strict=True)]) / sum(counts)
+    tokens = _tokens_per_segment(mean, rows)
+    per_program = rows // tokens
+    return sum([-(-count // per_program) for count in counts]), tokens, rows, tile_d
+
+
 def _launch_copy(
     sources: Sequence[torch.Tensor],
     destinations: Sequence[torch.Tensor],
@@ -154,14 +166,8 @@ def _launch_copy(
     if batch == 0:
         return
     head_dim = source.shape[-1]
-    tile_d = padded(head_dim)
-    rows = max(1, ELEMENTS // tile_d)
     tables, counts = [one.table for one in segments], [one.count for one in segments]
-    total = sum(counts)
-    mean = sum([one.mean * one.count for one in segments]) / total
-    tokens = _tokens_per_segment(mean, rows)
-    per_program = rows // tokens
-    programs = sum([-(-count // per_program) for count in counts])
+    programs, tokens, rows, tile_d = _copy_grid(tuple(counts), tuple([one.mean for one in segments]), head_dim)
     launch(
         copy_kernel, (programs, batch),
         *[*sources, source, source][:3], to, second_to, *[*tables, tables[0], tables[0]][:3], *[*counts, 0, 0][:3],
