@@ -143,7 +143,7 @@ class LocalKeys(NamedTuple):
 
     @property
     def less(self) -> tuple[torch.Tensor | None, ...]:
-        """What is subtracted from keys and from values; () for nothing."""
+        """Tensors to subtract from keys and from values; () for nothing."""
         return () if self.mean is None else (self.mean, None)
 
 

@@ -70,7 +70,7 @@ class Key(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What became of a case.
+    """Outcome of a case.
 
     Attributes:
         state: "ended"; "failed", for it raised or ended its process; "skipped"; "slow", for it was cut off.

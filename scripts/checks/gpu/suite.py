@@ -198,7 +198,7 @@ class Worker:
             self.end()
             if time.monotonic() >= deadline:
                 return None
-        except BrokenPipeError:
+        except BrokenPipeError:  # it ended before it was asked
             pass
         # 3. The process is gone.
         self.end()

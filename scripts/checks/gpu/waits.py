@@ -1,4 +1,4 @@
-"""Where a steady call makes the host wait for the device, by file and line."""
+"""Counts waits of a steady call's host for the device, by file and line."""
 
 from __future__ import annotations
 
