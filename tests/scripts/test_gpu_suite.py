@@ -104,7 +104,8 @@ def test_constants_are_measured_by_the_command(tmp_path, monkeypatch):
     _, outcomes = read_results(tmp_path / RESULTS)
     (outcome,) = outcomes.values()
     found = {row.what for row in outcome.rows}
-    assert {"flops_per_s", "merge_bytes_per_s", "cpu 128x64 flops_per_s"} <= found
+    assert {"flops_per_s", "merge_bytes_per_s"} <= found
+    assert "cpu 128x64 flops_per_s" not in found, "the launch is apart in the constants that are fitted to it"
 
 
 def test_every_mask_source_is_checked(tmp_path):

@@ -45,10 +45,9 @@ def bench(setting: Setting) -> Iterator[Row]:
     for name, value in hardware["constants"].items():
         if hardware["sources"].get(name) == "measured":
             yield Row(name, value)
-    for kernel in found["kernels"]:
-        if kernel["exact"]:
-            blocks = "x".join(map(str, kernel["blocks"]))
-            yield Row(f"{kernel['kernel']} {blocks} flops_per_s", kernel["flops_per_s"])
+    for kernel, rates in hardware["kernels"].items():
+        for blocks, flops_per_s in rates["flops_by_blocks"].items():
+            yield Row(f"{kernel} {blocks} flops_per_s", flops_per_s)
     for part, residual in hardware["residuals"].items():
         yield Row(f"largest relative error of the fit of {part}", residual)
     for attention in found["attentions"]:
