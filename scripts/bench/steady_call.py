@@ -1,4 +1,4 @@
-"""What one attention of a steady step costs the CPU that launches it: Triton launches, collectives, time of Python.
+"""Costs of one attention of a steady step on the CPU that launches it: Triton launches, collectives, time of Python.
 
 For one rank of 8 of a model of 40 layers and 40 heads, without a GPU: tensors on the CPU take the way of tensors on a
 GPU, launches do nothing, and exchanges are answered at once. Tensors are tiny, so that torch's own work is small: what

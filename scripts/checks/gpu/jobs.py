@@ -126,15 +126,18 @@ def tile_variants(setting: Setting, shape: Shape) -> dict[str, Tiles]:
     return {f"{one.loop}, {one.queries} queries": one for one in tiles}
 
 
-def dense_works(setting: Setting, model: Model, heads: int, dtype: torch.dtype) -> dict[str, Work]:
-    """Returns dense attention of some heads by each library that does it here."""
+def dense_works(
+    setting: Setting, model: Model, heads: int, dtype: torch.dtype, at_once: int | None = None
+) -> dict[str, Work]:
+    """Returns dense attention of some heads by each library that does it here, all `at_once` or so many."""
     size = 3, 1, heads, model.tokens, model.head_dim
     sets = [torch.randn(size, device=setting.device, dtype=dtype) for _ in range(setting.sets)]
 
     def sdpa(backend: SDPBackend) -> Work:
-        def work(i: int) -> torch.Tensor:
+        def work(i: int) -> None:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(*sets[i % len(sets)])
+                for qkv in sets[i % len(sets)].split(at_once or heads, dim=2):
+                    F.scaled_dot_product_attention(*qkv)
 
         return work
 

@@ -32,13 +32,13 @@ def described(setting: Setting) -> dict[str, Any]:
         "multiprocessors": [device.multi_processor_count for device in properties],
         "capability": list(torch.cuda.get_device_capability()) if cuda else None,
         "memory": [device.total_memory for device in properties],
-        "nvidia_smi": _output(["nvidia-smi", *query]).splitlines(),
+        "nvidia_smi": output_of(["nvidia-smi", *query]).splitlines(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in LIBRARIES},
         "imports": {name: importlib.util.find_spec(name) is not None for name in OTHERS},
-        "commit": _output(["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]) or "unknown",
+        "commit": output_of(["git", "-C", str(REPO), "describe", "--always", "--dirty", "--abbrev=12"]) or "unknown",
         "sources": sources_fingerprint(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
@@ -63,7 +63,7 @@ def _version(name: str) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def _output(command: list[str]) -> str:
+def output_of(command: list[str]) -> str:
     """Returns what a program prints, or "" if it is not here or fails."""
     if shutil.which(command[0]) is None:
         return ""

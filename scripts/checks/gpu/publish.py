@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from dbsp_core.cost.machine import SHIPPED, Hardware, KernelConstants, load_hardware, save_hardware
 from dbsp_core.utils.errors import UserError
-from scripts.checks.gpu.machine import sources_fingerprint
+from scripts.checks.gpu.machine import output_of, sources_fingerprint
 from scripts.checks.gpu.results import RESULTS, Key, Outcome, read_results
 from scripts.checks.gpu.suite import REPO
 from scripts.reproduce import seconds
@@ -67,7 +66,7 @@ class Published:
             raise UserError(f"{folder / RESULTS} is of a {machine['how']}; run scripts/gpu_suite on a GPU")
         commit = str(machine["commit"])
         if machine["sources"] == sources_fingerprint():
-            commit = _git("rev-parse", "HEAD")
+            commit = output_of(["git", "-C", str(REPO), "rev-parse", "HEAD"])
         elif commit == "unknown" or commit.endswith("-dirty"):
             raise UserError(f"{folder / RESULTS} is of other sources at commit {commit}; run scripts/gpu_suite again")
         outcomes = {key: outcome for key, outcome in outcomes.items() if outcome.sources == machine["sources"]}
@@ -248,9 +247,3 @@ def seconds_table(videos: list[seconds.Row]) -> str:
 
 def _case(blocks: str) -> str:
     return f"14B, {blocks}, D 128, bfloat16"
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", "-C", str(REPO), *arguments], capture_output=True, text=True, check=True
-    ).stdout.strip()

@@ -8,8 +8,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_kernels import KERNELS, KernelRequirements, block_attention, fused_kernel
 from scripts.checks.gpu.clock import Work
@@ -42,7 +40,7 @@ def by_density(
 ) -> Iterator[Row]:
     """Measures rates of the loops, and of dense and other sparse kernels, interleaved; errors of the loops first."""
     model, densities = model or setting.large, densities or setting.densities
-    heads = heads or max(1, model.heads // setting.world)
+    heads = heads or setting.local_heads
     dense = dense_works(setting, model, heads, shape.dtype)
     dense_flops = 4.0 * heads * model.tokens**2 * shape.head_dim
     ms_per_flop = {}
@@ -87,25 +85,13 @@ def other_kernels(job: PackedJob) -> dict[str, Work]:
 
 def dense_heads(setting: Setting) -> Iterator[Row]:
     """Times dense attention of a rank's heads in one call and head by head, by each of torch's kernels."""
-    heads = max(2, setting.large.heads // setting.world)
-    size = 1, heads, setting.large.tokens, setting.large.head_dim
-    q, k, v = (torch.randn(size, device=setting.device, dtype=setting.dtype) for _ in range(3))
-    backends = ("MATH",) if setting.dry else ("CUDNN_ATTENTION", "FLASH_ATTENTION")
-
-    def attend(i: int, name: str, step: int) -> None:
-        with sdpa_kernel(getattr(SDPBackend, name)):
-            for head in range(0, heads, step):
-                some = slice(head, head + step)
-                F.scaled_dot_product_attention(q[:, some], k[:, some], v[:, some])
-
-    steps = {"together": heads, "one by one": 1}
-    works: dict[str, Work] = {
-        f"{name}, {how}": partial(attend, name=name, step=step) for name in backends for how, step in steps.items()
-    }
-    ms = setting.sampler.medians({name: work for name, work in works.items() if runs(work)})
-    for name in backends:
-        if f"{name}, together" in ms:
-            yield Row(f"{name}: one by one / together", ms[f"{name}, one by one"] / ms[f"{name}, together"])
+    heads = max(2, setting.local_heads)
+    together, one_by_one = (
+        dense_works(setting, setting.large, heads, setting.dtype, at_once) for at_once in (heads, 1)
+    )
+    ms = setting.sampler.medians(together | {f"{name}, one by one": work for name, work in one_by_one.items()})
+    for name in together:
+        yield Row(f"{name}: one by one / together", ms[f"{name}, one by one"] / ms[name])
     job = PackedJob(setting, setting.main[0], setting.large, heads, 1.0)
     if fused_kernel(job.inputs[0][0]) is not None:
         ms = setting.sampler.medians({"fused": job.dense_rows(), "block kernel": job.work("triton")})
@@ -138,7 +124,7 @@ def beyond_int32(setting: Setting) -> Iterator[Row]:
 
 def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
     """Times merging into a partial result over a plain forward."""
-    job = PackedJob(setting, shape, setting.large, max(1, setting.large.heads // setting.world), setting.densities[0])
+    job = PackedJob(setting, shape, setting.large, setting.local_heads, setting.densities[0])
     running = job.work("triton", out_dtype=torch.float32)(0)
     ms = setting.sampler.medians({"plain": job.work("triton"), "merged": job.work("triton", partial=running)})
     yield Row("merged / plain", ms["merged"] / ms["plain"], goal="≤ 1.03")
@@ -146,7 +132,7 @@ def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
 
 def stages(setting: Setting, shape: Shape) -> Iterator[Row]:
     """Times the tiles in use with other numbers of stages."""
-    job = PackedJob(setting, shape, setting.large, max(1, setting.large.heads // setting.world), setting.densities[0])
+    job = PackedJob(setting, shape, setting.large, setting.local_heads, setting.densities[0])
     used = used_tiles(setting, shape)
     works = {stages: job.tiled(replace(used, stages=stages)) for stages in (used.stages, 3, 4, 6)}
     ms = setting.sampler.medians({str(number): work for number, work in works.items() if runs(work)})

@@ -127,6 +127,11 @@ class Setting:
         return self.dry and self.device != "cpu"
 
     @property
+    def local_heads(self) -> int:
+        """Heads of the large model that a rank of `world` has without a ring."""
+        return max(1, self.large.heads // self.world)
+
+    @property
     def strategies(self) -> tuple[str, ...]:
         """Strategies of `world` ranks that are timed: Ulysses and a ring."""
         ring = f"U1R{self.world}"
