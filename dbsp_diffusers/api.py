@@ -18,7 +18,7 @@ from dbsp_diffusers.attach import Framework, attach_framework
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
-from dbsp_diffusers.sharding.halves import Guidance, Halves
+from dbsp_diffusers.sharding.halves import Halves
 
 Group = ProcessGroup | SequenceGroup | None
 _DIMENSIONS = ("ring", "ulysses")
@@ -31,7 +31,7 @@ def enable(
     mesh: Any = None,
     group: Group = None,
     strategy: Strategy | str | None = None,
-    guidance: Guidance = False,
+    guidance: bool = False,
     vae: bool = False,
     steps: Callable[[], int | None] | None = None,
     framework: str = "diffusers",
@@ -53,11 +53,9 @@ def enable(
         group: The ranks that share a sequence, instead of a mesh. Default: all ranks.
         strategy: Strategy of the ranks of a sequence, for example "U4R2", if the configuration does not name it.
             Default: Ulysses on all of them.
-        guidance: True if each half of the ranks is to compute one of a step's two CFG passes: then `strategy`
-            and the session are those of a half. "auto": if that is predicted to be faster. For pipelines whose calls
-            have guidance, such as Wan's, Qwen-Image's and CogVideoX's; without gradients. `strategy: auto` alone does
-            not consider it: only the caller knows that all calls will have guidance, and no gradients, packed
-            passes or other step caches, which halves reject. `dbsp generate` knows its call, and passes "auto".
+        guidance: True if each half of the ranks computes one of a step's two CFG passes; `strategy` and the session
+            are then those of a half. For pipelines whose calls have guidance, such as Wan's, Qwen-Image's and
+            CogVideoX's; without gradients, packed passes, and most step caches.
         vae: True if the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
             on, and shares its tiles out. Setting `vae` of the configuration does so, too.
         steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
@@ -76,7 +74,7 @@ def enable(
     if guidance is not False and mesh is not None:
         raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
-    halves = None if guidance is False else Halves.chosen(guidance, model, config, strategy, sequence)
+    halves = None if guidance is False else Halves.of(guidance, model, sequence)
     if halves is not None:
         sequence, default = _ranks_of(halves.own)
     whole = Framework(

@@ -176,7 +176,8 @@ def _attached(
         changes.set_attribute(transformer, "_is_parallelized", ranks)
         together.append(ranks)
     exchanged = functools.partial(_exchanged, pipe, list(transformers.values()))
-    generations.attach(changes, exchanged, shares_state=framework.decoders is None)
+    shares_state, halved = framework.decoders is None, framework.halves is not None
+    generations.attach(changes, exchanged, shares_state=shares_state, watches_latents=halved)
     for (transformer, _), ranks in zip(made.sessions, together, strict=True):
         Coverage(transformer, ranks.reached).attach(changes)
         if framework.halves is not None:

@@ -8,7 +8,7 @@ import itertools
 import pkgutil
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -182,19 +182,17 @@ def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) ->
             )
 
 
-Entered = tuple[str, Callable[[], AbstractContextManager[None]]]
-"""Name of a cache context that is entered, and what enters it again."""
 _BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
 """Number of a CFG pass by the usual names of its cache context; others are numbered as they appear."""
 
 
-def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], Entered | None]:
+def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], str | None]:
     """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which CFG pass they run.
 
     Returns:
-        A function that returns the context that is entered, or None outside of contexts.
+        A function that returns the name of the context that is entered, or None outside of contexts.
     """
-    entered: Entered | None = None
+    entered: str | None = None
     enter = getattr(transformer, "cache_context", None)
     if enter is None:
         return lambda: None
@@ -202,7 +200,7 @@ def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], Entered 
     @contextmanager
     def cache_context(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
         nonlocal entered
-        outer, entered = entered, (name, lambda: cache_context(name, *args, **kwargs))
+        outer, entered = entered, name
         try:
             with enter(name, *args, **kwargs):
                 yield
@@ -223,7 +221,7 @@ def current_cfg_pass(transformer: Any, patches: PatchSet) -> Callable[[], int | 
         if context is None:
             return None
         free = next(number for number in itertools.count() if number not in numbers.values())
-        return numbers.setdefault(context[0], _BRANCHES.get(context[0], free))
+        return numbers.setdefault(context, _BRANCHES.get(context, free))
 
     return branch
 
@@ -231,29 +229,29 @@ def current_cfg_pass(transformer: Any, patches: PatchSet) -> Callable[[], int | 
 Call = Callable[..., Any]
 
 
-def around_calls(pipe: Any, around: Callable[[Call], Call], patches: PatchSet) -> None:
-    """Replaces what `pipe(...)` calls by around(it); the last one given is the outermost.
+def around_calls(target: Any, around: Callable[[Call], Call], patches: PatchSet, name: str = "__call__") -> None:
+    """Replaces what `pipe(...)`, or another method of an object, calls by around(it); the last is the outermost.
 
-    Python looks `__call__` up on the class, so the pipe gets a subclass of its own, of the same name. If something
+    Python looks `__call__` up on the class, so the object gets a subclass of its own, of the same name. If something
     else replaced the subclass meanwhile, or is on it (as para-attn's first-block cache does), it stays and
-    passes calls through.
+    passes calls through. A copy of the object has its class's method.
     """
-    cls, replaced = type(pipe), True
+    cls, replaced = type(target), True
 
-    @functools.wraps(cls.__call__)
+    @functools.wraps(getattr(cls, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        own = functools.partial(cls.__call__, self)
-        ours = replaced and self is pipe  # not a pipe that was made with type(pipe)(...)
-        return (around(own) if ours else own)(*args, **kwargs)
+        bound = functools.partial(getattr(cls, name), self)
+        is_target = replaced and self is target  # not an object that was made with type(target)(...)
+        return (around(bound) if is_target else bound)(*args, **kwargs)
 
-    names = {"__call__": call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__slots__": ()}
-    wrapped = types.new_class(cls.__name__, (cls,), exec_body=lambda own: own.update(names))
-    pipe.__class__ = wrapped
+    names = {name: call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__slots__": ()}
+    wrapped = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))
+    target.__class__ = wrapped
 
     def restore() -> None:
         nonlocal replaced
         replaced = False
-        if type(pipe) is wrapped and vars(wrapped)["__call__"] is call:
-            pipe.__class__ = cls
+        if type(target) is wrapped and vars(wrapped)[name] is call:
+            target.__class__ = cls
 
     patches.on_detach(restore)

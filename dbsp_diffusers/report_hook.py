@@ -78,7 +78,7 @@ def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet
             if is_writer(session.group) and 0 < after.counted - before.counted == after.dense - before.dense:
                 source = session.config.to_values()["mask"]["source"]
                 log.warning(
-                    session.config.dense_schedule.message(session.steps())
+                    session.config.dense_schedule.message(vars(pipe).get("_num_timesteps"))
                     or f"mask {source} left nothing out, density 1.000 in every attention: nothing was gained over "
                     f"dense attention; {page('masks')} has its settings, and other sources"
                 )

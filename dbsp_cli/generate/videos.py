@@ -19,7 +19,6 @@ from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation
 from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
-from dbsp_core.cost.prediction import AUTO
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
@@ -99,7 +98,7 @@ def _make_videos(
     )
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
     config = replace(generation.config, report=str(generation.report or unwanted))
-    session = enable(pipe, config, guidance=AUTO if config.strategy == AUTO else False)
+    session = enable(pipe, config)
     speed_up(transformers_in(pipe), generation.features)
     # 2. One video after another.
     given = arguments_of(pipe, settings, generation.frames, generation.video)

@@ -238,8 +238,8 @@ class DenseSchedule:
             return False
         if steps is None:
             raise UserError(
-                "dense_schedule.last_steps needs the number of denoising steps; attach db-SP to the pipeline, which "
-                "knows it, rather than to the transformer alone, or leave last_steps at 0"
+                "dense_schedule.last_steps needs the number of denoising steps; attach db-SP to the pipeline that you "
+                "call, which knows it, or leave last_steps at 0"
             )
         return step >= steps - self.last_steps
 

@@ -293,6 +293,7 @@ VIDEO_MODELS = {
     "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, guidance="calls"),
     "HunyuanVideo15Transformer3DModel": replace(
         _HUNYUAN,
+        guidance="calls",
         attention=("transformer_blocks.*.attn",),
         sequence=_hunyuan_15,
         shard_plan=ShardPlan(

@@ -3,11 +3,13 @@
 Collectives match by their order only. If the call of one rank fails, and that rank goes on with the next request,
 attentions of two requests are mixed, in every later video too. So the ranks compare the number of their calls, and
 their inputs, before the first attention of a generation. In every pass they take the first rank's inputs, so that
-rounding in a text encoder or VAE, which may differ between ranks, is the same on all.
+rounding in a text encoder or VAE, which may differ between ranks, is the same on all. What a rank had is compared with
+what it took, on the device; what that shows is raised two passes later, or at the end of a pipeline's call.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,6 +57,90 @@ TILES_DIFFER = (
     "same latents, with one setting of the autoencoder's tiling and slicing"
 )
 DECODED_DIFFER = "the latents that are decoded differ on rank(s) {}; decode the same video on all ranks together"
+NOT_NUMBERS = (
+    "the latents became NaN on rank(s) {}: the transformer has computed NaN, or, with `guidance=True`, the output of "
+    "a step's first CFG pass was copied before the second one, when half of the ranks do not have it yet; leave "
+    "`guidance` out, or use the outputs of both passes after the second"
+)
+LATENTS_DRIFT = (
+    "the latents differ on rank(s) {} within a generation; every pass has computed with rank 0's. Draw noise, in "
+    "callbacks and loops too, from torch's generators with the same seed on all ranks"
+)
+CONDITIONS_DRIFT = (
+    "the timestep, text or another condition differs on rank(s) {} within a generation; every pass has computed with "
+    "rank 0's. Change what the transformer is given in the same way on all ranks"
+)
+_DRIFTS = (NOT_NUMBERS, LATENTS_DRIFT, CONDITIONS_DRIFT)
+
+
+class Drift:
+    """What a rank's tensors have shown within a generation, told to all ranks without a host wait.
+
+    Each pass notes it on the device, and gathers what all ranks have noted. Two passes later that has long arrived on
+    the host, the same on all ranks, and is raised there.
+    """
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self._group = group
+        self._on_host = 0
+        """Bits by number in `_DRIFTS`."""
+        self._on_device: torch.Tensor | None = None
+        """Further bits, int64[1]."""
+        self._passes = 0
+        self._gathered: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
+        """By the number of a pass, the bits of all ranks, int64[P], and the event of their arrival on the host."""
+
+    def note(self, message: str, shown: torch.Tensor) -> None:
+        """Notes one of `_DRIFTS` where bool[] `shown` is True. Does not wait for its device."""
+        number = _DRIFTS.index(message)
+        if shown.device.type == "cpu":
+            self._on_host |= int(shown) << number
+            return
+        bits = shown.long().reshape(1) << number
+        self._on_device = bits if self._on_device is None else self._on_device | bits
+
+    def compare(self, message: str, mine: torch.Tensor, first: torch.Tensor) -> None:
+        """Notes `message` unless a tensor is the first rank's, up to rounding, and NaN that the first rank has not."""
+        if mine.is_floating_point():
+            self.note(NOT_NUMBERS, mine.isnan().any() & ~first.isnan().any())
+        self.note(message, ~are_close(mine, first))
+
+    def gather(self, device: torch.device) -> None:
+        """Tells all ranks what this one has noted, on the device of their collectives. Collective."""
+        bits = torch.zeros(1, dtype=torch.int64, device=device) if self._on_device is None else self._on_device
+        of_ranks = self._group.all_gather_along(bits | self._on_host)  # int64[P]
+        self._on_host, self._on_device = 0, None
+        copied = None
+        if of_ranks.is_cuda:
+            pinned = torch.empty(of_ranks.shape, dtype=of_ranks.dtype, device="cpu", pin_memory=True)
+            of_ranks = pinned.copy_(of_ranks, non_blocking=True)
+            copied = torch.cuda.current_stream(device).record_event()
+        self._gathered.append((self._passes, of_ranks, copied))
+
+    def begin_pass(self) -> None:
+        """Raises UserError, on all ranks, for what any of them has shown until the pass before the last."""
+        self._passes += 1
+        self._raise_shown(self._passes - 2)
+
+    def end_call(self) -> None:
+        """Raises UserError, on all ranks, for what any of them has shown. Waits for the device."""
+        self._raise_shown(self._passes)
+
+    def _raise_shown(self, last: int) -> None:
+        while self._gathered and self._gathered[0][0] <= last:
+            _, of_ranks, copied = self._gathered.popleft()
+            if copied is not None:
+                copied.synchronize()
+            for number, message in enumerate(_DRIFTS):
+                ranks = [rank for rank, bits in enumerate(of_ranks.tolist()) if bits >> number & 1]
+                if ranks:
+                    self.forget()
+                    raise UserError(message.format(ranks))
+
+    def forget(self) -> None:
+        """Begins anew, after a failure."""
+        self._on_host, self._on_device = 0, None
+        self._gathered.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +193,10 @@ class GenerationChecks:
 
     group: SequenceGroup
     calls: int = field(default=0, init=False)
+    drift: Drift = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.drift = Drift(self.group)
 
     def begin_call(self) -> None:
         """Counts a generation that begins outside a pipeline's calls. Not collective."""
@@ -127,6 +217,7 @@ class GenerationChecks:
             UserError: On all ranks, unless they are at the same call, or if any of them has a problem.
         """
         self.calls += 1
+        self.drift.forget()  # of a call that failed
         if self.group.size == 1:
             if problem is not None:
                 raise problem
@@ -143,6 +234,7 @@ class GenerationChecks:
         plain: Mapping[str, object],
         latents: Mapping[str, torch.Tensor],
         conditions: Mapping[str, torch.Tensor],
+        begins: bool = True,
     ) -> tuple[list[torch.Tensor], Meeting]:
         """Returns the first rank's latents and conditions, and what ranks still have to compare. Collective.
 
@@ -153,6 +245,7 @@ class GenerationChecks:
             plain: Arguments that are not tensors, by name, compared by `repr`.
             latents: Tensors of the sample, by name. Integers must be equal, floating-point numbers up to rounding.
             conditions: All other tensors, by name, compared like latents.
+            begins: True if a generation begins with these latents.
 
         Raises:
             UserError: On a rank that is at another call, or has other arguments or tensors of other shapes; on the
@@ -165,7 +258,8 @@ class GenerationChecks:
             LENGTHS_DIFFER: [(name, tuple(one.shape), one.dtype, one.device.type) for name, one in conditions.items()],
             ARGUMENTS_DIFFER.format(names=names): sorted(plain.items()),
         }
-        messages = [LATENTS_DIFFER] * len(latents) + [CONDITION_DIFFERS.format(name=name) for name in conditions]
+        messages = [LATENTS_DIFFER if begins else LATENTS_DRIFT] * len(latents)
+        messages += [CONDITION_DIFFERS.format(name=name) for name in conditions]
         tensors = [*latents.values(), *conditions.values()]
         return self._meet(_PASS, {name: fingerprint_of(one) for name, one in fingerprints.items()}, tensors, messages)
 
@@ -214,7 +308,7 @@ class GenerationChecks:
             Meeting(self, (kind, self.calls, 0), fingerprints).check()
             raise RuntimeError("the first rank is at another exchange, and no rank has said so")
         first = self.first_rank_values(tensors)
-        differ = [not bool(_are_close(*pair)) for pair in zip(tensors, first, strict=True)] if messages else []
+        differ = [not bool(are_close(*pair)) for pair in zip(tensors, first, strict=True)] if messages else []
         bits = sum({1 << min(number, _MOST_BITS) for number, differs in enumerate(differ) if differs})
         return first, Meeting(self, (kind, self.calls, bits), fingerprints, messages)
 
@@ -240,14 +334,14 @@ def _generators(device: torch.device) -> list[_Generator]:
     return found
 
 
-def _are_close(own: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Returns bool[]: whether a tensor is the first rank's, up to rounding."""
-    if not (own.is_floating_point() or own.is_complex()):
-        return (own == first).all()
-    flat = [torch.view_as_real(one) if one.is_complex() else one.float() for one in (own.detach(), first)]
-    one, other = (torch.nan_to_num(values, 0.0, 0.0, 0.0) for values in flat)
-    norm, of_first = torch.linalg.vector_norm(one), torch.linalg.vector_norm(other)
-    largest, apart = torch.maximum(norm, of_first), torch.linalg.vector_norm(one - other)
+def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Returns bool[]: whether a tensor is the first rank's, up to rounding. Does not wait for the device."""
+    if not (mine.is_floating_point() or mine.is_complex()):
+        return (mine == first).all()
+    parts = [torch.view_as_real(part) if part.is_complex() else part.float() for part in (mine.detach(), first)]
+    mine, first = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in parts)
+    norm, of_first = torch.linalg.vector_norm(mine), torch.linalg.vector_norm(first)
+    largest, apart = torch.maximum(norm, of_first), torch.linalg.vector_norm(mine - first)
     return (apart <= _TOLERANCE * largest) & ((norm - of_first).abs() <= _NORM_TOLERANCE * largest)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -17,13 +18,60 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
-from dbsp_diffusers.sharding.generation_checks import GenerationChecks, Meeting
+from dbsp_diffusers.sharding.generation_checks import (
+    CONDITIONS_DRIFT,
+    LATENTS_DRIFT,
+    NOT_NUMBERS,
+    GenerationChecks,
+    Meeting,
+)
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 
+_BEGIN = 2
+"""Passes that a generation begins with: with guidance, those of its first step."""
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
 """Number of its scheduler's steps that a pipeline's loop leaves out at the end, by the pipeline's class."""
-_COMPARED = 2
-"""Passes at the beginning of a generation that are compared: guidance may take one with and one without the prompt."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass that has begun on this rank.
+
+    Attributes:
+        arguments: As this rank was given them.
+        latents: Tensors of the sample, by name.
+        conditions: All other tensors, by name.
+        plain: Arguments that are not tensors, by name.
+        sample: The sample.
+        generation: Number of the generation, counted on this rank.
+        number: Number of the pass in its generation.
+        step_index: The scheduler's, in a call of the pipeline.
+        compared: True if ranks compare the inputs.
+        keeps_inputs: True if each rank computes with its own inputs, as in training.
+    """
+
+    arguments: Arguments
+    latents: dict[str, torch.Tensor]
+    conditions: dict[str, torch.Tensor]
+    plain: dict[str, Any]
+    sample: Any
+    generation: int
+    number: int
+    step_index: int | None
+    compared: bool
+    keeps_inputs: bool
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the sample, on which ranks exchange."""
+        devices = {tensor.device for tensor in self.latents.values()}
+        return next(iter(devices), torch.device("cpu"))
+
+    @property
+    def description(self) -> object:
+        """All but the values of tensors, to be compared by `repr`."""
+        tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in (self.latents | self.conditions).items()}
+        return self.number, self.step_index, sorted(self.plain.items()), tensors
 
 
 class Generations:
@@ -44,10 +92,16 @@ class Generations:
         """A new object for each call of the pipeline; None outside of calls."""
         self._begun = self._timesteps if _is_called(pipe) else None
         """Timesteps of the pipeline's call that db-SP was enabled in, if any."""
+        self._ended: Any = None
+        """Timesteps of the pipeline's last call."""
+        self._second_pass: bool | None = None
+        """True if the arguments of the pipeline's call ask for a second CFG pass; None if they do not say."""
         self._seen: object = object()
         """The generation that the last pass was in."""
         self._timestep: float | None = None
         """That of the last pass outside the pipeline's calls."""
+        self._generation = 0
+        """Number of generations whose first pass has begun."""
         self._passes = 0
         """Number of this generation's passes before the current one."""
         self._compared: set[object] = set()
@@ -55,31 +109,76 @@ class Generations:
         self._unfinished = False
         """True if the last pass has begun and not ended: it may have failed on this rank alone."""
         self._constants = Constants()
+        self.ends: list[Callable[[], None]] = []
+        """Called when a call of the pipeline has ended without an error; what they raise, they raise on all ranks."""
 
-    def attach(self, patches: PatchSet, problem: Callable[[], Exception | None], *, shares_state: bool) -> None:
+    def attach(
+        self,
+        patches: PatchSet,
+        problem: Callable[[], Exception | None],
+        *,
+        shares_state: bool,
+        watches_latents: bool = False,
+    ) -> None:
         """Follows the pipeline's calls.
 
         Args:
             problem: Returns why a call cannot be made, if so.
             shares_state: True if all ranks take the state of the first rank's random number generators at each call.
+            watches_latents: True to raise on all ranks, at the end of a call, if the latents became NaN on any.
         """
-        if self._pipe is not None and callable(self._pipe):
-            around_calls(self._pipe, lambda call: self._around(call, problem, shares_state), patches)
+        if self._pipe is None or not callable(self._pipe):
+            return
 
-    def _around(
-        self, call: Callable[..., Any], problem: Callable[[], Exception | None], shares_state: bool
-    ) -> Callable[..., Any]:
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            device = self._device() if shares_state else None
-            self.checks.check_call(self._is_given_generator(args, kwargs), problem(), device)
-            outer, self._call = self._call, object()
-            vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self._call = outer
+        def around(call: Callable[..., Any]) -> Callable[..., Any]:
+            def followed(*args: Any, **kwargs: Any) -> Any:
+                # 1. All ranks begin the same call.
+                arguments = self._bound(args, kwargs)
+                device = self._device() if shares_state else None
+                self.checks.check_call(arguments.get("generator") is not None, problem(), device)
+                outer = self._call, self._second_pass
+                self._call, self._second_pass = object(), _asks_for_second_pass(arguments)
+                vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
+                watching = PatchSet()
+                if watches_latents and hasattr(self._scheduler, "step"):
+                    around_calls(self._scheduler, self._watched, watching, "step")
+                # 2. The call.
+                try:
+                    result = call(*args, **kwargs)
+                    for end in self.ends:
+                        end()
+                    self.checks.drift.end_call()
+                    return result
+                finally:
+                    watching.detach()
+                    self._ended = self._timesteps
+                    self._call, self._second_pass = outer
 
-        return followed
+            return followed
+
+        around_calls(self._pipe, around, patches)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+        """Returns the arguments of the pipeline's call by name, with defaults."""
+        try:
+            bound = inspect.signature(type(self._pipe).__call__).bind_partial(self._pipe, *args, **kwargs)
+        except TypeError:  # the call itself will raise it
+            return kwargs
+        bound.apply_defaults()
+        return bound.arguments | bound.arguments.get("kwargs", {})
+
+    def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a scheduler's step: tells all ranks of NaN in the latents that it returns. Collective."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            stepped = step(*args, **kwargs)
+            latents = stepped[0]
+            if isinstance(latents, torch.Tensor) and latents.is_floating_point():
+                self.checks.drift.note(NOT_NUMBERS, latents.isnan().any())
+                self.checks.drift.gather(latents.device)
+            return stepped
+
+        return watched
 
     def _device(self) -> torch.device:
         """Returns the device that the pipeline computes on."""
@@ -89,16 +188,6 @@ class Generations:
         parts = (part for part in vars(self._pipe).values() if isinstance(part, nn.Module))  # a pipeline of others'
         return next((one.device for part in parts for one in part.parameters()), torch.device("cpu"))
 
-    def _is_given_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Returns True if the pipeline's call is given a generator, by name or by position."""
-        if kwargs.get("generator") is not None:
-            return True
-        try:
-            given = inspect.signature(type(self._pipe).__call__).bind_partial(self._pipe, *args, **kwargs)
-        except TypeError:  # the call itself will raise it
-            return False
-        return given.arguments.get("generator") is not None
-
     @property
     def _scheduler(self) -> Any:
         return getattr(self._pipe, "scheduler", None)
@@ -107,10 +196,14 @@ class Generations:
     def _timesteps(self) -> Any:
         return getattr(self._scheduler, "timesteps", None)
 
+    @property
+    def _index(self) -> int | None:
+        index = getattr(self._scheduler, "step_index", None)
+        return index if isinstance(index, int) else None
+
     def progress(self) -> Progress:
         """Returns what the pipeline says of its denoising."""
-        index = getattr(self._scheduler, "step_index", None)
-        index = index if isinstance(index, int) else None
+        index = self._index
         if self._call is not None:
             return Progress(self._call, index)
         timesteps = self._timesteps
@@ -121,22 +214,48 @@ class Generations:
     def steps(self) -> int | None:
         """Returns the number of steps of the current generation; None before it is known, and without a pipeline.
 
-        With `strength` below 1, a pipeline leaves out the first of its scheduler's.
+        With `strength` below 1, a pipeline leaves out the first of its scheduler's. Outside the pipeline's calls its
+        scheduler may be another than the one in use: then it has no timesteps, or is through with those that it has.
         """
         left_out = LEFT_OUT.get(type(self._pipe).__name__, 0)
-        own = None if self._call is None else vars(self._pipe).get("_num_timesteps")
-        if isinstance(own, int):
-            return own - left_out
-        timesteps = self._timesteps
-        begin = getattr(self._scheduler, "begin_index", None) or 0
-        return None if timesteps is None else len(timesteps) - begin - left_out
+        counted = None if self._call is None else vars(self._pipe).get("_num_timesteps")
+        if isinstance(counted, int):
+            return counted - left_out
+        timesteps, index, begin = self._timesteps, self._index, getattr(self._scheduler, "begin_index", None) or 0
+        if timesteps is None:
+            return None
+        is_set = getattr(self._scheduler, "num_inference_steps", True) is not None
+        is_through = index is not None and index >= len(timesteps)
+        if self._call is None and (timesteps is self._ended or is_through or not is_set):
+            return None
+        return len(timesteps) - begin - left_out
+
+    @property
+    def is_called(self) -> bool:
+        """True within a call of the pipeline."""
+        return self._call is not None
+
+    def has_second_pass(self) -> bool | None:
+        """Returns True if the pipeline runs a second CFG pass in the current step; None if it does not say.
+
+        Outside the pipeline's calls, passes in the cache contexts of CFG are expected to come in pairs.
+        """
+        if self._call is None:
+            return True
+        guider = getattr(self._pipe, "guider", None)
+        if guider is not None:
+            is_enabled = getattr(guider, "_is_cfg_enabled", None)
+            return None if is_enabled is None else bool(is_enabled())
+        guided = getattr(self._pipe, "do_classifier_free_guidance", None)
+        return guided if isinstance(guided, bool) else self._second_pass
 
     def hook(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet, *, always: bool) -> None:
         """Gives the transformer the first rank's inputs on all ranks, which compare what each was given.
 
         Ranks compare at the first attention of a pass: of each generation's first passes, of those with inputs of new
         shapes, and of the one after a pass that failed. Where gradients flow through the inputs, and in training, they
-        compare at every pass, and each computes with its own.
+        compare at every pass, and each computes with its own. In other passes each rank compares what it takes with
+        what it had, on the device, and all raise what that shows two passes later.
 
         Call it before anything that cuts the inputs is hooked.
 
@@ -151,7 +270,7 @@ class Generations:
         def agree(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if args and isinstance(args[0], PackedBatch):
                 return None  # of samples that each rank brings its own of: all are gathered before the pass
-            arguments, meeting = self.check_inputs(module, args, kwargs, always=always)
+            arguments, meeting = self.agree(self.begin_pass(module, args, kwargs, always=always))
             session.meeting = meeting or session.meeting
             return arguments
 
@@ -163,35 +282,78 @@ class Generations:
         """Notes that a pass has ended without an error."""
         self._unfinished = False
 
-    def check_inputs(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool
-    ) -> tuple[Arguments, Meeting | None]:
-        """Begins a pass: returns its arguments with the first rank's inputs, and what is to be compared. Collective.
+    def begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool) -> Pass:
+        """Begins a pass on this rank. Not collective; every rank calls it, if it computes the pass or not.
 
-        See `hook`, which does so before each forward pass.
+        Args:
+            module: The transformer, whose call has these arguments.
+            always: True if ranks compare the inputs of every pass.
         """
+        # 1. Its place in the generation.
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         training = module.training and torch.is_grad_enabled()
         first = self._begins(None if training else timestep_of(inputs))
-        self._passes = 0 if first else self._passes + 1
+        failed, self._unfinished = self._unfinished, True
+        self._generation += first
+        self._passes = 0 if first else 1 if failed else self._passes + 1  # ranks may have counted others
         if first:
             self._compared.clear()
-        tensors = {name: one for key, value in inputs.items() for name, one in named_tensors(key, value)}
-        own = training or (torch.is_grad_enabled() and any(one.requires_grad for one in tensors.values()))
-        kinds = tuple((name, one.shape, one.dtype) for name, one in tensors.items())
-        position, meeting = (min(self._passes, _COMPARED - 1), kinds), None
-        failed, self._unfinished = self._unfinished, True
-        if always or own or failed or position not in self._compared:
-            values, meeting = self._compare(inputs)
-            self._compared.add(position)
+        self.checks.drift.begin_pass()
+        # 2. What it is given.
+        sample = next(iter(inputs))
+        latents = dict(named_tensors(sample, sample_of(inputs)))
+        others = {name: value for name, value in inputs.items() if name != sample}
+        conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
+        plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
+        tensors = latents | conditions
+        # 3. Whether ranks compare it.
+        kinds = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        keeps = training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
+        position = min(self._passes, _BEGIN - 1), kinds
+        compared = always or keeps or failed or position not in self._compared
+        self._compared.add(position)
+        return Pass(
+            arguments=(args, kwargs),
+            latents=latents,
+            conditions=conditions,
+            plain=plain,
+            sample=sample_of(inputs),
+            generation=self._generation,
+            number=self._passes,
+            step_index=self.progress().step_index,
+            compared=compared,
+            keeps_inputs=keeps,
+        )
+
+    def agree(self, begun: Pass, checks: GenerationChecks | None = None) -> tuple[Arguments, Meeting | None]:
+        """Returns a pass's arguments with the first rank's inputs, and what is to be compared. Collective.
+
+        Args:
+            checks: Those of the ranks that take part, if not all do.
+        """
+        # 1. The first rank's tensors, and how they compare with this rank's.
+        checks, meeting = checks or self.checks, None
+        tensors = [*begun.latents.values(), *begun.conditions.values()]
+        if checks.group.size == 1:
+            return begun.arguments, None
+        if begun.compared:
+            values, meeting = self._compare(begun, checks)
         else:
-            values = self.checks.first_rank_values([*tensors.values()])
-        if own:
+            values = checks.first_rank_values(tensors)
+            for number, (mine, first) in enumerate(zip(tensors, values, strict=True)):
+                if mine is not first:
+                    message = LATENTS_DRIFT if number < len(begun.latents) else CONDITIONS_DRIFT
+                    self.checks.drift.compare(message, mine, first)
+            if checks is self.checks:
+                self.checks.drift.gather(begun.device)
+        # 2. The arguments with them.
+        args, kwargs = begun.arguments
+        if begun.keeps_inputs:
             return (args, kwargs), meeting
         replaced = {
-            id(one): self._constants.substitute(one, value)
-            for one, value in zip(tensors.values(), values, strict=True)
-            if value is not one
+            id(mine): self._constants.substitute(mine, first)
+            for mine, first in zip(tensors, values, strict=True)
+            if first is not mine
         }
         return (with_tensors(args, replaced), with_tensors(kwargs, replaced)), meeting
 
@@ -208,16 +370,24 @@ class Generations:
             self.checks.begin_call()
         return first
 
-    def _compare(self, inputs: Mapping[str, Any]) -> tuple[list[torch.Tensor], Meeting]:
+    def _compare(self, begun: Pass, checks: GenerationChecks) -> tuple[list[torch.Tensor], Meeting]:
         """Returns the first rank's tensors of a pass, and what ranks have to compare of their own. Collective."""
         guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
-        steps = self.steps(), self._passes, guidance
-        sample = next(iter(inputs))
-        latents = dict(named_tensors(sample, sample_of(inputs)))
-        others = {name: value for name, value in inputs.items() if name not in (sample, "return_dict")}
-        conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
-        plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
-        return self.checks.compare(steps, plain, latents, conditions)
+        steps = self.steps(), begun.number, guidance
+        plain = {name: value for name, value in begun.plain.items() if name != "return_dict"}
+        return checks.compare(steps, plain, begun.latents, begun.conditions, begins=begun.number < _BEGIN)
+
+
+def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool | None:
+    """Returns True if the arguments of a pipeline's call ask for a second CFG pass, by diffusers' rule; else None.
+
+    For pipelines that keep the decision to themselves: those with `true_cfg_scale`, and Ovis-Image's.
+    """
+    scale = arguments.get("true_cfg_scale", arguments.get("guidance_scale"))
+    pooled = arguments.get("negative_pooled_prompt_embeds", True)  # where the call takes them, both are needed
+    embedded = arguments.get("negative_prompt_embeds") is not None and pooled is not None
+    has_negative = arguments.get("negative_prompt") is not None or embedded
+    return True if isinstance(scale, (int, float)) and scale > 1 and has_negative else None
 
 
 def _is_called(pipe: Any) -> bool:

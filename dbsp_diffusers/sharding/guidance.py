@@ -1,37 +1,42 @@
 """Guidance parallelism: each half of the ranks computes one of a denoising step's two CFG passes.
 
-Pipelines such as Wan's call the transformer with the prompt, then without, and use both outputs afterwards. The first
-call returns a tensor that is not computed yet. In the second call each half of the ranks computes one of the passes,
-and the halves exchange the outputs. If the first output is used before a second call, both halves compute it then.
-CogVideoX's pipelines have both passes in one batch, of which each half computes its half.
+Pipelines such as Wan's call the transformer with the prompt, then without, and use both outputs afterwards. One half
+of the ranks computes a call when it comes, and the other returns a tensor of NaN. At the end of the second call the
+halves exchange their outputs, and the first one is written into that tensor. CogVideoX's pipelines have both passes in
+one batch, of which each half computes its half.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from dbsp_core.comm.consistency import check_consistent
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed_samples import PackedBatch
-from dbsp_diffusers.patching import Arguments, Entered, PatchSet, cache_contexts, sample_of, signature_of
-from dbsp_diffusers.sharding.generations import Generations
+from dbsp_diffusers.patching import Arguments, PatchSet, cache_contexts
+from dbsp_diffusers.sharding.generation_checks import CONDITIONS_DRIFT, LATENTS_DRIFT, GenerationChecks
+from dbsp_diffusers.sharding.generations import Generations, Pass
 from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.step_caches import names_of_caches
 
-_PAIR = {"cond", "uncond"}
-"""What diffusers' pipelines call the cache contexts of two calls whose outputs are used after both."""
+_PARTNERS = {"cond": "uncond", "uncond": "cond", "pred_cond": "pred_uncond", "pred_uncond": "pred_cond"}
+"""What diffusers' pipelines and guiders call the cache contexts of two calls whose outputs are used after both."""
+_OF_SECOND_HALF = ("uncond", "pred_uncond")
+"""Contexts whose calls the second half computes."""
 _CACHES = ("FBC", "MagCache", "TaylorSeer")
 """How the names of cache hooks begin that keep a state per cache context: skipped is what one process skips."""
+_SUMS = 64
+"""Numbers by which two halves compare a tensor."""
 _GRADIENTS = (
     "guidance parallelism computes no gradients; call the transformer under torch.no_grad(), or enable db-SP without "
     "`guidance`"
@@ -40,52 +45,34 @@ _ALONE = (
     "guidance parallelism: %s ran a pass without a second one, and each half of the ranks computes all of it; leave "
     "`guidance` out if guidance_scale is 1 or less"
 )
+_NO_SECOND = (
+    "guidance parallelism: a pass in cache context {first!r} was not followed by one in {second!r} of the same step, "
+    "so that half of the ranks have no output of it; leave `guidance` out, or run passes that have no second one "
+    "outside of transformer.cache_context"
+)
+_PASSES_DIFFER = (
+    "guidance parallelism: the arguments of a CFG pass, or the shapes of its tensors, differ on rank(s) {}; give all "
+    "ranks the same"
+)
 
 
-@dataclass
-class _Call:
-    """One call of the transformer.
-
-    Attributes:
-        forward: Computes the call, in its cache context; returns the transformer's outputs.
-        context: Name of the cache context, or None.
-        new: True if ranks compare the inputs of this call.
-        output: The output, once it is computed.
-    """
-
-    forward: Callable[[], Any]
-    context: str | None
-    new: bool
-    output: torch.Tensor | None = None
-
-    def compute(self) -> torch.Tensor:
-        """Returns the output, which is computed unless it is there."""
-        if self.output is None:
-            (self.output,) = self.forward()
-        return self.output
-
-
-class _Later(torch.Tensor):
-    """A tensor that is computed when it is used. Its own storage is empty.
+@dataclass(frozen=True)
+class _First:
+    """The first of two CFG passes, which one half has computed.
 
     Attributes:
-        made: Returns the values.
+        context: Name of its cache context.
+        generation: Number of its generation.
+        step_index: The scheduler's, in a call of the pipeline.
+        is_called: True if it is in a call of the pipeline, whose end says what came of it.
+        output: The output; NaN in the half that has not computed it.
     """
 
-    made: Callable[[], torch.Tensor]
-
-    @classmethod
-    def from_function(cls, made: Callable[[], torch.Tensor]) -> _Later:
-        later: _Later = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"))
-        later.made = made
-        return later
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__getitem__ and type(args[0]) is cls:  # QwenImage's pipelines slice the first output
-            return cls.from_function(lambda: args[0].made()[args[1]])
-        args, kwargs = tree_map_only(cls, lambda one: one.made(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+    context: str
+    generation: int
+    step_index: int | None
+    is_called: bool
+    output: torch.Tensor
 
 
 @dataclass
@@ -101,13 +88,21 @@ class GuidedCalls:
     halves: Halves
     generations: Generations
     always: bool
-    _first: _Call | None = None
-    """The call that waits for a second one."""
-    _entered: Callable[[], Entered | None] = lambda: None
-    """Returns the cache context that is entered."""
+    _first: _First | None = None
+    """The pass whose second one must come next."""
+    _unshared: tuple[object, ...] = ()
+    """Generation, step and context of the last pass that all ranks have computed, as it may be the first of two."""
+    _paired: int | None = None
+    """The generation in which all ranks have computed two passes of a step, which the pipeline had not announced."""
+    _entered: Callable[[], str | None] = lambda: None
+    """Returns the name of the cache context that is entered."""
     _warned: bool = False
     _compiled: Callable[..., Any] | None = None
     """What `transformer.compile()` has made of a call."""
+
+    def __post_init__(self) -> None:
+        self._checks = GenerationChecks(self.halves.own)
+        self.generations.ends.append(self._end_call)
 
     def attach(self, patches: PatchSet) -> None:
         """Takes over the transformer's calls, with all hooks. Call it once everything else is attached.
@@ -137,91 +132,209 @@ class GuidedCalls:
         return outputs
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what the transformer does, or with an output that is computed later. Collective."""
-        # 1. Inputs that all ranks agree on.
+        """Returns what the transformer does, or an output that the second call overwrites. Collective."""
+        # 1. The pass, and what ranks know of it without asking each other.
         kind = architecture_of(self.transformer).guidance
-        self._require_supported(kind, args)
-        (args, kwargs), meeting = self.generations.check_inputs(self.transformer, args, kwargs, always=self.always)
-        if meeting is not None:
-            meeting.check()
-        inputs = signature_of(self.transformer).bind(*args, **kwargs).arguments
+        caches = self._supported_caches(kind, args)
+        begun = self.generations.begin_pass(self.transformer, args, kwargs, always=self.always)
+        context, is_plain = self._entered(), not begun.plain.get("return_dict", True)
+        shared_context = context if is_plain and kind == "calls" and context in _PARTNERS else None
         first, self._first = self._first, None
-        new = meeting is not None
-        call = self._call(args, kwargs, new)
-        # 2. What two halves can share.
-        if not inputs.get("return_dict", True):
-            batch = len(sample_of(inputs))
-            if kind == "batch" and batch % 2 == 0:
-                half = self._call(*self._half_of(args, kwargs, batch), new)
-                return (torch.cat(self._exchanged(half, half)),)
-            if first is not None and first.output is None and {first.context, call.context} == _PAIR:
-                first.output, second = self._exchanged(first, call)
-                return (second,)
-            if kind == "calls" and call.context in _PAIR:
-                self._first = call
-                return (_Later.from_function(lambda: self._alone(call)),)
-        # 3. Everything else.
+        if first is not None and first.generation != begun.generation and first.is_called:
+            first = None  # its call has failed
+        # 2. What two halves share.
+        if first is not None:
+            place = begun.generation, begun.step_index
+            if shared_context != _PARTNERS[first.context] or place != (first.generation, first.step_index):
+                raise UserError(_NO_SECOND.format(first=first.context, second=_PARTNERS[first.context]))
+            return (self._second_pass(first, shared_context, begun),)
+        if is_plain and kind == "batch" and len(begun.sample) % 2 == 0:
+            return (self._halved_batch(begun),)
+        if shared_context is not None and self._is_first_of_two(shared_context, begun):
+            return (self._first_pass(shared_context, begun),)
+        # 3. What all ranks compute, except for what step caches keep of a context in one half.
         self._warn()
-        return call.forward()
+        if shared_context is not None and caches:
+            return (self._pass_of_one_half(shared_context, begun),)
+        outputs, problem = self._computed(begun, self._agreed(begun, self.generations.checks))
+        self._raise_together(problem)
+        return outputs
 
-    def _require_supported(self, kind: str | None, args: tuple[Any, ...]) -> None:
-        """Raises UserError for what two halves cannot share."""
+    def _supported_caches(self, kind: str | None, args: tuple[Any, ...]) -> list[str]:
+        """Returns the names of the step caches. Raises UserError for what two halves cannot share."""
         if args and isinstance(args[0], PackedBatch):
             raise UserError("guidance parallelism is for pipelines; enable db-SP without `guidance` for packed passes")
         if torch.is_grad_enabled():
             raise UserError(_GRADIENTS)
         blocks = architecture_of(self.transformer).blocks_of(self.transformer)
-        for name in sorted(names_of_caches(self.transformer, blocks)):
+        caches = sorted(names_of_caches(self.transformer, blocks))
+        for name in caches:
             if kind == "batch" or not name.startswith(_CACHES):
                 raise UserError(
                     f"guidance parallelism: each half of the ranks would skip other layers than one process does with "
                     f"{name}; take the cache off (transformer.disable_cache()), or enable db-SP without `guidance`"
                 )
+        return caches
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], new: bool) -> _Call:
-        """Returns a call of the transformer in the current cache context."""
-        # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
-        context = self._entered()
-        compute = self._compiled or MethodType(nn.Module._call_impl, self.transformer)
+    def _is_first_of_two(self, context: str, begun: Pass) -> bool:
+        """Returns True if the step's second CFG pass will follow this one; notes two that were not announced."""
+        place = begun.generation, begun.step_index
+        if self._unshared == (*place, _PARTNERS[context]):  # all ranks have computed the first one, too
+            self._unshared, self._paired = (), begun.generation
+            return False
+        announced = self.generations.has_second_pass()
+        if announced or (announced is None and self._paired == begun.generation):
+            return True
+        self._unshared = (*place, context)
+        return False
 
-        def forward() -> Any:
-            with nullcontext() if context is None else context[1]():
-                return compute(*args, **kwargs)
+    def _first_pass(self, context: str, begun: Pass) -> torch.Tensor:
+        """Returns the first call's output in the half that computes it, and NaN in the other. Collective."""
+        output, problem = self._half_pass(context, begun, self._compared(begun))
+        if problem is not None:
+            self._raise_together(problem)  # the other half comes to it in the second pass
+        place = begun.generation, begun.step_index, self.generations.is_called
+        self._first = _First(context, *place, output)
+        return output
 
-        return _Call(forward, None if context is None else context[0], new)
+    def _second_pass(self, first: _First, context: str, begun: Pass) -> torch.Tensor:
+        """Returns the second call's output, and writes that of the first where it is missing. Collective.
 
-    def _half_of(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Arguments:
-        """Returns arguments with this half's items of each tensor [batch, ...]."""
+        Only the half that computes the pass compares its inputs before it does: the other one is still at the first.
+        """
+        output, problem = self._half_pass(context, begun, None)
+        is_mine = self._is_mine(context)
+        outputs = self._exchanged(output if is_mine else first.output, problem, begun)
+        if is_mine:  # so the first one is not
+            first.output.copy_(outputs[int(not self.halves.second)])
+        return outputs[int(context in _OF_SECOND_HALF)]
+
+    def _pass_of_one_half(self, context: str, begun: Pass) -> torch.Tensor:
+        """Returns the output of a pass without a second one, which the half of its context computes. Collective."""
+        output, problem = self._half_pass(context, begun, self._compared(begun))
+        return self._exchanged(output, problem, begun)[int(context in _OF_SECOND_HALF)]
+
+    def _halved_batch(self, begun: Pass) -> torch.Tensor:
+        """Returns the output of both passes in one batch, of which each half computes its half. Collective."""
+        batch = len(begun.sample)
 
         def half(value: Any) -> Any:
-            cut = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == batch
-            return value.chunk(2)[int(self.halves.second)] if cut else value
+            is_cut = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == batch
+            return value.chunk(2)[int(self.halves.second)] if is_cut else value
 
-        return tuple(map(half, args)), {name: half(value) for name, value in kwargs.items()}
+        outputs, problem = self._computed(begun, self._compared(begun), half)
+        output = begun.sample if outputs is None else outputs[0]
+        return torch.cat(self._exchanged(output, problem, begun))
 
-    def _exchanged(self, first: _Call, second: _Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes this half's call, and returns the outputs of both. Collective."""
-        mine = second if self.halves.second else first
-        output: torch.Tensor | None = None
-        problem: Exception | None = None
+    def _half_pass(
+        self, context: str, begun: Pass, arguments: Arguments | None
+    ) -> tuple[torch.Tensor, Exception | None]:
+        """Returns a pass's output, or NaN in the half that does not compute it; and an error. Collective in a half."""
+        shape, dtype = self._output_kind(begun.sample)
+        missing = begun.sample.new_full(shape, math.nan, dtype=dtype)
+        if not self._is_mine(context):
+            return missing, None
+        outputs, problem = self._computed(begun, arguments)
+        if outputs is None:
+            return missing, problem
+        output: torch.Tensor = outputs[0]
+        if (output.shape, output.dtype) != (shape, dtype):
+            return missing, UserError(
+                f"guidance parallelism: expected {type(self.transformer).__name__} to return {dtype} {tuple(shape)}, "
+                f"got {output.dtype} {tuple(output.shape)}; leave `guidance` out"
+            )
+        return output, None
+
+    def _is_mine(self, context: str) -> bool:
+        """Returns True if this rank's half computes the passes of a context."""
+        return self.halves.second == (context in _OF_SECOND_HALF)
+
+    def _output_kind(self, sample: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+        """Returns the shape and dtype of the output for a sample [B, tokens, channels] or [B, channels, F, H, W]."""
+        transformer: Any = self.transformer
+        if sample.ndim == 3:
+            shape = torch.Size((*sample.shape[:2], transformer.proj_out.out_features))
+        else:
+            shape = torch.Size((len(sample), transformer.config.out_channels, *sample.shape[2:]))
+        kind = sample.device.type
+        return shape, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else sample.dtype
+
+    def _compared(self, begun: Pass) -> Arguments | None:
+        """Returns a pass's arguments if all ranks compare them, else None. Collective."""
+        return self._agreed(begun, self.generations.checks) if begun.compared else None
+
+    def _agreed(self, begun: Pass, checks: GenerationChecks) -> Arguments:
+        """Returns a pass's arguments with the inputs of the first of some ranks. Collective for them."""
+        arguments, meeting = self.generations.agree(begun, checks)
+        if meeting is not None:
+            meeting.check()
+        return arguments
+
+    def _computed(
+        self, begun: Pass, arguments: Arguments | None, cut: Callable[[Any], Any] = lambda value: value
+    ) -> tuple[Any, Exception | None]:
+        """Returns the transformer's outputs, or why there are none. Collective for a half, without `arguments`.
+
+        Args:
+            cut: Returns what the transformer is given of an argument.
+        """
+        # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
+        compute = self._compiled or MethodType(nn.Module._call_impl, self.transformer)
         try:
-            output = mine.compute()
+            args, kwargs = arguments or self._agreed(begun, self._checks)
+            return compute(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}), None
         except Exception as error:  # any error: the other half waits for this one
-            problem = error
-        if first.new or second.new:
-            check_consistent(self.halves.ranks.control(), problem, {})
-        if output is None:
-            raise problem or RuntimeError("a pass has neither an output nor an error")
-        return self.halves.exchange(output)
+            return None, error
 
-    def _alone(self, call: _Call) -> torch.Tensor:
-        """Returns the output of a call, which both halves compute unless a second call has come."""
-        if call.output is None:
-            self._warn()
-        return call.compute()
+    def _exchanged(
+        self, output: torch.Tensor, problem: Exception | None, begun: Pass
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the outputs of both halves, unless one has a problem. Collective.
+
+        With them go sums of what each rank was given, by which a rank sees whether its half drifts from the other.
+        """
+        # 1. Hosts agree; no device is waited for.
+        self._raise_together(problem, begun, output)
+        # 2. Devices exchange [sums, output] as bytes.
+        sums = torch.cat([_sums(tensor) for tensor in (*begun.latents.values(), *begun.conditions.values())])
+        halves = self.halves.exchange(torch.cat([sums.view(torch.uint8), output.reshape(-1).view(torch.uint8)]))
+        # 3. The second half compares, and all ranks hear of it; in a call of the pipeline, at the scheduler's step.
+        drift = self.generations.checks.drift
+        if self.halves.second:
+            pairs = zip(*(half[: sums.nbytes].view(sums.dtype).split(_SUMS) for half in halves), strict=True)
+            for number, (first, mine) in enumerate(pairs):
+                drift.compare(LATENTS_DRIFT if number < len(begun.latents) else CONDITIONS_DRIFT, mine, first)
+        if not self.generations.is_called:
+            drift.gather(output.device)
+        first, second = (half[sums.nbytes :].view(output.dtype).view(output.shape) for half in halves)
+        return first, second
+
+    def _raise_together(
+        self, problem: Exception | None, begun: Pass | None = None, output: torch.Tensor | None = None
+    ) -> None:
+        """Raises on all ranks if one has a problem, or has begun another pass than the others. Collective."""
+        passed = None if begun is None or output is None else (begun.description, output.shape, output.dtype)
+        try:
+            check_consistent(self.halves.ranks.control(), problem, {_PASSES_DIFFER: fingerprint_of(passed)})
+        except ValueError:
+            if problem is None or isinstance(problem, UserError):
+                raise
+            raise problem from None
+
+    def _end_call(self) -> None:
+        """Raises UserError, on all ranks, if a call of the pipeline has ended between two passes that halves share."""
+        first, self._first = self._first, None
+        if first is not None and first.is_called:
+            raise UserError(_NO_SECOND.format(first=first.context, second=_PARTNERS[first.context]))
 
     def _warn(self) -> None:
         """Says once that half of the ranks do what the other half does."""
         if not self._warned and self.halves.ranks.rank == 0:
             log.warning(_ALONE, type(self.transformer).__name__)
         self._warned = True
+
+
+def _sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns float32[_SUMS]: sums of the parts of a tensor."""
+    flat = tensor.detach().float().reshape(-1)
+    return F.pad(flat, (0, -flat.numel() % _SUMS)).view(_SUMS, -1).sum(dim=1)

@@ -7,18 +7,17 @@ Each way takes the UxRy that is predicted to be fastest. The outputs that ranks 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dbsp_core.cost.machine import Hardware
-from dbsp_core.cost.prediction import AttentionShape, traffic_of
+from dbsp_core.cost.prediction import AttentionShape, candidates, exchange_s, predict, traffic_of
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
-from dbsp_core.planning.plan import Plan
-from dbsp_diffusers.sharding.guided_step import GuidedStep
+from dbsp_core.planning.plan import Plan, make_plan
 from scripts.reproduce.lockstep import nodes_of
 from scripts.reproduce.modelled import machine, model_masks, modelled_arguments
 from scripts.results.result import print_table, write_csv
@@ -57,23 +56,35 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _ways(gpus: int, name: str, mask: BlockMask, hardware: Hardware, model: ModelSpec) -> Iterator[Row]:
-    step = GuidedStep(mask, AttentionShape(1, model.heads, model.head_dim), model.layers, model.tokens * OUTPUT_BYTES,
-                      hardware, any_strategy=True)  # fmt: skip
-    nodes = nodes_of(hardware, gpus)
+    shape, nodes = AttentionShape(1, model.heads, model.head_dim), nodes_of(hardware, gpus)
+    output_bytes = model.tokens * OUTPUT_BYTES
     for way, ranks, passes in (("all ranks", nodes, 2), ("two halves", nodes[: gpus // 2], 1)):
-        plan, attention_s = step.fastest(ranks)
-        seconds = passes * model.layers * attention_s if passes == 2 else step.halved_seconds(nodes)
-        received = passes * (model.layers * _received(plan, step) + step.output_bytes * (1 - 1 / len(ranks)))
-        received += step.output_bytes * (way == "two halves")
+        # 1. The attentions of the passes that a rank takes part in.
+        plan, attention_s = _fastest(mask, shape, hardware, ranks)
+        seconds = passes * model.layers * attention_s
+        received = passes * (model.layers * _received(plan, shape) + output_bytes * (1 - 1 / len(ranks)))
+        # 2. The outputs that halves exchange.
+        if way == "two halves":
+            sent = output_bytes * np.roll(np.eye(gpus), gpus // 2, axis=1)
+            seconds += exchange_s(sent, hardware.constants, nodes)
+            received += output_bytes
         label = f"bytes counted, seconds modelled, {hardware.name}"
         yield Row(gpus, name, way, str(plan.strategy), received / 1e6, seconds, label)
 
 
-def _received(plan: Plan, step: GuidedStep) -> float:
+def _fastest(mask: BlockMask, shape: AttentionShape, hardware: Hardware, nodes: Sequence[int]) -> tuple[Plan, float]:
+    """Returns the plan of one attention on ranks of these nodes in the fastest UxRy, and its seconds."""
+    plans = [make_plan(mask, strategy, compare=False) for strategy in candidates(len(nodes), mask.grid)]
+    seconds = [predict(plan, shape, hardware, nodes).total_s for plan in plans]
+    best = min(range(len(plans)), key=seconds.__getitem__)
+    return plans[best], seconds[best]
+
+
+def _received(plan: Plan, shape: AttentionShape) -> float:
     """Bytes that the rank which receives most is sent in one attention: q, k, v and the output."""
     traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, plan.strategy.world))
     sent = traffic.queries + traffic.queries.T + 2 * traffic.keys.sum(axis=0)
-    return float(np.max(sent.sum(axis=0) - np.diag(sent))) * step.shape.token_bytes
+    return float(np.max(sent.sum(axis=0) - np.diag(sent))) * shape.token_bytes
 
 
 def main() -> None:

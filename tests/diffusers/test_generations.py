@@ -242,3 +242,40 @@ def test_last_steps_are_dense_when_strength_leaves_out_the_first(folder, strengt
     size = {"latents": torch.randn(1, parts["transformer"].config.in_channels, 3, 8, 8), "height": 64, "width": 64}
     pipe(prompt="a", num_inference_steps=10, strength=strength, guidance_scale=1.0, output_type="latent", **size)
     assert dense == [(step, step >= steps - 2) for step in range(steps)]
+
+
+def shared_with_another_scheduler(rank: int, world: int, folder: str, called: bool) -> None:
+    """Runs a second pipeline, with a scheduler of its own, on the transformer of an enabled one."""
+    from diffusers import UniPCMultistepScheduler, WanPipeline
+
+    pipe = load("wan", folder)
+    schedulers = {"own": UniPCMultistepScheduler.from_config(pipe.scheduler.config), "shared": pipe.scheduler}
+    others = {name: WanPipeline(**pipe.components | {"scheduler": one}) for name, one in schedulers.items()}
+    mask = {"source": "callable", "function": "tests.support.user_masks:band_noting_moments", "depends_on": "step"}
+    config = {"mask": mask | {"block_q": 8, "block_k": 8}, "dense_schedule": {"last_steps": 1}}
+    session = dbsp_diffusers.enable(pipe, config)
+    provider, dense = session._mask_provider, []
+    begin = provider.begin
+
+    def watch(*arguments):
+        begin(*arguments)
+        dense.append(provider._is_dense(0))
+
+    provider.begin = watch
+    if called:
+        made(pipe, num_inference_steps=3)
+        dense.clear()
+    for name, other in others.items():
+        other.set_progress_bar_config(disable=True)
+        answer = said(lambda other=other: made(other, num_inference_steps=4, guidance_scale=1.0))  # type: ignore[misc]
+        if name == "own":
+            assert "dense_schedule.last_steps needs the number of denoising steps" in answer
+        else:
+            assert answer == "nothing"
+            assert dense[-4:] == [False, False, False, True]
+    dbsp_diffusers.disable(pipe)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_steps_of_another_pipelines_scheduler_are_not_guessed(pool, folder, called):
+    pool(1).run(shared_with_another_scheduler, folder, called)

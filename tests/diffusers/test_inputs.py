@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import dbsp_diffusers
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import token_sequence
-from dbsp_diffusers.sharding.generation_checks import _are_close
+from dbsp_diffusers.sharding.generation_checks import are_close
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
 from tests.diffusers.test_coverage import CONFIG
 from tests.support.models.tiny_pipelines import SIZE, alone, latents, load
@@ -247,19 +248,19 @@ def test_rounding_is_no_difference_and_other_values_are():
     generator = torch.Generator().manual_seed(0)
     for shape in ((1, 16, 3, 8, 12), (1, 512, 4096)):
         one, other = (torch.randn(shape, generator=generator) for _ in range(2))
-        assert _are_close(one, one.bfloat16())
-        assert _are_close(one, one * 1.005)
+        assert are_close(one, one.bfloat16())
+        assert are_close(one, one * 1.005)
         some = one.clone()
         some.view(-1)[: some.numel() // 10] = 0  # of ten words, one
         for different in (other, one.roll(1, -1), -one, 2 * one, 1.02 * one, one + 10, some):
-            assert not _are_close(one, different)
-    assert _are_close(torch.tensor([3.5]), torch.tensor([3.51]))
-    assert not _are_close(torch.tensor([3.5]), torch.tensor([3.6]))
-    assert not _are_close(torch.arange(1000), torch.arange(1000) + (torch.arange(1000) == 7))
-    assert not _are_close(torch.ones(512, dtype=torch.bool), torch.arange(512) < 511)
-    assert _are_close(torch.full((5,), float("nan")), torch.full((5,), float("nan")))
-    assert _are_close(torch.zeros(5), torch.zeros(5))
-    assert not _are_close(torch.tensor([1 + 1j]), torch.tensor([1 - 1j]))
+            assert not are_close(one, different)
+    assert are_close(torch.tensor([3.5]), torch.tensor([3.51]))
+    assert not are_close(torch.tensor([3.5]), torch.tensor([3.6]))
+    assert not are_close(torch.arange(1000), torch.arange(1000) + (torch.arange(1000) == 7))
+    assert not are_close(torch.ones(512, dtype=torch.bool), torch.arange(512) < 511)
+    assert are_close(torch.full((5,), float("nan")), torch.full((5,), float("nan")))
+    assert are_close(torch.zeros(5), torch.zeros(5))
+    assert not are_close(torch.tensor([1 + 1j]), torch.tensor([1 - 1j]))
 
 
 def test_tensors_within_arguments_are_named_and_replaced():
@@ -285,3 +286,58 @@ def test_constant_has_one_substitute_with_the_values_of_each_pass():
     assert later[0]._version == version
     own += 1
     assert constants.substitute(own, torch.ones(3)) is not later[0]
+
+
+DRIFTS = "the latents differ on rank(s) [1]"
+
+
+def drifting_call(rank: int, world: int, folder: str, from_step: int, guidance: bool) -> None:
+    """Calls a pipeline whose callback draws noise from a generator of each rank's own, from some step on."""
+    pipe, draws = load("wan", folder), np.random.default_rng(rank)
+    dbsp_diffusers.enable(pipe, DENSE, guidance=guidance)
+
+    def noisy(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+        if step >= from_step:
+            noise = draws.standard_normal(kept["latents"].shape)
+            kept["latents"] = kept["latents"] + 0.3 * torch.from_numpy(noise).to(kept["latents"])
+        return kept
+
+    expected = latents(pipe, num_inference_steps=1)
+    answer = said(lambda: latents(pipe, callback_on_step_end=noisy, num_inference_steps=4))
+    assert answer.startswith(f"UserError: {DRIFTS} within a generation"), answer
+    assert torch.equal(latents(pipe, num_inference_steps=1), expected), "the next call is right"
+    dbsp_diffusers.disable(pipe)
+
+
+@pytest.mark.parametrize("guidance", [False, True])
+@pytest.mark.parametrize("from_step", [0, 2])
+def test_noise_of_each_ranks_own_in_a_callback_is_an_error_on_all_ranks(pool, folder, from_step, guidance):
+    pool(2).run(drifting_call, folder, from_step, guidance)
+
+
+@torch.no_grad()
+def drifting_loop(rank: int, world: int, what: str) -> list[str]:
+    """Runs one generation in a loop of a user's own, whose ranks drift apart after the second pass."""
+    transformer, answers = make_tiny_transformer("wan"), []
+    dbsp_diffusers.enable(transformer, DENSE)
+    for number, timestep in enumerate((900, 800, 700, 600, 500, 400, 900)):
+        inputs = _inputs(timestep)
+        if number in (2, 3):
+            inputs[what] = inputs[what] * (1 + rank)
+        answers.append(said(lambda inputs=inputs: transformer(**inputs)))  # type: ignore[misc]
+    dbsp_diffusers.disable(transformer)
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("hidden_states", DRIFTS),
+        ("encoder_hidden_states", "the timestep, text or another condition differs on rank(s) [1]"),
+    ],
+)
+def test_drift_is_raised_two_passes_later_on_all_ranks(pool, what, message):
+    for answers in pool(2).run(drifting_loop, what):
+        assert answers[:4] == ["nothing"] * 4
+        assert answers[4].startswith(f"UserError: {message} within a generation")
+        assert answers[5:] == ["nothing"] * 2, "passes that do not differ are right again"

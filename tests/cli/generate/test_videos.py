@@ -16,7 +16,6 @@ import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
-import dbsp_diffusers
 from dbsp_cli.generate import videos
 from dbsp_cli.generate.pipeline import Features, _quantization, load_pipeline
 from dbsp_cli.generate.ranks import ENDING, RankInfo
@@ -187,21 +186,6 @@ def test_a_cache_that_takes_every_step_for_the_same_computes_the_first_alone(tmp
     (cached,) = make_videos(decided(tmp_path, changes=changes, features=Features(cache="first-block=1000"))).values()
     assert whole.totals.calls == 4 * 3 * 2, "layers, steps, and two passes of guidance"
     assert cached.totals.calls == (4 + 2) * 2, "of later steps, the first block"
-
-
-@pytest.mark.parametrize(("strategy", "guidance"), [("auto", "auto"), ("U1R1", False)])
-def test_strategy_auto_considers_two_halves_for_guidance(tmp_path, monkeypatch, strategy, guidance):
-    enable, seen = dbsp_diffusers.enable, []
-
-    def noted(*args, **options):
-        seen.append(options)
-        return enable(*args, **options)
-
-    monkeypatch.setattr(dbsp_diffusers, "enable", noted)
-    brief = (*SMALL, "generate.steps=1", f"strategy={strategy}")
-    (did,) = make_videos(decided(tmp_path, changes=brief)).values()
-    assert seen == [{"guidance": guidance}]
-    assert did.totals.strategies == {"U1R1": 8}, "one process has no halves"
 
 
 def test_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
