@@ -106,9 +106,12 @@ class Drift:
         self.note(message, ~are_close(mine, first))
 
     def gather(self, device: torch.device) -> None:
-        """Tells all ranks what this one has noted, on the device of their collectives. Collective."""
-        bits = torch.zeros(1, dtype=torch.int64, device=device) if self._on_device is None else self._on_device
-        of_ranks = self._group.all_gather_along(bits | self._on_host)  # int64[P]
+        """Tells all ranks what this one has noted, by way of a device that is of one type on all. Collective."""
+        bits = torch.zeros(1, dtype=torch.int64, device=device)
+        if self._on_device is not None:
+            bits = self._on_device.to(device)
+        group = self._group.for_host_tensors() if device.type == "cpu" else self._group
+        of_ranks = group.all_gather_along(bits | self._on_host)  # int64[P]
         self._on_host, self._on_device = 0, None
         copied = None
         if of_ranks.is_cuda:

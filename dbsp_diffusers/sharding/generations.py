@@ -63,9 +63,9 @@ class Pass:
 
     @property
     def device(self) -> torch.device:
-        """The device of the sample, on which ranks exchange."""
-        devices = {tensor.device for tensor in self.latents.values()}
-        return next(iter(devices), torch.device("cpu"))
+        """The GPU that tensors are on, if any is on one."""
+        devices = [tensor.device for tensor in (self.latents | self.conditions).values()]
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     @property
     def description(self) -> object:

@@ -28,6 +28,7 @@ from dbsp_diffusers.sharding.generation_checks import CONDITIONS_DRIFT, LATENTS_
 from dbsp_diffusers.sharding.generations import Generations, Pass
 from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.step_caches import names_of_caches
+from dbsp_kernels.segments import to_device
 
 _PARTNERS = {"cond": "uncond", "uncond": "cond", "pred_cond": "pred_uncond", "pred_uncond": "pred_cond"}
 """What diffusers' pipelines and guiders call the cache contexts of two calls whose outputs are used after both."""
@@ -134,12 +135,12 @@ class GuidedCalls:
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the transformer does, or an output that the second call overwrites. Collective."""
         # 1. The pass, and what ranks know of it without asking each other.
+        first, self._first = self._first, None
         kind = architecture_of(self.transformer).guidance
         caches = self._supported_caches(kind, args)
         begun = self.generations.begin_pass(self.transformer, args, kwargs, always=self.always)
         context, is_plain = self._entered(), not begun.plain.get("return_dict", True)
         shared_context = context if is_plain and kind == "calls" and context in _PARTNERS else None
-        first, self._first = self._first, None
         if first is not None and first.generation != begun.generation and first.is_called:
             first = None  # its call has failed
         # 2. What two halves share.
@@ -296,7 +297,8 @@ class GuidedCalls:
         # 1. Hosts agree; no device is waited for.
         self._raise_together(problem, begun, output)
         # 2. Devices exchange [sums, output] as bytes.
-        sums = torch.cat([_sums(tensor) for tensor in (*begun.latents.values(), *begun.conditions.values())])
+        tensors = (*begun.latents.values(), *begun.conditions.values())
+        sums = torch.cat([to_device(_sums(tensor), output.device) for tensor in tensors])  # float32[tensors * _SUMS]
         halves = self.halves.exchange(torch.cat([sums.view(torch.uint8), output.reshape(-1).view(torch.uint8)]))
         # 3. The second half compares, and all ranks hear of it; in a call of the pipeline, at the scheduler's step.
         drift = self.generations.checks.drift

@@ -240,6 +240,41 @@ def test_steady_passes_use_the_first_ranks_inputs_without_host_waits(gpu_node: G
 
 
 @torch.no_grad()
+def guided_steps(rank: int, world: int, drifts: bool) -> list[str]:
+    """Runs both CFG passes of four steps on two halves. Returns what each step says."""
+    device, answers, expected = own_device(rank), [], passes_on_one_process()
+    transformer = make_brief_transformer("wan").to(device)
+    dbsp_diffusers.enable(transformer, CONFIG, guidance=True)
+    inputs = {name: one.to(device) if torch.is_tensor(one) else one for name, one in brief_inputs("wan").items()}
+    for number, timestep in enumerate(TIMESTEPS[:4]):
+        given = inputs | {"timestep": torch.full((1,), timestep, device=device)}
+        if drifts and number == 2:
+            given["hidden_states"] = given["hidden_states"] * (1 + rank)
+        outs: list[torch.Tensor] = []
+
+        def both(given: dict[str, Any] = given, outs: list[torch.Tensor] = outs) -> None:
+            for context in ("cond", "uncond"):
+                with transformer.cache_context(context):
+                    outs.append(transformer(**given)[0])
+
+        with counted() as step:
+            answers.append(said(both))
+        if not drifts:
+            assert_near(outs, [expected[number]] * 2)
+        if number in (1, 2):
+            assert not [line for line in step.host_waits if line.partition(" at ")[2].startswith(FRAMEWORKS)]
+    dbsp_diffusers.disable(transformer)
+    return answers
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_steps_on_two_halves_compare_them_without_host_waits(gpu_node: GpuNode, drifts: bool) -> None:
+    for answers in gpu_node.run(2, guided_steps, drifts):
+        assert answers[:3] == ["nothing"] * 3
+        assert answers[3].startswith("UserError: the latents differ on rank(s) [1]" if drifts else "nothing")
+
+
+@torch.no_grad()
 def packed_calls(rank: int, world: int, model: str, bags: str | None) -> None:
     """Checks the third of three packed calls."""
     device = own_device(rank)
