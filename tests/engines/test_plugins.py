@@ -7,9 +7,11 @@ test_vllm_omni.py, test_sglang.py and test_lightx2v.py run the engines themselve
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +23,7 @@ import dbsp_engines.lightx2v
 import dbsp_engines.sglang
 from dbsp_core import SequenceGroup
 from dbsp_core.masks.steps import StepClock
-from dbsp_core.runtime.engine_session import EngineLayout
+from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
 from dbsp_core.utils import expected_host
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
@@ -33,6 +35,7 @@ from tests.support.oracle import largest_difference
 from tests.support.repository import ROOT
 from tests.support.thread_ranks import ThreadRanks
 
+KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
 MASK, THW, LAYERS, HEADS, STEPS = "sparge:cdf=0.6,block_q=16,block_k=8", (3, 5, 5), 2, 3, 2
 T = TypeVar("T")
 
@@ -321,6 +324,140 @@ def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
     vllm_omni.attach(torch.nn.ModuleList([layer]), settings(), StepClock())
     with pytest.raises(UserError, match=r"does not publish it .video_layout., and db-SP knows no class"):
         layer.attention.forward(q, q, q, Metadata())
+
+
+@pytest.fixture
+def sglang(put, monkeypatch):
+    """The plug-in, with stubs for what it imports of SGLang: a pipeline of one rank, and the context of a pass."""
+    root = "sglang.multimodal_gen.runtime"
+    one = {f"get_{kind}_world_size": lambda: 1 for kind in ("ring_parallel", "tp", "ulysses_parallel")}
+    put(f"{root}.distributed.parallel_state", get_sp_group=lambda: SimpleNamespace(world_size=1), **one)
+    put(f"{root}.models.dits.minimax_h3", MiniMaxH3DiTModel=type(None))
+    put(f"{root}.models.dits.wanvideo", WanTransformer3DModel=Wan)
+    put(f"{root}.server_args", get_global_server_args=SimpleNamespace)
+    roles = SimpleNamespace(MONOLITHIC=0, DENOISER=1)
+    put(f"{root}.disaggregation.roles", RoleType=roles)
+    loader = SimpleNamespace(component_names=["transformer"])
+    put(f"{root}.loader.component_loaders.transformer_loader", TransformerLoader=loader)
+    context = SimpleNamespace(forward_batch=None, current_timestep=0)
+    put(f"{root}.managers.forward_context", get_forward_context=lambda: context)
+    return context
+
+
+class Wan:
+    """SGLang's transformer, as far as the plug-in looks at it."""
+
+    patch_size = (1, 2, 2)
+    num_attention_heads = HEADS
+
+    def __init__(self) -> None:
+        kernels = [dbsp_engines.sglang.DbspImpl(8**-0.5) for _ in range(LAYERS)]
+        self.blocks = [SimpleNamespace(attn1=SimpleNamespace(attn_impl=kernel)) for kernel in kernels]
+
+    def forward(self, latents: torch.Tensor) -> None:
+        for block in self.blocks:
+            q = torch.zeros(1, 75, HEADS, 8)
+            block.attn1.attn_impl.forward(q, q, q)
+
+
+Passes = list[tuple[int, int]]
+"""Step and CFG pass of each forward pass of a request."""
+
+
+def passes(*steps: int, of_each: int = 2) -> Passes:
+    return [(step, branch) for step in steps for branch in range(of_each)]
+
+
+REQUESTS: dict[str, list[Passes]] = {
+    "two experts": [passes(*range(6))] * 2,
+    "each expert warmed up in its first step": [passes(0, 3, of_each=1), passes(*range(6))],
+    "warmed up in one step": [passes(0), passes(*range(4))],
+    "aborted within a step": [passes(0, 1)[:-1], passes(0)[:1], passes(*range(4))],
+    "started late, in either expert": [passes(4, 5), passes(2, 3), passes(1, 2, 3)],
+    "other numbers of steps": [passes(*range(4)), passes(*range(9)), passes(0, 5)],
+    "one step without guidance": [passes(0, of_each=1)] * 6,
+    "started later than the last one ended": [passes(0, 1), passes(2, 3), passes(4, 5)],
+    "one step of each expert without guidance": [passes(0, 3, of_each=1)] * 6,
+}
+"""Requests one after another. The second expert computes step 3 and later."""
+BY_STEP = {"mask": KNOWN, "dense_schedule": {"first_steps": 1, "last_steps": 1}}
+Seen = list[tuple[tuple[int, int], int, bool]]
+"""Of each forward pass: step and CFG pass, generation, and whether its attention was dense."""
+
+
+def seen(session: EngineSession) -> tuple[tuple[int, int], int, bool]:
+    moment, reuse = session.session._mask_provider.moment, session.session.reuse
+    dense = reuse.dense - getattr(session, "dense_before", 0)
+    session.dense_before = reuse.dense
+    return (moment.step, moment.cfg_branch), moment.generation, dense == LAYERS
+
+
+def seen_by_lightx2v(requests: list[Passes]) -> Seen:
+    experts = [[DbspAttention() for _ in range(LAYERS)] for _ in range(2)]
+    now, q, found = scheduler({"parallel": {"dbsp": BY_STEP}}), torch.zeros(75, HEADS, 8), []
+    for request in requests:
+        now.config["enable_cfg"] = any(branch for _, branch in request)
+        now.infer_steps = request[-1][0] + 1
+        for now.step_index, branch in request:
+            now.infer_condition, expert = branch == 0, experts[now.step_index >= 3]
+            for layer, attention in enumerate(expert):
+                attention.apply(q, q, q, block_idx=layer, scheduler=now, grid_sizes=THW)
+            found.append(seen(expert[0]._session))
+    return found
+
+
+def seen_by_sglang(context: SimpleNamespace, requests: list[Passes]) -> Seen:
+    pipeline, found = SimpleNamespace(modules={"transformer": Wan(), "transformer_2": Wan(), "vae": None}), []
+    dbsp_engines.sglang._attach_pipeline(lambda: pipeline)
+    experts = [pipeline.modules[name] for name in ("transformer", "transformer_2")]
+    for request in requests:
+        context.forward_batch = SimpleNamespace(timesteps=torch.zeros(request[-1][0] + 1))
+        for context.current_timestep, branch in request:
+            context.forward_batch.is_cfg_negative = bool(branch)
+            expert = experts[context.current_timestep >= 3]
+            dbsp_engines.sglang._begin_wan(Wan.forward, expert, torch.zeros(1, 4, 3, 10, 10))
+            found.append(seen(expert._dbsp_session))
+    return found
+
+
+def seen_by_vllm_omni(vllm_omni: ModuleType, monkeypatch: pytest.MonkeyPatch, requests: list[Passes]) -> Seen:
+    """It does not say which CFG pass calls."""
+    experts = [torch.nn.ModuleList(Layer(vllm_omni.DbspImpl) for _ in range(LAYERS)) for _ in range(2)]
+    pipeline = SimpleNamespace(transformer=experts[0], transformer_2=experts[1])
+    monkeypatch.setattr(vllm_omni_plugin, "_names_dbsp", lambda config: True)
+    vllm_omni_plugin._attach_all(lambda model, config: None, pipeline, settings())
+    q, metadata, found = torch.zeros(1, 75, HEADS, 8), Metadata(video_layout=Layout(0, THW)), []
+    for request in requests:
+        context = SimpleNamespace(omni_diffusion_config=settings(), total_denoise_steps=request[-1][0] + 1)
+        monkeypatch.setattr(vllm_omni, "get_forward_context", lambda context=context: context)
+        for context.denoise_step_idx, _ in request:
+            expert = experts[context.denoise_step_idx >= 3]
+            transformer = expert[0].attention.transformer
+            transformer._pass(expert, (), {})
+            for layer in expert:
+                layer.attention.forward(q, q, q, metadata)
+            found.append(seen(transformer._session))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["lightx2v", "sglang", "vllm-omni"])
+@pytest.mark.parametrize("requests", REQUESTS.values(), ids=REQUESTS)
+def test_experts_count_the_engines_own_steps(engine, requests, vllm_omni, sglang, monkeypatch, tmp_path):
+    settings_file = tmp_path / "by_step.yaml"
+    settings_file.write_text(json.dumps(BY_STEP))
+    monkeypatch.setenv("DBSP_CONFIG", str(settings_file))
+    found = {
+        "lightx2v": lambda: seen_by_lightx2v(requests),
+        "sglang": lambda: seen_by_sglang(sglang, requests),
+        "vllm-omni": lambda: seen_by_vllm_omni(vllm_omni, monkeypatch, requests),
+    }[engine]()
+    generations = [next(iter(each)) for each in groupby(generation for _, generation, _ in found)]
+    assert [moment for moment, _, _ in found] == [moment for request in requests for moment in request]
+    assert [dense for _, _, dense in found] == [
+        step in (0, request[-1][0]) for request in requests for step, _ in request
+    ]
+    if engine != "lightx2v" or requests is not REQUESTS["started later than the last one ended"]:
+        assert len(generations) == len(requests), "LightX2V does not say which request a step belongs to"
 
 
 def packed(text: list[int], video: range, length: int | None = None) -> TokenSequence:
