@@ -19,7 +19,6 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineLayout, EngineSession, generation_of
 from dbsp_core.utils.errors import UserError
@@ -200,7 +199,7 @@ def _skip_together(original: Callable[..., bool], model: Any, **options: Any) ->
 
 
 @not_compiled
-def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], Video | EngineLayout]) -> None:
+def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], EngineLayout]) -> None:
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
 
     session: EngineSession | None = getattr(model, _SESSION, None)
@@ -221,13 +220,21 @@ def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], Vid
     )
 
 
-def _video_of_wan(model: Any, latents: torch.Tensor, request: Any, ranks: int) -> Video:
+def _video_of_wan(model: Any, latents: torch.Tensor, request: Any, ranks: int) -> EngineLayout:
+    """Returns the layout of a Wan's video, of whose frames each rank may have its own, the last ones being padding."""
     frames, height, width = (n // p for n, p in zip(latents.shape[2:], model.patch_size, strict=True))
-    if ranks > 1 and not request.enable_sequence_shard:
-        if not getattr(request, "did_sp_shard_latents", False):
-            raise UserError("SGLang gave every rank the whole video; leave out --enable-sequence-shard false")
-        frames *= ranks  # of its own a rank has
-    return Video((frames, height, width))
+    if ranks == 1 or request.enable_sequence_shard:
+        return EngineLayout((frames, height, width))
+    if not getattr(request, "did_sp_shard_latents", False):
+        raise UserError("SGLang gave every rank the whole video; leave out --enable-sequence-shard false")
+    shape = getattr(request, "raw_latent_shape", None)
+    whole = 0 if shape is None else int(shape[2]) // model.patch_size[0]
+    if frames != -(-whole // ranks):
+        raise UserError(
+            f"SGLang gave {ranks} ranks {frames} frames each of a video that it says has {whole or 'no size'}; leave "
+            "out --enable-sequence-shard false"
+        )
+    return EngineLayout((whole, height, width), shard=frames * height * width)
 
 
 def _layout_of_h3(model: Any, inputs: dict[str, Any], request: Any, ranks: int) -> EngineLayout:

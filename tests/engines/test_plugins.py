@@ -52,6 +52,11 @@ def whole(step: int, layer: int, branch: bool) -> list[torch.Tensor]:
     return [torch.randn(3 * 5 * 5, HEADS, 8, generator=generator) for _ in range(3)]
 
 
+def padded_to(slots: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns [slots, heads, D]: tokens, then padding that would be most of a softmax."""
+    return F.pad(tokens, (0, 0, 0, 0, 0, slots - len(tokens)), value=1e4)
+
+
 def of_lightx2v(rank: int, world: int) -> float:
     """LightX2V's calls of two transformers one after another: the largest difference from one process."""
     models = [[DbspAttention() for _ in range(LAYERS)] for _ in range(2)]
@@ -61,7 +66,7 @@ def of_lightx2v(rank: int, world: int) -> float:
         for now.infer_condition in (True, False):
             for layer, attention in enumerate(models[step % 2]):
                 tokens = whole(step, layer, now.infer_condition)
-                padded = [F.pad(one, (0, 0, 0, 0, 0, -len(one) % world)).chunk(world)[rank] for one in tokens]
+                padded = [padded_to(-(-len(one) // world) * world, one).chunk(world)[rank] for one in tokens]
                 context = {"block_idx": layer, "scheduler": now, "grid_sizes": THW}
                 out, _ = attention.apply_new(*padded, attention_kwargs=context, tensor_fusion=False)
                 expected = attend_under(MASK, layer, LAYERS, THW, *(one[None] for one in tokens))[0].flatten(1)
@@ -330,8 +335,13 @@ def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
 def sglang(put, monkeypatch):
     """The plug-in, with stubs for what it imports of SGLang: a pipeline of one rank, and the context of a pass."""
     root = "sglang.multimodal_gen.runtime"
-    one = {f"get_{kind}_world_size": lambda: 1 for kind in ("ring_parallel", "tp", "ulysses_parallel")}
-    put(f"{root}.distributed.parallel_state", get_sp_group=lambda: SimpleNamespace(world_size=1), **one)
+    one = {f"get_{kind}_world_size": lambda: 1 for kind in ("ring_parallel", "tp")}
+    put(
+        f"{root}.distributed.parallel_state",
+        get_sp_group=lambda: SimpleNamespace(world_size=SequenceGroup.from_group().size, device_group=None),
+        get_ulysses_parallel_world_size=lambda: SequenceGroup.from_group().size,
+        **one,
+    )
     put(f"{root}.models.dits.minimax_h3", MiniMaxH3DiTModel=type(None))
     put(f"{root}.models.dits.wanvideo", WanTransformer3DModel=Wan)
     put(f"{root}.server_args", get_global_server_args=SimpleNamespace)
@@ -358,6 +368,86 @@ class Wan:
         for block in self.blocks:
             q = torch.zeros(1, 75, HEADS, 8)
             block.attn1.attn_impl.forward(q, q, q)
+
+
+def of_sglang(rank: int, world: int) -> float:
+    """SGLang's Wan of whole frames on each rank, with frames of padding: the largest difference from one process."""
+    model, frames = Wan(), -(-THW[0] // world)
+    dbsp_engines.sglang.attach(model)
+    worst, group = 0.0, SequenceGroup.from_group()
+
+    def forward(model: Wan, latents: torch.Tensor) -> None:
+        nonlocal worst
+        for layer, block in enumerate(model.blocks):
+            tokens = whole(0, layer, True)
+            shards = [padded_to(world * frames * 25, each).chunk(world)[rank][None] for each in tokens]
+            out = group.all_gather(block.attn1.attn_impl.forward(*shards))
+            expected = attend_under(MASK, layer, LAYERS, THW, *(each[None] for each in tokens))
+            worst = max(worst, largest_difference(torch.cat(out, dim=1)[:, :75], expected))
+
+    dbsp_engines.sglang._begin_wan(forward, model, torch.zeros(1, 4, frames, 10, 10))
+    return worst
+
+
+@pytest.mark.parametrize("world", [2, 4, 5])
+def test_sglangs_frames_of_padding_are_not_attended_to(sglang, monkeypatch, world):
+    monkeypatch.setenv("DBSP_CONFIG", MASK)
+    sglang.forward_batch = SimpleNamespace(
+        enable_sequence_shard=False,
+        did_sp_shard_latents=True,
+        raw_latent_shape=(1, 4, 3, 10, 10),
+        is_cfg_negative=False,
+    )
+    assert max(ThreadRanks(world).run(of_sglang)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("request_says", "said"),
+    [
+        ({"did_sp_shard_latents": False}, "gave every rank the whole video"),
+        ({"raw_latent_shape": (1, 4, 5, 10, 10)}, "gave 2 ranks 2 frames each of a video that it says has 5"),
+        ({"raw_latent_shape": None}, "of a video that it says has no size"),
+    ],
+)
+def test_sglangs_frames_of_which_db_sp_does_not_know_the_padding_are_rejected(request_says, said):
+    request = {"enable_sequence_shard": False, "did_sp_shard_latents": True, "raw_latent_shape": (1, 4, 3, 10, 10)}
+    with pytest.raises(UserError, match=said):
+        dbsp_engines.sglang._video_of_wan(
+            Wan(), torch.zeros(1, 4, 2, 10, 10), SimpleNamespace(**request | request_says), 2
+        )
+
+
+def of_vllm_omni(rank: int, world: int, vllm_omni: ModuleType, published: bool) -> float:
+    """Text before the video in one sequence, or whole on every rank, with padding: the difference from one process."""
+    layer, parallel = Layer(vllm_omni.DbspImpl), {"sequence_parallel_size": world, "ulysses_degree": world}
+    vllm_omni.attach(torch.nn.ModuleList([layer]), settings(**parallel), StepClock())
+    text, video = torch.randn(2, 3, 75, HEADS, 8, generator=torch.Generator().manual_seed(0))
+    text = text[:, :7]
+    expected = attend_under(MASK, 0, 1, THW, *(each[None] for each in torch.cat([text, video], dim=1)), text=7)
+    if published:
+        sequence, slots = torch.cat([text, video], dim=1), 128
+        metadata = Metadata(video_layout=Layout(7, THW, used_len=82))
+    else:
+        sequence, slots, metadata = video, -(-75 // world) * world, Metadata()
+        joint = [padded_to(12, each)[None] for each in text]
+        metadata.joint_query, metadata.joint_key, metadata.joint_value = joint
+        metadata.joint_strategy = "front"
+        attached = layer.attention.transformer
+        attached._architecture, attached._tokens = SimpleNamespace(text="first"), lambda: TokenSequence(THW, 7)
+    shards = [padded_to(slots, each).chunk(world)[rank][None] for each in sequence]
+    out, whole_text = layer.attention.forward(*shards, metadata), []
+    if not published:
+        whole_text, out = [out[:, :7]], out[:, 12:]
+    gathered = torch.cat([*whole_text, *SequenceGroup.from_group().all_gather(out)], dim=1)
+    return largest_difference(gathered[:, :82], expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("published", [True, False], ids=["one sequence", "whole text"])
+def test_vllm_omnis_padding_is_not_attended_to(vllm_omni, monkeypatch, world, published):
+    monkeypatch.setenv("DBSP_CONFIG", MASK)
+    monkeypatch.setattr(vllm_omni, "get_sp_group", lambda: SimpleNamespace(device_group=None))
+    assert max(ThreadRanks(world).run(of_vllm_omni, vllm_omni, published)) <= 1e-5
 
 
 Passes = list[tuple[int, int]]
