@@ -16,6 +16,7 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
@@ -31,13 +32,17 @@ EXPECTED = ExpectedHost(
         "lightx2v_platform.registry_factory:PLATFORM_ATTN_WEIGHT_REGISTER",
         "lightx2v.models.networks.wan.infer.transformer_infer:WanTransformerInfer.infer_self_attn",
         "lightx2v.models.networks.wan.model:WanModel._seq_parallel_pre_process",
+        "lightx2v.models.networks.wan.model:WanModel._infer_cond_uncond",
         "lightx2v.models.schedulers.scheduler:BaseScheduler.infer_condition",
+        "lightx2v.models.schedulers.scheduler:BaseScheduler.infer_steps",
         "lightx2v.models.schedulers.scheduler:BaseScheduler.step_index",
         "lightx2v.models.schedulers.wan.scheduler:WanScheduler.timesteps",
     ),
 )
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
 """Begun last by a layer 0: the transformers of a rank run one after the other."""
+_CLOCK = "_dbsp_clock"
+"""Attribute of a scheduler: the count of steps of all transformers that it schedules."""
 _BY_TOKENS = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
 """Values of `feature_caching` that decide by the tokens of one rank."""
 _BY_TIMESTEP = ("Tea", "Custom")
@@ -125,10 +130,17 @@ class DbspAttention:
             _require_supported(config, group.size)
             setting = (config.get("parallel") or {}).get(_NAME, config.get(_NAME))
             of_model = Strategy(group.size, 1), q.shape[1], config["num_layers"]
-            self._session = EngineSession(group, *of_model, setting, transformer=_transformer_of(scheduler))
-        guided = bool(scheduler.config.get("enable_cfg", False))
-        branch = int(not scheduler.infer_condition) if guided else None
-        self._session.begin(video, q.device, scheduler.step_index, branch)
+            clock = vars(scheduler).setdefault(_CLOCK, StepClock(shared=True))
+            self._session = EngineSession(
+                group, *of_model, setting, clock=clock, transformer=_transformer_of(scheduler)
+            )
+        self._session.begin(
+            video,
+            q.device,
+            step=scheduler.step_index,
+            cfg_branch=int(not scheduler.infer_condition),
+            steps=getattr(scheduler, "infer_steps", None),
+        )
         _running.set(self._session)
 
     def load(self, *_: Any, **__: Any) -> None:

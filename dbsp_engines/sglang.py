@@ -19,8 +19,8 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineLayout, EngineSession
+from dbsp_core.masks.steps import StepClock
+from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineLayout, EngineSession, generation_of
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
@@ -100,16 +100,18 @@ def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -
     role = getattr(get_global_server_args(), "disagg_role", RoleType.MONOLITHIC)
     if not transformers and role in (RoleType.MONOLITHIC, RoleType.DENOISER):
         raise UserError(f"{_SUPPORTED}, and this is {type(pipeline).__name__}; {_INSTEAD}")
+    clock = StepClock(shared=len(transformers) > 1)
     for name, transformer in transformers.items():
-        attach(transformer, name)
+        attach(transformer, name, clock)
     return pipeline
 
 
-def attach(transformer: Any, name: str = "transformer") -> None:
+def attach(transformer: Any, name: str = "transformer", clock: StepClock | None = None) -> None:
     """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not supported.
 
     Args:
         name: Of the transformer in its pipeline, by which it may have settings of its own.
+        clock: The count of steps of all transformers of the pipeline; None: there is one.
     """
     from sglang.multimodal_gen.runtime.distributed.parallel_state import (
         get_ring_parallel_world_size,
@@ -135,7 +137,8 @@ def attach(transformer: Any, name: str = "transformer") -> None:
     strategy = Strategy(get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     ranks = get_sp_group()
     group = SequenceGroup.from_group(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
-    session = EngineSession(group, strategy, transformer.num_attention_heads, len(kernels), transformer=name)
+    sizes = transformer.num_attention_heads, len(kernels)
+    session = EngineSession(group, strategy, *sizes, clock=clock, transformer=name)
     for layer, kernel in enumerate(kernels):
         kernel.session, kernel.layer = session, layer
     setattr(transformer, _SESSION, session)
@@ -196,7 +199,7 @@ def _skip_together(original: Callable[..., bool], model: Any, **options: Any) ->
 
 
 @not_compiled
-def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], Video | EngineLayout]) -> None:
+def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], EngineLayout]) -> None:
     from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
 
     session: EngineSession | None = getattr(model, _SESSION, None)
@@ -206,16 +209,32 @@ def _begin(model: Any, device: torch.device, tokens_of: Callable[[Any, int], Vid
     request = context.forward_batch
     negative = getattr(request, "is_cfg_negative", None)
     branch = None if negative is None else int(negative)
-    session.begin(tokens_of(request, session.session.group.size), device, int(context.current_timestep), branch)
+    timesteps = getattr(request, "timesteps", None)
+    session.begin(
+        tokens_of(request, session.session.group.size),
+        device,
+        step=int(context.current_timestep),
+        cfg_branch=branch,
+        steps=None if timesteps is None else len(timesteps),
+        generation=generation_of(request),
+    )
 
 
-def _video_of_wan(model: Any, latents: torch.Tensor, request: Any, ranks: int) -> Video:
+def _video_of_wan(model: Any, latents: torch.Tensor, request: Any, ranks: int) -> EngineLayout:
+    """Returns the layout of a Wan's video, of whose frames each rank may have its own, the last ones being padding."""
     frames, height, width = (n // p for n, p in zip(latents.shape[2:], model.patch_size, strict=True))
-    if ranks > 1 and not request.enable_sequence_shard:
-        if not getattr(request, "did_sp_shard_latents", False):
-            raise UserError("SGLang gave every rank the whole video; leave out --enable-sequence-shard false")
-        frames *= ranks  # of its own a rank has
-    return Video((frames, height, width))
+    if ranks == 1 or request.enable_sequence_shard:
+        return EngineLayout((frames, height, width))
+    if not getattr(request, "did_sp_shard_latents", False):
+        raise UserError("SGLang gave every rank the whole video; leave out --enable-sequence-shard false")
+    shape = getattr(request, "raw_latent_shape", None)
+    whole = 0 if shape is None else int(shape[2]) // model.patch_size[0]
+    if frames != -(-whole // ranks):
+        raise UserError(
+            f"SGLang gave {ranks} ranks {frames} frames each of a video that it says has {whole or 'no size'}; leave "
+            "out --enable-sequence-shard false"
+        )
+    return EngineLayout((whole, height, width), shard=frames * height * width)
 
 
 def _layout_of_h3(model: Any, inputs: dict[str, Any], request: Any, ranks: int) -> EngineLayout:

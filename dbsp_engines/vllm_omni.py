@@ -26,7 +26,7 @@ from vllm_omni.diffusion.forward_context import get_forward_context
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import StepClock
-from dbsp_core.runtime.engine_session import QKV, EngineLayout, EngineSession
+from dbsp_core.runtime.engine_session import QKV, EngineLayout, EngineSession, generation_of
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 from dbsp_diffusers.models import TokenSequence, known_architecture
@@ -84,7 +84,16 @@ class DbspTransformer:
                 "masks need the grid of this model's video tokens. It does not publish it (video_layout), and db-SP "
                 "knows no class of diffusers of its name; use another attention backend"
             )
-        self._session.begin(layout, q.device, get_forward_context().denoise_step_idx, timestep=timestep)
+        context = get_forward_context()  # of one request, or, if they take turns, of one step
+        takes_turns = getattr(context.omni_diffusion_config, "step_execution", False)
+        self._session.begin(
+            layout,
+            q.device,
+            step=context.denoise_step_idx,
+            timestep=timestep,
+            steps=getattr(context, "total_denoise_steps", None),
+            generation=None if takes_turns else generation_of(context),
+        )
         self._begun, self._tokens = True, None
 
 

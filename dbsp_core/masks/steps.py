@@ -83,10 +83,15 @@ MOST_PASSES = 4
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """A step of the denoising and a CFG pass of the step, both counted from 0."""
+    """A step of the denoising and a CFG pass of the step, both counted from 0.
+
+    Attributes:
+        generation: Number of the generation; the same moments of two generations are equal.
+    """
 
     step: int = 0
     cfg_branch: int = 0
+    generation: int = field(default=0, compare=False, repr=False)
 
 
 class Progress(NamedTuple):
@@ -96,7 +101,7 @@ class Progress(NamedTuple):
         generation: A different object for each generation.
         step_index: Grows by one from step to step, as in diffusers' schedulers; None before a generation's first step
             is over, and if the framework has none.
-        first_index: The index of step 0, if the framework knows it.
+        first_index: The index of step 0, if the framework knows it. If not, a generation's first pass is in step 0.
     """
 
     generation: object = None
@@ -123,6 +128,8 @@ class StepClock:
     shared: bool = False
     now: DenoisingStep = field(default_factory=DenoisingStep)
     _generation: object = None
+    _generations: int = 1
+    """Number of generations so far."""
     _timestep: float | None = None
     _index: int | None = None
     _first_index: int = 0
@@ -135,38 +142,41 @@ class StepClock:
         progress = self.progress()
         if progress.generation is not self._generation:  # the last one may have failed at this one's first step
             self._generation, self._timestep, self.now = progress.generation, None, DenoisingStep()
-            self._restart()
+            self._begin_generation()
         if progress.step_index is None:
             step = self._by_timestep(timestep() if callable(timestep) else timestep, cfg_branch)
         else:
             step = self._by_index(progress.step_index, progress.first_index)
-        if step != self.now.step or (cfg_branch is None and len(self._branches) >= MOST_PASSES):
+        if step != self.now.step:
             self._branches = set()
-        self.now = DenoisingStep(step, len(self._branches) if cfg_branch is None else cfg_branch)
-        self._branches.add(self.now.cfg_branch)
+        elif len(self._branches) >= MOST_PASSES if cfg_branch is None else cfg_branch in self._branches:
+            self._branches, self._generations = set(), self._generations + 1  # another one of this step alone
+        branch = len(self._branches) if cfg_branch is None else cfg_branch
+        self.now = DenoisingStep(step, branch, self._generations)
+        self._branches.add(branch)
         return self.now
 
     def _by_index(self, index: int, first_index: int | None) -> int:
-        if first_index is not None:
-            self._first_index = first_index
-        elif self._index is None:  # a scheduler has none until its first step is over
+        if self._index is None:  # a scheduler has none until its first step is over
             self._first_index = index - (self.now.step + 1 if self._branches else 0)
         elif index < self._index:
-            self._restart()
+            self._begin_generation()
             self._first_index = index
         self._index = index
+        if first_index is not None:
+            self._first_index = first_index
         return index - self._first_index
 
     def _by_timestep(self, timestep: float, cfg_branch: int | None) -> int:
         last, self._timestep = self._timestep, timestep
         if last is None or timestep > last or self._index is not None:
-            self._restart()
+            self._begin_generation()
             return 0
         return self.now.step + int(timestep < last or cfg_branch in self._branches)
 
-    def _restart(self) -> None:
-        """Prepares for the first pass of another denoising."""
+    def _begin_generation(self) -> None:
         self._index, self._branches = None, set()
+        self._generations += 1
 
 
 MOST_VALUES = 1 << 16
@@ -202,7 +212,7 @@ class DenseSchedule:
 
     Attributes:
         first_steps: Number of denoising steps at the beginning.
-        last_steps: Number of denoising steps at the end; needs a pipeline, which knows how many steps there are.
+        last_steps: Number of denoising steps at the end; needs a pipeline or engine that gives the number of steps.
         first_layers: Number of layers at the beginning.
         last_layers: Number of layers at the end.
 
@@ -238,8 +248,8 @@ class DenseSchedule:
             return False
         if steps is None:
             raise UserError(
-                "dense_schedule.last_steps needs the number of denoising steps; attach db-SP to the pipeline that you "
-                "call, which knows it, or leave last_steps at 0"
+                "dense_schedule.last_steps needs the number of denoising steps, which this pipeline or engine does "
+                "not give; attach db-SP to the pipeline that you call, or leave last_steps at 0"
             )
         return step >= steps - self.last_steps
 

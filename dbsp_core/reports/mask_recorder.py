@@ -6,7 +6,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -208,7 +208,8 @@ class MaskRecorder(SessionObserver):
             write_atomically(folder / f"{name}.safetensors", content)
         self.bytes_written += size
         self._written.update(fresh)
-        self._passes.append({"generation": self._generation(now.moment), **asdict(now.moment), "masks": now.layers})
+        moment = {"step": now.moment.step, "cfg_branch": now.moment.cfg_branch}
+        self._passes.append({"generation": self._generation(now.moment), **moment, "masks": now.layers})
         self._write_index()
 
     def _generation(self, moment: DenoisingStep) -> int:

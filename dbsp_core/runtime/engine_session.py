@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,6 +96,11 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
     return SequenceLayout(rank, local, world, shard + share)
 
 
+def generation_of(request: Any) -> object:
+    """Returns an object that stands for a request of the engine, kept as its attribute; None for no request."""
+    return None if request is None else vars(request).setdefault("_dbsp_generation", object())
+
+
 class EngineSession:
     """One transformer's attentions: `begin` before the first layer of every forward pass, then `attend` once a layer.
 
@@ -103,7 +109,7 @@ class EngineSession:
         strategy: The engine's degrees, Ulysses × Ring; a strategy in the configuration goes before.
         heads, layers: Heads and layers of the transformer.
         config: Argument of `DbspConfig.load`. None: $DBSP_CONFIG, or the defaults.
-        clock: One for all transformers that take turns in a denoising; None: there is one.
+        clock: The count of steps of all transformers that take turns in a denoising; None: there is one transformer.
         transformer: Its name, "transformer_2" for the second of two, which may have settings that differ.
 
     Raises:
@@ -127,7 +133,10 @@ class EngineSession:
         except Exception as error:  # raised on all ranks by the session
             problem = error
         of_session = loaded, group, loaded.strategy_or(strategy), heads, layers
-        self.session = AttentionSession(*of_session, clock=clock or StepClock(), problem=problem)
+        self._steps: int | None = None
+        self.session = AttentionSession(
+            *of_session, steps=lambda: self._steps, clock=clock or StepClock(), problem=problem
+        )
         self._layout = EngineLayout((0, 0, 0))
 
     def __repr__(self) -> str:
@@ -140,14 +149,19 @@ class EngineSession:
         step: int | None = None,
         cfg_branch: int | None = None,
         timestep: torch.Tensor | float | None = None,
+        *,
+        steps: int | None = None,
+        generation: object = None,
     ) -> None:
         """Starts a forward pass.
 
         Args:
             tokens: Its tokens; a video's size alone is that of the sequence, with its text before it.
-            step: Denoising step, if the engine gives it.
+            step: Denoising step, counted from 0 by the engine, if it gives it. A transformer may begin at any step.
             cfg_branch: CFG pass within the step; None: a step that is repeated is the next pass.
             timestep: Falls from step to step, which it distinguishes if the engine does not give them.
+            steps: Number of denoising steps, if the engine gives it.
+            generation: A different object for each denoising, if the engine has one.
 
         Raises:
             UserError: On all ranks, for masks that change by step where neither is known.
@@ -159,7 +173,8 @@ class EngineSession:
                 "mask that does not, and leave dense_schedule's first_steps and last_steps at 0"
             )
         self._layout = EngineLayout(tokens.thw, before=tokens.text) if isinstance(tokens, Video) else tokens
-        session.clock.progress = lambda: Progress(step_index=step)
+        self._steps = steps
+        session.clock.progress = lambda: Progress(generation, step, first_index=0)
         session.begin(
             self._layout.video,
             timestep=timestep if step is None else -float(step),

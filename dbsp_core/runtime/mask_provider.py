@@ -66,7 +66,7 @@ class MaskProvider:
     def begin(
         self, videos: Sequence[Video], timestep: torch.Tensor | float | None, cfg_branch: int | None = None
     ) -> bool:
-        """Starts a forward pass. Returns True if it is known to be a generation's first.
+        """Starts a forward pass. Returns True if it is known to be this transformer's first in a generation.
 
         Args:
             videos: One, or several that are packed.
@@ -79,7 +79,7 @@ class MaskProvider:
         if timestep is None or not counts:
             return False
         last, self.moment = self.moment, self.clock.advance(lambda: first_value(timestep), cfg_branch)
-        return (self.moment.step, self.moment.cfg_branch) <= (last.step, last.cfg_branch)
+        return self.moment.generation != last.generation
 
     def grid(self) -> BlockGrid:
         """Returns the source's grid for this pass. Raises ValueError for a size that the source rejects."""

@@ -82,14 +82,14 @@ class _LastCall:
     Attributes:
         use: The plan that it used.
         counts: Row counts of its mask if that was predicted.
-        step: Its denoising step.
+        generation: The number of its generation.
         first: The plan with which the next generation begins, or None if this call began a generation: then its own
             counts decide.
     """
 
     use: PlanUse
     counts: RowCounts | None = None
-    step: int = 0
+    generation: int = 0
     first: Plan | None = None
 
 
@@ -192,25 +192,25 @@ class PlanKeeper:
         self._begin(key, _LastCall(use))
         self.statistics.add(use.plan)
 
-    def plan_predicted(self, key: Hashable, mask: BlockMask, make: MakePlan, step: int = 0) -> PlanUse:
+    def plan_predicted(self, key: Hashable, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
         """Returns the plan for one more call of an attention, with a mask that was predicted for this call alone.
 
         Waits for the counts of the attention's last call. Only if there is none, or its plan does not fit the mask,
         the call plans at once and waits for its own counts.
 
         Args:
-            step: Denoising step of the call. If it is not above that of the last call, a generation begins.
+            generation: Number of the generation that the call is in.
         """
         last, use, first = self._last.get(key), None, None
         if last is not None:
             before = self._count(last)
             if last.counts is not None and before.fits(mask):
-                begins = step <= last.step
+                begins = generation != last.generation
                 use, first = next_use(before, last.counts.rows, last.first, begins, self.threshold, make)
         counts = mask.counts.copy_rows()
         if use is None:
             use = PlanUse(make(counts.rows, None if last is None else last.use.plan), True)
-        self._begin(key, _LastCall(use, counts, step, first))
+        self._begin(key, _LastCall(use, counts, generation, first))
         self.calls += 1
         return use
 

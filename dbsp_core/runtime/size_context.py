@@ -208,7 +208,7 @@ class SizeContext:
                 return new()
             return run_consistently(self.group.control(), new, lambda plan: plan.fingerprint, "the plan")
 
-        use = self.keeper.plan_predicted(key, mask, make, self.masks.moment.step)
+        use = self.keeper.plan_predicted(key, mask, make, self.masks.moment.generation)
         prepared = self._prepare(layer, use.plan, mask, tokens.q.device, fingerprint=self.config.debug)
         self._keep(layer, key, key, prepared)
         return prepared, use

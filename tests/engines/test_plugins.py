@@ -7,9 +7,11 @@ test_vllm_omni.py, test_sglang.py and test_lightx2v.py run the engines themselve
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +23,7 @@ import dbsp_engines.lightx2v
 import dbsp_engines.sglang
 from dbsp_core import SequenceGroup
 from dbsp_core.masks.steps import StepClock
-from dbsp_core.runtime.engine_session import EngineLayout
+from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
 from dbsp_core.utils import expected_host
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
@@ -33,6 +35,7 @@ from tests.support.oracle import largest_difference
 from tests.support.repository import ROOT
 from tests.support.thread_ranks import ThreadRanks
 
+KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
 MASK, THW, LAYERS, HEADS, STEPS = "sparge:cdf=0.6,block_q=16,block_k=8", (3, 5, 5), 2, 3, 2
 T = TypeVar("T")
 
@@ -49,6 +52,11 @@ def whole(step: int, layer: int, branch: bool) -> list[torch.Tensor]:
     return [torch.randn(3 * 5 * 5, HEADS, 8, generator=generator) for _ in range(3)]
 
 
+def padded_to(slots: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Returns [slots, heads, D]: tokens, then padding that would be most of a softmax."""
+    return F.pad(tokens, (0, 0, 0, 0, 0, slots - len(tokens)), value=1e4)
+
+
 def of_lightx2v(rank: int, world: int) -> float:
     """LightX2V's calls of two transformers one after another: the largest difference from one process."""
     models = [[DbspAttention() for _ in range(LAYERS)] for _ in range(2)]
@@ -58,7 +66,7 @@ def of_lightx2v(rank: int, world: int) -> float:
         for now.infer_condition in (True, False):
             for layer, attention in enumerate(models[step % 2]):
                 tokens = whole(step, layer, now.infer_condition)
-                padded = [F.pad(one, (0, 0, 0, 0, 0, -len(one) % world)).chunk(world)[rank] for one in tokens]
+                padded = [padded_to(-(-len(one) // world) * world, one).chunk(world)[rank] for one in tokens]
                 context = {"block_idx": layer, "scheduler": now, "grid_sizes": THW}
                 out, _ = attention.apply_new(*padded, attention_kwargs=context, tensor_fusion=False)
                 expected = attend_under(MASK, layer, LAYERS, THW, *(one[None] for one in tokens))[0].flatten(1)
@@ -321,6 +329,225 @@ def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
     vllm_omni.attach(torch.nn.ModuleList([layer]), settings(), StepClock())
     with pytest.raises(UserError, match=r"does not publish it .video_layout., and db-SP knows no class"):
         layer.attention.forward(q, q, q, Metadata())
+
+
+@pytest.fixture
+def sglang(put, monkeypatch):
+    """The plug-in, with stubs for what it imports of SGLang: a pipeline of one rank, and the context of a pass."""
+    root = "sglang.multimodal_gen.runtime"
+    one = {f"get_{kind}_world_size": lambda: 1 for kind in ("ring_parallel", "tp")}
+    put(
+        f"{root}.distributed.parallel_state",
+        get_sp_group=lambda: SimpleNamespace(world_size=SequenceGroup.from_group().size, device_group=None),
+        get_ulysses_parallel_world_size=lambda: SequenceGroup.from_group().size,
+        **one,
+    )
+    put(f"{root}.models.dits.minimax_h3", MiniMaxH3DiTModel=type(None))
+    put(f"{root}.models.dits.wanvideo", WanTransformer3DModel=Wan)
+    put(f"{root}.server_args", get_global_server_args=SimpleNamespace)
+    roles = SimpleNamespace(MONOLITHIC=0, DENOISER=1)
+    put(f"{root}.disaggregation.roles", RoleType=roles)
+    loader = SimpleNamespace(component_names=["transformer"])
+    put(f"{root}.loader.component_loaders.transformer_loader", TransformerLoader=loader)
+    context = SimpleNamespace(forward_batch=None, current_timestep=0)
+    put(f"{root}.managers.forward_context", get_forward_context=lambda: context)
+    return context
+
+
+class Wan:
+    """SGLang's transformer, as far as the plug-in looks at it."""
+
+    patch_size = (1, 2, 2)
+    num_attention_heads = HEADS
+
+    def __init__(self) -> None:
+        kernels = [dbsp_engines.sglang.DbspImpl(8**-0.5) for _ in range(LAYERS)]
+        self.blocks = [SimpleNamespace(attn1=SimpleNamespace(attn_impl=kernel)) for kernel in kernels]
+
+    def forward(self, latents: torch.Tensor) -> None:
+        for block in self.blocks:
+            q = torch.zeros(1, 75, HEADS, 8)
+            block.attn1.attn_impl.forward(q, q, q)
+
+
+def of_sglang(rank: int, world: int) -> float:
+    """SGLang's Wan of whole frames on each rank, with frames of padding: the largest difference from one process."""
+    model, frames = Wan(), -(-THW[0] // world)
+    dbsp_engines.sglang.attach(model)
+    worst, group = 0.0, SequenceGroup.from_group()
+
+    def forward(model: Wan, latents: torch.Tensor) -> None:
+        nonlocal worst
+        for layer, block in enumerate(model.blocks):
+            tokens = whole(0, layer, True)
+            shards = [padded_to(world * frames * 25, each).chunk(world)[rank][None] for each in tokens]
+            out = group.all_gather(block.attn1.attn_impl.forward(*shards))
+            expected = attend_under(MASK, layer, LAYERS, THW, *(each[None] for each in tokens))
+            worst = max(worst, largest_difference(torch.cat(out, dim=1)[:, :75], expected))
+
+    dbsp_engines.sglang._begin_wan(forward, model, torch.zeros(1, 4, frames, 10, 10))
+    return worst
+
+
+@pytest.mark.parametrize("world", [2, 4, 5])
+def test_sglangs_frames_of_padding_are_not_attended_to(sglang, monkeypatch, world):
+    monkeypatch.setenv("DBSP_CONFIG", MASK)
+    sglang.forward_batch = SimpleNamespace(
+        enable_sequence_shard=False,
+        did_sp_shard_latents=True,
+        raw_latent_shape=(1, 4, 3, 10, 10),
+        is_cfg_negative=False,
+    )
+    assert max(ThreadRanks(world).run(of_sglang)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("request_says", "said"),
+    [
+        ({"did_sp_shard_latents": False}, "gave every rank the whole video"),
+        ({"raw_latent_shape": (1, 4, 5, 10, 10)}, "gave 2 ranks 2 frames each of a video that it says has 5"),
+        ({"raw_latent_shape": None}, "of a video that it says has no size"),
+    ],
+)
+def test_sglangs_frames_of_which_db_sp_does_not_know_the_padding_are_rejected(request_says, said):
+    request = {"enable_sequence_shard": False, "did_sp_shard_latents": True, "raw_latent_shape": (1, 4, 3, 10, 10)}
+    with pytest.raises(UserError, match=said):
+        dbsp_engines.sglang._video_of_wan(
+            Wan(), torch.zeros(1, 4, 2, 10, 10), SimpleNamespace(**request | request_says), 2
+        )
+
+
+def of_vllm_omni(rank: int, world: int, vllm_omni: ModuleType, published: bool) -> float:
+    """Text before the video in one sequence, or whole on every rank, with padding: the difference from one process."""
+    layer, parallel = Layer(vllm_omni.DbspImpl), {"sequence_parallel_size": world, "ulysses_degree": world}
+    vllm_omni.attach(torch.nn.ModuleList([layer]), settings(**parallel), StepClock())
+    text, video = torch.randn(2, 3, 75, HEADS, 8, generator=torch.Generator().manual_seed(0))
+    text = text[:, :7]
+    expected = attend_under(MASK, 0, 1, THW, *(each[None] for each in torch.cat([text, video], dim=1)), text=7)
+    if published:
+        sequence, slots = torch.cat([text, video], dim=1), 128
+        metadata = Metadata(video_layout=Layout(7, THW, used_len=82))
+    else:
+        sequence, slots, metadata = video, -(-75 // world) * world, Metadata()
+        joint = [padded_to(12, each)[None] for each in text]
+        metadata.joint_query, metadata.joint_key, metadata.joint_value = joint
+        metadata.joint_strategy = "front"
+        attached = layer.attention.transformer
+        attached._architecture, attached._tokens = SimpleNamespace(text="first"), lambda: TokenSequence(THW, 7)
+    shards = [padded_to(slots, each).chunk(world)[rank][None] for each in sequence]
+    out, whole_text = layer.attention.forward(*shards, metadata), []
+    if not published:
+        whole_text, out = [out[:, :7]], out[:, 12:]
+    gathered = torch.cat([*whole_text, *SequenceGroup.from_group().all_gather(out)], dim=1)
+    return largest_difference(gathered[:, :82], expected)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("published", [True, False], ids=["one sequence", "whole text"])
+def test_vllm_omnis_padding_is_not_attended_to(vllm_omni, monkeypatch, world, published):
+    monkeypatch.setenv("DBSP_CONFIG", MASK)
+    monkeypatch.setattr(vllm_omni, "get_sp_group", lambda: SimpleNamespace(device_group=None))
+    assert max(ThreadRanks(world).run(of_vllm_omni, vllm_omni, published)) <= 1e-5
+
+
+Passes = list[tuple[int, int]]
+"""Step and CFG pass of each forward pass of a request."""
+
+
+def passes(*steps: int, of_each: int = 2) -> Passes:
+    return [(step, branch) for step in steps for branch in range(of_each)]
+
+
+REQUESTS: dict[str, list[Passes]] = {
+    "two experts": [passes(*range(6))] * 2,
+    "each expert warmed up in its first step": [passes(0, 3, of_each=1), passes(*range(6))],
+    "warmed up in one step": [passes(0), passes(*range(4))],
+    "aborted within a step": [passes(0, 1)[:-1], passes(0)[:1], passes(*range(4))],
+    "started late, in either expert": [passes(4, 5), passes(2, 3), passes(1, 2, 3)],
+    "other numbers of steps": [passes(*range(4)), passes(*range(9)), passes(0, 5)],
+    "one step without guidance": [passes(0, of_each=1)] * 6,
+    "started later than the last one ended": [passes(0, 1), passes(2, 3), passes(4, 5)],
+    "one step of each expert without guidance": [passes(0, 3, of_each=1)] * 6,
+}
+"""Requests one after another. The second expert computes step 3 and later."""
+BY_STEP = {"mask": KNOWN, "dense_schedule": {"first_steps": 1, "last_steps": 1}}
+Seen = list[tuple[tuple[int, int], int, bool]]
+"""Of each forward pass: step and CFG pass, generation, and whether its attention was dense."""
+
+
+def seen(session: EngineSession) -> tuple[tuple[int, int], int, bool]:
+    moment, reuse = session.session._mask_provider.moment, session.session.reuse
+    dense = reuse.dense - getattr(session, "dense_before", 0)
+    session.dense_before = reuse.dense
+    return (moment.step, moment.cfg_branch), moment.generation, dense == LAYERS
+
+
+def seen_by_lightx2v(requests: list[Passes]) -> Seen:
+    experts = [[DbspAttention() for _ in range(LAYERS)] for _ in range(2)]
+    now, q, found = scheduler({"parallel": {"dbsp": BY_STEP}}), torch.zeros(75, HEADS, 8), []
+    for request in requests:
+        now.config["enable_cfg"] = any(branch for _, branch in request)
+        now.infer_steps = request[-1][0] + 1
+        for now.step_index, branch in request:
+            now.infer_condition, expert = branch == 0, experts[now.step_index >= 3]
+            for layer, attention in enumerate(expert):
+                attention.apply(q, q, q, block_idx=layer, scheduler=now, grid_sizes=THW)
+            found.append(seen(expert[0]._session))
+    return found
+
+
+def seen_by_sglang(context: SimpleNamespace, requests: list[Passes]) -> Seen:
+    pipeline, found = SimpleNamespace(modules={"transformer": Wan(), "transformer_2": Wan(), "vae": None}), []
+    dbsp_engines.sglang._attach_pipeline(lambda: pipeline)
+    experts = [pipeline.modules[name] for name in ("transformer", "transformer_2")]
+    for request in requests:
+        context.forward_batch = SimpleNamespace(timesteps=torch.zeros(request[-1][0] + 1))
+        for context.current_timestep, branch in request:
+            context.forward_batch.is_cfg_negative = bool(branch)
+            expert = experts[context.current_timestep >= 3]
+            dbsp_engines.sglang._begin_wan(Wan.forward, expert, torch.zeros(1, 4, 3, 10, 10))
+            found.append(seen(expert._dbsp_session))
+    return found
+
+
+def seen_by_vllm_omni(vllm_omni: ModuleType, monkeypatch: pytest.MonkeyPatch, requests: list[Passes]) -> Seen:
+    """It does not say which CFG pass calls."""
+    experts = [torch.nn.ModuleList(Layer(vllm_omni.DbspImpl) for _ in range(LAYERS)) for _ in range(2)]
+    pipeline = SimpleNamespace(transformer=experts[0], transformer_2=experts[1])
+    monkeypatch.setattr(vllm_omni_plugin, "_names_dbsp", lambda config: True)
+    vllm_omni_plugin._attach_all(lambda model, config: None, pipeline, settings())
+    q, metadata, found = torch.zeros(1, 75, HEADS, 8), Metadata(video_layout=Layout(0, THW)), []
+    for request in requests:
+        context = SimpleNamespace(omni_diffusion_config=settings(), total_denoise_steps=request[-1][0] + 1)
+        monkeypatch.setattr(vllm_omni, "get_forward_context", lambda context=context: context)
+        for context.denoise_step_idx, _ in request:
+            expert = experts[context.denoise_step_idx >= 3]
+            transformer = expert[0].attention.transformer
+            transformer._pass(expert, (), {})
+            for layer in expert:
+                layer.attention.forward(q, q, q, metadata)
+            found.append(seen(transformer._session))
+    return found
+
+
+@pytest.mark.parametrize("engine", ["lightx2v", "sglang", "vllm-omni"])
+@pytest.mark.parametrize("requests", REQUESTS.values(), ids=REQUESTS)
+def test_experts_count_the_engines_own_steps(engine, requests, vllm_omni, sglang, monkeypatch, tmp_path):
+    settings_file = tmp_path / "by_step.yaml"
+    settings_file.write_text(json.dumps(BY_STEP))
+    monkeypatch.setenv("DBSP_CONFIG", str(settings_file))
+    found = {
+        "lightx2v": lambda: seen_by_lightx2v(requests),
+        "sglang": lambda: seen_by_sglang(sglang, requests),
+        "vllm-omni": lambda: seen_by_vllm_omni(vllm_omni, monkeypatch, requests),
+    }[engine]()
+    generations = [next(iter(each)) for each in groupby(generation for _, generation, _ in found)]
+    assert [moment for moment, _, _ in found] == [moment for request in requests for moment in request]
+    assert [dense for _, _, dense in found] == [
+        step in (0, request[-1][0]) for request in requests for step, _ in request
+    ]
+    if engine != "lightx2v" or requests is not REQUESTS["started later than the last one ended"]:
+        assert len(generations) == len(requests), "LightX2V does not say which request a step belongs to"
 
 
 def packed(text: list[int], video: range, length: int | None = None) -> TokenSequence:

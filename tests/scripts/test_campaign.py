@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from scripts.checks.stress import engines_part
+from scripts.checks.stress.engines_part import Engines
 from scripts.checks.stress.faults import generating
 from scripts.checks.stress.faults.fault_injection import Injection, reference
 from scripts.checks.stress.faults.faults_part import Faults
@@ -99,6 +101,13 @@ def test_oracle_with_a_wrong_scale_finds_errors(pool):
     assert max(wrong) > 1e-2
 
 
+def test_engines_with_steps_that_are_one_late_find_errors(pool):
+    cases = [case for case in (Engines().draw(0, number) for number in range(40)) if case.world == 2]
+    right, wrong = ([max(pool(2).run(engines_part.error_of, case, late)) for case in cases[:6]] for late in (0, 1))
+    assert max(right) <= engines_part.BOUND
+    assert max(wrong) > 1e-2
+
+
 def test_nan_is_the_largest_difference_of_all():
     differs = largest_difference(torch.tensor([torch.nan, 0.0]), torch.zeros(2))
     assert max([0.0, differs]) == float("inf")
@@ -107,6 +116,7 @@ def test_nan_is_the_largest_difference_of_all():
 POSSIBLE = {
     Features: lambda one, case: 0 <= one.order.before <= len(one.order.features) <= len(case.order.features),
     Oracle: lambda one, case: one.possible,
+    Engines: lambda one, case: all(request.first < request.end for request in one.requests),
     Faults: lambda one, case: one.processes <= 8,
     Soak: lambda one, case: one.steps > 0,
 }

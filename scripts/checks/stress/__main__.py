@@ -18,7 +18,8 @@ STRESS = "scripts.checks.stress"
 PARTS = {
     "oracle": (f"{STRESS}.oracle.oracle_part:Oracle", 0.4),
     "faults": (f"{STRESS}.faults.faults_part:Faults", 0.2),
-    "features": (f"{STRESS}.features_part:Features", 0.2),
+    "features": (f"{STRESS}.features_part:Features", 0.15),
+    "engines": (f"{STRESS}.engines_part:Engines", 0.05),
     "fuzz": (f"{STRESS}.fuzz.fuzz_part:Fuzz", 0.1),
     "soak": (f"{STRESS}.soak.soak_part:Soak", 0.1),
 }

@@ -164,6 +164,19 @@ def test_steps_are_counted_across_transformers_and_skipped_steps():
     assert [(one.step, one.cfg_branch) for one in seen] == [(0, 0), (1, 0), (1, 1), (3, 0), (5, 0), (0, 0), (3, 0)]
 
 
+def test_second_transformer_is_dense_in_the_videos_last_steps_alone():
+    settings = {"mask": KNOWN, "dense_schedule": {"first_steps": 1, "last_steps": 2}}
+    sessions = [EngineSession(*ALONE, settings, transformer=name) for name in ("transformer", "transformer_2")]
+    q, dense = torch.randn(1, 75, HEADS, WIDTH), []
+    for step in range(6):
+        session = sessions[step >= 3]
+        before = session.session.reuse.dense
+        session.begin(Video(THW), "cpu", step, 0, steps=6)
+        session.attend(0, q, q, q)
+        dense += [step] if session.session.reuse.dense > before else []
+    assert dense == [0, 4, 5]
+
+
 def test_masks_by_step_without_a_step_of_the_engine_are_rejected():
     session = EngineSession(*ALONE, BY_STEP)
     session.begin(Video(THW), "cpu", timestep=900.0)

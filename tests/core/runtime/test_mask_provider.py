@@ -14,7 +14,7 @@ from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep, DenseSchedule, Progress, StepClock
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.sources import MaskRequest
+from dbsp_core.sources import MaskRequest, SpargeSource
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.utils.errors import UserError
 from tests.support.settings import session_of
@@ -154,6 +154,38 @@ def test_failed_generation_does_not_change_the_next_ones_steps():
     assert [clock.advance(t).step for t in (999, 800)] == [0, 1]
     now = Progress("second", 4)
     assert [clock.advance(800).step for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("passes", "generations"),
+    [
+        ([(0, 0), (0, 1), (1, 0), (3, 0), (3, 1), (5, 0), (0, 0), (2, 0)], 2),
+        ([(4, 0), (5, 0), (4, 0), (5, 0), (5, 1)], 2),
+        ([(0, 0), (0, 1), (0, 0), (0, 0), (1, 0)], 3),
+    ],
+    ids=["skipped steps", "late starts", "cut short in the first step"],
+)
+def test_steps_that_the_framework_counts_from_0_are_its_own(passes, generations):
+    index = 0
+    clock = StepClock(lambda: Progress(step_index=index, first_index=0))
+    found = []
+    for index, branch in passes:  # noqa: B007  read by the clock
+        found.append(clock.advance(unread, branch))
+    assert [(one.step, one.cfg_branch) for one in found] == passes
+    assert [one.generation for one in found] == sorted(one.generation for one in found)
+    assert len({one.generation for one in found}) == generations
+
+
+def test_transformer_that_runs_in_later_steps_of_a_longer_generation_begins_with_it():
+    """Two experts: the second begins its first generation in step 2, and the next, which has more steps, in step 5."""
+    index = 0
+    clock = StepClock(lambda: Progress(step_index=index, first_index=0), shared=True)
+    experts = [MaskProvider(SpargeSource(), DenseSchedule(), 2, 1, clock=clock) for _ in range(2)]
+    firsts = []
+    for index, expert in ((0, 0), (1, 0), (2, 1), (3, 1), (0, 0), (4, 0), (5, 1), (6, 1)):
+        if experts[expert].begin([Video((3, 5, 5))], 0.0, 0):
+            firsts.append((index, expert))
+    assert firsts == [(0, 0), (2, 1), (0, 0), (5, 1)]
 
 
 def test_dense_ends():

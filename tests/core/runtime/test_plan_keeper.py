@@ -201,7 +201,7 @@ class TestPredictedMasks:
     def test_plans_are_those_that_the_counts_before_settled(self, keeper, masks, steps, plans, new):
         """Begins a generation with the plan after the last one's first mask, which is no new plan."""
         make = plans_on(GRID, "U2R1")
-        uses = [keeper.plan_predicted(0, mask, make, call % steps) for call, mask in enumerate(masks)]
+        uses = [keeper.plan_predicted(0, mask, make, call // steps) for call, mask in enumerate(masks)]
         keeper.settle()
         replayed = replay([mask.counts.rows for mask in masks], 1.25, make, steps=steps)
         found, again = ([(use.plan.fingerprint, use.new) for use in each] for each in (uses, replayed))
