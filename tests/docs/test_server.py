@@ -24,6 +24,7 @@ import dbsp_diffusers
 from dbsp_cli.tiny_models import make_tiny
 from tests.support.ports import free_port
 from tests.support.programs import Program
+from tests.support.programs.server import descendants
 from tests.support.repository import ROOT
 
 EXAMPLE = ROOT / "examples" / "server.py"
@@ -117,8 +118,9 @@ def client(tmp_path) -> Iterator[Client]:
         client.wait()
         yield client
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(client.program.pid, signal.SIGKILL)
+        for process in (client.program.pid, *descendants(client.program.pid)):  # ranks have sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         client.program.wait()
 
 
