@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import TEMPORARY
 
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
@@ -45,7 +46,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     if taken and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not a checkpoint folder; give a new folder, or an old checkpoint's")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=TEMPORARY) as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:

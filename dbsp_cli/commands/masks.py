@@ -31,14 +31,13 @@ from dbsp_cli.output import (
     print_json,
     print_tables,
     require_apart,
-    require_file_path,
     require_picture_path,
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import parse_size, require_folder_path, write_atomically
+from dbsp_core.utils.files import parse_size, require_file_path, require_folder_path, write_atomically
 from dbsp_core.utils.process import RECORD, RECORD_LAYERS, RECORD_LIMIT, environment_value, printable
 
 masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)

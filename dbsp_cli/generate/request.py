@@ -22,7 +22,7 @@ from dbsp_cli.generate.images import fitted
 from dbsp_cli.generate.outputs import Output, in_utf8, outputs_of, prompts_of, replaced_message
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
-from dbsp_cli.output import require_apart, require_file_path
+from dbsp_cli.output import require_apart
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
@@ -39,8 +39,10 @@ from dbsp_core.models.table import (
     signature_of_model,
     tiny_architecture,
 )
+from dbsp_core.reports.collect import require_report_folder
+from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
-from dbsp_core.utils.files import expand_path, require_folder_path
+from dbsp_core.utils.files import expand_path, require_file_path
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import (
     Settings,
@@ -179,8 +181,6 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         strategy.require_world(rank_info.world)
     # 3. What is written, and where: rank 0 does it.
     outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
-    for output in outputs if rank_info.rank == 0 else ():
-        require_file_path(output.path, "--out")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     vocabulary = TRAINED_WAN if tiny == "wan-trained" else Path(model)
     warnings = (
@@ -199,9 +199,11 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         frames=_frames(video, settings),
         outputs=outputs,
         resume=request.resume,
-        report=_report(request, config, settings, here=rank_info.rank == 0),
+        report=_report_folder(request, config),
         warnings=tuple(filter(None, warnings)),
     )
+    if rank_info.rank == 0:
+        _require_places(generation, "--report" if request.report else "report")
     _require_apart(generation)
     return generation
 
@@ -263,17 +265,22 @@ def _tiny_video(model: str) -> GenerateSettings | None:
     return None if shipped is None else DbspConfig.load(shipped).generate.filled(None)
 
 
-def _report(request: GenerationRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
-    """Returns the folder for the report, checked where `here`: rank 0 writes it."""
+def _report_folder(request: GenerationRequest, config: DbspConfig) -> Path | None:
+    """Returns the folder for reports."""
     given = request.report or (Path(config.report) if config.report else None)
-    report = None if given is None else given.absolute()
-    if here and config.record is not None:
-        require_folder_path(Path(config.record).absolute(), f"${RECORD}")
-    if here and report is not None:
-        by_option = request.report is not None
-        with settings.located(), nullcontext() if by_option else blame_setting("report"):
-            require_folder_path(report, "--report" if by_option else "report")
-    return report
+    return None if given is None else given.absolute()
+
+
+def _require_places(generation: Generation, report: str) -> None:
+    """Raises UserError where videos, reports or recorded masks cannot be written; `report` names its option or key."""
+    for output in generation.outputs:
+        require_file_path(output.path, "--out")
+        folder = generation.report_of(output)
+        if folder is not None:
+            with generation.given.located(), blame_setting("report") if report == "report" else nullcontext():
+                require_report_folder(folder, report)
+    if generation.config.record is not None:
+        require_new_recording(Path(generation.config.record).absolute(), f"${RECORD}")
 
 
 def _require_apart(generation: Generation) -> None:

@@ -25,6 +25,7 @@ from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import TEMPORARY
 from dbsp_core.utils.process import log
 
 
@@ -141,7 +142,7 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
 
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.stem}.dbsp-"))
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=TEMPORARY))
     made = folder / path.name
     try:
         with ending_in_order():

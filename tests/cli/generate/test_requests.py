@@ -269,6 +269,27 @@ class TestPaths:
         with pytest.raises(UserError, match=r"\$DBSP_RECORD .*/file is a file; give the name of a folder"):
             decided(tmp_path, changes=SIZE)
 
+    @pytest.mark.parametrize(("model", "inside"), [("tiny-wan", "."), ("tiny-wan2.2", "transformer_2")])
+    def test_masks_are_not_recorded_over_older_ones(self, tmp_path, monkeypatch, model, inside):
+        monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "masks"))
+        decided(tmp_path, config=None, model=model)
+        (tmp_path / "masks" / inside).mkdir(parents=True)
+        (tmp_path / "masks" / inside / "index.json").touch()
+        with pytest.raises(UserError, match=r"^\$DBSP_RECORD .*/masks has a recording already"):
+            decided(tmp_path, config=None, model=model)
+
+    @pytest.mark.parametrize("name", ["report.json", "report.html", "balance.png", "latents.safetensors"])
+    def test_every_file_of_every_report_can_be_written(self, tmp_path, name):
+        asked = {"videos": 2, "out": str(tmp_path / "{index}.mp4"), "report": tmp_path / "r"}
+        decided(tmp_path, **asked)
+        (tmp_path / "r" / "1" / name).mkdir(parents=True)
+        with pytest.raises(UserError, match=rf"^--report .*/r/1: {name} there is a folder; remove it"):
+            decided(tmp_path, **asked)
+        (tmp_path / "r2").mkdir()
+        (tmp_path / "r2" / "0").touch()
+        with pytest.raises(UserError, match=r"^--report .*/r2/0 is a file; give the name of a folder"):
+            decided(tmp_path, **asked | {"report": tmp_path / "r2"})
+
 
 class TestUsersFolder:
     @pytest.fixture

@@ -258,6 +258,12 @@ class TestPaths:
         assert movie(tmp_path / "real.mp4") == ((16, 16), 3)
         assert names(tmp_path) == {"ball.mp4", "real.mp4"}
 
+    def test_the_longest_possible_name_is_written(self, tmp_path, pictures):
+        path = tmp_path / f"{'a' * 251}.mp4"
+        videos._write(pictures, path, 16)
+        assert movie(path) == ((16, 16), 3)
+        assert names(tmp_path) == {path.name}
+
     @pytest.mark.parametrize("left", [0, -100], ids=["nothing", "without its end"])
     def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, left):
         export = diffusers.utils.export_to_video
@@ -292,11 +298,18 @@ class TestPaths:
         kept = Path(str(raised.value).rpartition(": ")[2])
         assert movie(kept) == ((16, 16), 3)
 
-    def test_a_report_that_cannot_be_written_is_lacking_and_the_command_exits_with_3(self, tmp_path, dbsp):
+    def test_a_report_that_cannot_be_written_is_lacking_and_the_command_exits_with_3(
+        self, tmp_path, dbsp, monkeypatch
+    ):
         older = tmp_path / "report" / "report.json"
         older.parent.mkdir()
         older.write_text('"an older report"')
-        (tmp_path / "report" / "report.html").mkdir()
+
+        def page_becomes_a_folder(_):
+            older.with_name("report.html").mkdir()
+            return b""
+
+        monkeypatch.setattr("dbsp_core.reports.collect.balance_picture", page_becomes_a_folder)
         sizes = [part for change in (*SMALL, *ONE_PASS) for part in ("--set", change)]
         paths = ["--out", tmp_path / "ball.mp4", "--report", tmp_path / "report"]
         code, out, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", 1, *sizes, *paths)
