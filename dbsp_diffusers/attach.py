@@ -22,6 +22,7 @@ from dbsp_core.reports.collect import is_writer, require_report_folder
 from dbsp_core.reports.observer import observe_run, observed_session
 from dbsp_core.runtime.consistency_checks import check_settings
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.sources import RecordQKSource
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_diffusers.attached import STATE, Attached, carried_by, weights_fingerprint
@@ -266,6 +267,10 @@ def _reject_copy(protocol: int) -> NoReturn:
 def _own_config(
     config: ConfigLike, name: str, transformer: nn.Module, framework: Framework, pipe: Any, several: bool
 ) -> DbspConfig:
-    """Resolves one transformer's settings; each of several records its masks in a folder of its own."""
+    """Resolves one transformer's settings; each of several records in a folder of its own."""
     own = resolve_config(config, transformer, pipe, name, vae=framework.vae)
-    return replace(own, record=os.path.join(own.record, name)) if own.record and several else own
+    if several and own.record:
+        own = replace(own, record=os.path.join(own.record, name))
+    if several and isinstance(own.mask, RecordQKSource):
+        own = replace(own, mask=replace(own.mask, path=os.path.join(own.mask.path, name)))
+    return own

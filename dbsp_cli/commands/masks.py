@@ -22,7 +22,7 @@ from dbsp_cli.mask_tools.convert import (
 )
 from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_cli.mask_tools.info import MaskInfo, MaskSeries, examine_masks
-from dbsp_cli.mask_tools.recording import Recording
+from dbsp_cli.mask_tools.recording import Recording, recordings_in
 from dbsp_cli.output import (
     MOST_GPUS,
     PATH,
@@ -96,7 +96,8 @@ def record(
         code = subprocess.call(command, env=os.environ | {RECORD: str(folder.absolute())})
     except OSError as error:
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
-    print(_summary(folder), file=sys.stderr)
+    for recording in recordings_in(folder) or [folder]:
+        print(_summary(recording), file=sys.stderr)
     raise typer.Exit(code if code >= 0 else 128 - code)  # of a signal, as shells have it
 
 

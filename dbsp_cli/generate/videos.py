@@ -103,7 +103,7 @@ def _make_videos(
     session = enable(pipe, config, guidance=AUTO if config.strategy == AUTO else False)
     speed_up(transformers_in(pipe), generation.features)
     # 2. One video after another.
-    given = arguments_of(pipe, settings, generation.frames, generation.video)
+    given = arguments_of(pipe, settings, generation.frames, from_video=generation.video is not None)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
     for number, output in enumerate(outputs, 1):

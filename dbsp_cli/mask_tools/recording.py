@@ -35,6 +35,10 @@ class Recording:
     def read(cls, folder: str | os.PathLike[str]) -> Recording:
         """Reads only the index. Raises UserError for a folder without a recording."""
         folder = Path(folder)
+        inside = recordings_in(folder)
+        if inside and inside != [folder]:
+            names = " or ".join(map(str, inside))
+            raise UserError(f"{folder} has a recording of each of several transformers; give one of them: {names}")
         try:
             content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
             if (layers := int(content["layers"])) < 1:
@@ -65,6 +69,13 @@ class Recording:
             return MaskFile(self.folder / f"{Path(name).name}.safetensors").layer(0)
         except UserError as error:
             raise UserError(f"the recording {self.folder} is damaged: {error}") from error
+
+
+def recordings_in(folder: Path) -> list[Path]:
+    """Returns the folders of recordings: the folder itself, or those in it of a model with several transformers."""
+    if os.path.exists(folder / INDEX) or not os.path.isdir(folder):
+        return [folder]
+    return sorted(path.parent for path in folder.glob(f"transformer*/{INDEX}"))
 
 
 def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:

@@ -102,6 +102,19 @@ def require_file(path: Path, what: str, advice: str) -> None:
         raise UserError(f"{shown} is a {kind}, not a file; {advice}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{shown} cannot be read (Permission denied); make it readable, or give another one")
+    if is_pointer(path):
+        raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
+
+
+_POINTER = b"version https://git-lfs"
+_LONGEST_POINTER = 1024
+"""Bytes, by the specification of Git LFS."""
+
+
+def is_pointer(path: Path) -> bool:
+    """Returns True for the text that Git LFS leaves in the place of a file which it has not fetched."""
+    with path.open("rb") as file:
+        return file.read(len(_POINTER)) == _POINTER and path.stat().st_size <= _LONGEST_POINTER
 
 
 def _reason(error: Exception) -> str:
