@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import TEMPORARY
+from dbsp_core.utils.files import TEMPORARY, read_text
 
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
@@ -64,7 +64,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
 def unknown_words(folder: Path, prompt: str) -> str | None:
     """Says which words of a prompt a tokenizer of whole words does not know; None for none, or other tokenizers."""
     try:
-        model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        model = json.loads(read_text(folder / "tokenizer" / "tokenizer.json"))["model"]
         known = dict.fromkeys(word for word in model["vocab"] if word.isalpha())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

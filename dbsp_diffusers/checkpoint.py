@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import json
 import math
@@ -16,7 +17,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import is_pointer
+from dbsp_core.utils.files import is_pointer, read_text
 from dbsp_core.utils.process import installed_version
 
 _STEMS = "diffusion_pytorch_model|pytorch_model|model"
@@ -81,8 +82,19 @@ class Checkpoint:
         for path in sorted(path for part in ("*", "*/*") for path in self.folder.glob(part)):
             if path.is_file() and is_pointer(path):
                 raise UserError(f"{path} is a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
+            if path.suffix == ".json" and path.is_file() and _is_marked(path):
+                raise UserError(f"{path} has a byte order mark, which {_LOADERS} cannot read; save it as plain UTF-8")
         for path in self.weights():
             numbers_in(path)
+
+
+_LOADERS = "diffusers and transformers"
+
+
+def _is_marked(path: Path) -> bool:
+    """Returns True for text with a byte order mark."""
+    with path.open("rb") as file:
+        return file.read(3).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
 
 
 def _class_message(library: str, name: str, part: Path) -> str | None:
@@ -157,7 +169,7 @@ def _missing(part: Path, variant: str | None) -> list[str]:
 def _json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file; an empty one if there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -14,6 +14,7 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import read_text
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Recording:
             names = " or ".join(map(str, inside))
             raise UserError(f"{folder} has a recording of each of several transformers; give one of them: {names}")
         try:
-            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            content = json.loads(read_text(folder / INDEX))
             if (layers := int(content["layers"])) < 1:
                 raise ValueError(f"of a model with {layers} layers")
             return cls(folder, _longest(content["passes"]), layers, content["stopped"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 import re
@@ -104,6 +105,25 @@ def require_file(path: Path, what: str, advice: str) -> None:
         raise UserError(f"{shown} cannot be read (Permission denied); make it readable, or give another one")
     if is_pointer(path):
         raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
+
+
+_MOST_TEXT = 256 * 2**20
+"""Bytes of the longest text that is read: weights given by mistake would fill the memory."""
+
+
+def read_text(path: Path) -> str:
+    """Reads text as UTF-8, or UTF-16 with a byte order mark, in every locale; no mark is left in it.
+
+    Raises:
+        UserError: The file is too large for text.
+        UnicodeError: It is not text.
+    """
+    size = path.stat().st_size
+    if size > _MOST_TEXT:
+        raise UserError(f"{path} has {in_bytes(size)}, too much for text; give the path of a text file")
+    content = path.read_bytes()
+    wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if wide else "utf-8-sig")
 
 
 _POINTER = b"version https://git-lfs"

@@ -223,6 +223,13 @@ class TestCheckpoint:
             tmp_path, tiny, f"^{tiny / file} is a pointer of Git LFS, not the file itself; fetch it with git"
         )
 
+    def test_a_byte_order_mark_is_named(self, tmp_path, tiny):
+        for name in ("model_index.json", "vae/config.json"):
+            content = (tiny / name).read_text()
+            (tiny / name).write_text(content, encoding="utf-8-sig")
+            self.rejected(tmp_path, tiny, f"^{tiny / name} has a byte order mark, which diffusers and transformers")
+            (tiny / name).write_text(content)
+
     @pytest.mark.parametrize("offload", [None, "model"])
     def test_weights_that_are_cut_short_are_named(self, tmp_path, tiny, offload, monkeypatch):
         monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)

@@ -55,6 +55,16 @@ class TestPrompts:
         made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
         assert [output.prompt for output in made.outputs] == ["a red ball", "a blue cube"]
 
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+    @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+    def test_lines_of_a_file_end_as_systems_end_them_and_have_no_mark(self, tmp_path, encoding, end):
+        prompts = ["a red ball", "one\u2028prompt", "and\u0085another", "with\va tab\x0c\x1d", "ein Bär"]
+        mark = "\ufeff" if encoding == "utf-16-be" else ""
+        content = (mark + end + end.join([*prompts, "", ""])).encode(encoding)
+        (tmp_path / "p.txt").write_bytes(content)
+        made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
+        assert [output.prompt for output in made.outputs] == [prompt.strip() for prompt in prompts]
+
     @pytest.mark.parametrize(
         ("prompt", "unknown"),
         [
@@ -226,6 +236,9 @@ REJECTED = [
     ({"prompt": "B\udce4r"}, "--prompt .* is not text in UTF-8"),  # bytes in another encoding
     ({"prompt": "@empty.txt"}, "^--prompt: .*has no prompts; write one a line$"),
     ({"prompt": "@binary.txt"}, "^--prompt: .*is not text in UTF-8$"),
+    ({"prompt": "@large.txt"}, "^large.txt has 1 TiB, too much for text; give the path of a text file$"),
+    ({"config": "large.txt"}, "^large.txt has 1 TiB, too much for text"),
+    ({"prompt": "@pointer.txt"}, "^--prompt: file pointer.txt is a pointer of Git LFS, not the file itself; fetch"),
     ({"prompt": "@gone.txt"}, "^--prompt: .*gone.txt does not exist; give a text, or @FILE with one prompt a line$"),
     ({"changes": ["source=dense"]}, "unknown key 'source'"),
     *(({"videos": 3, "out": out}, re.escape(said)) for out, said in PATTERNS.items()),
@@ -267,6 +280,9 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, given, me
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n")
     Path("binary.txt").write_bytes(b"\xff")
+    Path("pointer.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with open("large.txt", "wb") as file:
+        file.truncate(1 << 40)  # no bytes on disk
     Path("folder.mp4").mkdir()
     Path("file").touch()
     save_video("from.mp4")

@@ -206,6 +206,11 @@ class TestReading:
         with pytest.raises(UserError, match="is no recording of masks"):
             Recording.read(tmp_path)
 
+    def test_index_with_a_byte_order_mark_is_read(self, tmp_path):
+        self.index(tmp_path)
+        (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text(), encoding="utf-8-sig")
+        assert len(Recording.read(tmp_path).passes) == 1
+
     def test_folder_without_a_recording_raises(self, tmp_path):
         for folder in (tmp_path, tmp_path / "none"):
             with pytest.raises(ValueError, match="make one with `dbsp masks record"):

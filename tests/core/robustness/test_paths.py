@@ -191,13 +191,13 @@ def test_yaml_is_read_as_utf_8_in_an_ascii_locale(tmp_path):
     (tmp_path / "Brücke").mkdir()
     mask = f"mask: {{source: file, path: {tmp_path}/ä.safetensors}}"
     text = f"generate: {{prompt: ein Bär}}\nreport: {tmp_path}/Brücke/r\n{mask}\n"
-    files = {"own.yaml": "utf-8", "wide.yaml": "utf-16"}
+    files = {"own.yaml": "utf-8", "marked.yaml": "utf-8-sig", "wide.yaml": "utf-16"}
     for name, encoding in files.items():
         (tmp_path / name).write_text(text, encoding=encoding)
     save_mask(tmp_path / "ä.safetensors", BlockMask.dense(2, GRID))
-    assert [DbspConfig.load(tmp_path / name).generate.prompt for name in files] == ["ein Bär"] * 2
+    assert [DbspConfig.load(tmp_path / name).generate.prompt for name in files] == ["ein Bär"] * 3
     command = [sys.executable, "-c", LOAD, *(tmp_path / name for name in files), "tiny-wan-window"]
     done = subprocess.run(command, capture_output=True, env=child_environment() | ASCII, check=False)
-    assert done.stdout.decode().split("\n")[:2] == [ascii("ein Bär")] * 2, done.stderr.decode()
+    assert done.stdout.decode().split("\n")[:3] == [ascii("ein Bär")] * 3, done.stderr.decode()
     assert done.returncode == 0, done.stderr.decode()
     assert (tmp_path / "Brücke" / "r").is_dir()
