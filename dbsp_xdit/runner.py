@@ -14,7 +14,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.reports.collect import require_report_folder
 from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_folder_path
+from dbsp_core.utils.files import require_file, require_folder_path
 from dbsp_core.utils.process import RECORD, exit_on_user_error
 from dbsp_diffusers.patching import PatchSet, require_names
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
@@ -60,9 +60,24 @@ def preflight(argv: Sequence[str]) -> None:
     if args["prompt"] is None and args["dataset_path"] is None:
         raise UserError("--prompt is missing; say what to generate")
     require_possible(config)
+    for image in args["input_images"] or ():
+        require_image(image)
     if torchrun["--nnodes"] == "1":  # of several nodes, one writes
         require_places(args["output_directory"], config)
     require_checkpoint(source_of(args["model"]))
+
+
+def require_image(image: str) -> None:
+    """Raises UserError for a file of `--input_images` that is no image; addresses in the network pass."""
+    from PIL import Image
+
+    if image.startswith(("http://", "https://")):
+        return
+    require_file(Path(image), "--input_images", "give a file such as a PNG or JPEG")
+    try:
+        Image.open(image).verify()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"--input_images {image} cannot be read as an image; give a PNG or JPEG") from error
 
 
 def require_places(output_directory: str, config: DbspConfig) -> None:

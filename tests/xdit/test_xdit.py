@@ -94,6 +94,8 @@ def preflight_error(rank: int, world: int, argv: list[str]) -> str:
         ("--cache_method teacache", "--cache_method teacache does not go with"),
         ("--attention_backend aiter_sparge", "choose the mask with --sp-config"),
         ("--model ./nowhere", "--model ./nowhere: that folder does not exist"),
+        ("--input_images ./gone.png", "--input_images gone.png does not exist; give a file such as a PNG or JPEG"),
+        (f"--input_images {__file__}", "test_xdit.py cannot be read as an image; give a PNG or JPEG"),
         ("--ulysses-degree two", "invalid int value: 'two'"),
     ],
 )
