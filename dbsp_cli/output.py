@@ -18,7 +18,7 @@ import typer
 from rich.cells import cell_len
 
 from dbsp_core.utils.errors import UserError, cut_short
-from dbsp_core.utils.files import require_path, user_path
+from dbsp_core.utils.files import require_file_path, user_path
 from dbsp_core.utils.process import printable
 
 MOST_GPUS = 4096
@@ -145,13 +145,3 @@ def require_apart(
         for other, file in paths[: len(files)]:
             if file in path.parents:
                 raise UserError(f"{what} {cut_short(str(path))} is inside {other}, a file; give another {what}")
-
-
-def require_file_path(path: Path, what: str) -> None:
-    """Raises UserError unless a file can be written there; `what` names the path in the message."""
-    if os.path.isdir(path):
-        raise UserError(f"{what} {path} is a folder; give the name of a file")
-    if not os.path.exists(path) or os.path.isfile(path):
-        require_path(path, what)
-    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
-        raise UserError(f"{what} {path} cannot be written to; give another path")

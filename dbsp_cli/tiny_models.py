@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError
 
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import TEMPORARY, read_text
 
 TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
 """The trained pipeline, in half precision, with its card."""
@@ -45,7 +46,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     if taken and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not a checkpoint folder; give a new folder, or an old checkpoint's")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=TEMPORARY) as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
@@ -63,7 +64,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
 def unknown_words(folder: Path, prompt: str) -> str | None:
     """Says which words of a prompt a tokenizer of whole words does not know; None for none, or other tokenizers."""
     try:
-        model = json.loads((folder / "tokenizer" / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        model = json.loads(read_text(folder / "tokenizer" / "tokenizer.json"))["model"]
         known = dict.fromkeys(word for word in model["vocab"] if word.isalpha())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

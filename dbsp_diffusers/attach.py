@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +18,11 @@ from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.models.table import model_title
+from dbsp_core.reports.collect import is_writer, require_report_folder
 from dbsp_core.reports.observer import observe_run, observed_session
 from dbsp_core.runtime.consistency_checks import check_settings
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.sources import RecordQKSource
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_diffusers.attached import STATE, Attached, carried_by, weights_fingerprint
@@ -154,6 +157,8 @@ def _attached(
     made = _Attaching(pipe, device, generations, [], {}, [])
     for name, transformer in transformers.items():
         own = _own_config(config, name, transformer, framework, pipe, several=len(transformers) > 1)
+        if own.report and is_writer(framework.ranks):
+            require_report_folder(Path(own.report).absolute(), "report")
         made.gates.update(gates_in_checkpoint(transformer, own.mask, None if pipe is None else name))
         attentions = architecture_of(transformer).attentions_of(transformer)
         parts = own, framework.sequence, _choose_strategy(framework, own), heads_of(attentions[0]), len(attentions)
@@ -263,6 +268,10 @@ def _reject_copy(protocol: int) -> NoReturn:
 def _own_config(
     config: ConfigLike, name: str, transformer: nn.Module, framework: Framework, pipe: Any, several: bool
 ) -> DbspConfig:
-    """Resolves one transformer's settings; each of several records its masks in a folder of its own."""
+    """Resolves one transformer's settings; each of several records in a folder of its own."""
     own = resolve_config(config, transformer, pipe, name, vae=framework.vae)
-    return replace(own, record=os.path.join(own.record, name)) if own.record and several else own
+    if several and own.record:
+        own = replace(own, record=os.path.join(own.record, name))
+    if several and isinstance(own.mask, RecordQKSource):
+        own = replace(own, mask=replace(own.mask, path=os.path.join(own.mask.path, name)))
+    return own

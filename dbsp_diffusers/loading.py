@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dbsp_core.models.signature import ModelSignature
+from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_diffusers.preflight import local_checkpoint
 
 
@@ -26,6 +27,9 @@ def load_stock_pipeline(
         flow_shift: None leaves the checkpoint's.
         cls: diffusers' class; the default takes the one that the checkpoint names.
         options: Further arguments of `from_pretrained`.
+
+    Raises:
+        UserError: Its files cannot be loaded.
     """
     import diffusers
 
@@ -33,7 +37,10 @@ def load_stock_pipeline(
         cls = "WanImageToVideoPipeline"
     checkpoint = local_checkpoint(model)
     variant = None if checkpoint is None else checkpoint.variant
-    pipe = getattr(diffusers, cls).from_pretrained(model, variant=variant, **options)
+    try:
+        pipe = getattr(diffusers, cls).from_pretrained(model, variant=variant, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {model} cannot be loaded: {cut_short(' '.join(str(error).split()))}") from error
     if flow_shift is not None and "flow_shift" in pipe.scheduler.config:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=flow_shift)
     return pipe

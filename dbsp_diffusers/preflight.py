@@ -17,6 +17,9 @@ _ANSWER_S = 10.0
 
 def require_possible(config: DbspConfig) -> None:
     """Raises SettingError for settings that are not supported on this computer, or with these masks."""
+    if config.transformer_2:
+        with blame_setting("transformer_2"):
+            require_possible(config.for_transformer("transformer_2"))
     with blame_setting("kernel"):
         choose_kernel(config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype)
     if config.machine is not None:
@@ -24,15 +27,25 @@ def require_possible(config: DbspConfig) -> None:
             load_hardware(config.machine)
 
 
-def require_checkpoint(model: str | None) -> None:
-    """Raises UserError for a folder that lacks files, and for a repository that can't be had whole; None passes."""
+def require_checkpoint(model: str | None, *, ask_hub: bool = True) -> None:
+    """Raises UserError for a checkpoint that cannot be loaded; None passes.
+
+    That is a folder that lacks files, and what is here that has code of its own, or is damaged.
+
+    Args:
+        ask_hub: True to reject a repository that is neither here nor to be had; False if it may be had later.
+    """
     checkpoint = None if model is None else local_checkpoint(model)
+    if checkpoint is not None:
+        checkpoint.require_readable()
     if model is None or (checkpoint is not None and not checkpoint.missing):
         return
     missing = () if checkpoint is None else checkpoint.missing
     lacks = f"lacks {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}" if missing else "is not"
     if Path(model).is_dir():
         raise UserError(f"checkpoint {model} {lacks}; download it again, whole")
+    if not ask_hub:
+        return
     from huggingface_hub import HfApi, constants
 
     try:

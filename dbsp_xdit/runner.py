@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dbsp_core.config import DbspConfig
+from dbsp_core.reports.collect import require_report_folder
+from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_folder_path
-from dbsp_core.utils.process import exit_on_user_error
+from dbsp_core.utils.files import require_file, require_folder_path
+from dbsp_core.utils.process import RECORD, exit_on_user_error
 from dbsp_diffusers.patching import PatchSet, require_names
 from dbsp_diffusers.preflight import require_checkpoint, require_possible
 from dbsp_xdit.command_line import add_flags, config_from, source_of, xfuser_name
@@ -56,9 +60,33 @@ def preflight(argv: Sequence[str]) -> None:
     if args["prompt"] is None and args["dataset_path"] is None:
         raise UserError("--prompt is missing; say what to generate")
     require_possible(config)
-    if config.report and torchrun["--nnodes"] == "1":  # one of several nodes writes it
-        require_folder_path(Path(config.report).absolute(), "report")
+    for image in args["input_images"] or ():
+        require_image(image)
+    if torchrun["--nnodes"] == "1":  # of several nodes, one writes
+        require_places(args["output_directory"], config)
     require_checkpoint(source_of(args["model"]))
+
+
+def require_image(image: str) -> None:
+    """Raises UserError for a file of `--input_images` that is no image; addresses in the network pass."""
+    from PIL import Image
+
+    if image.startswith(("http://", "https://")):
+        return
+    require_file(Path(image), "--input_images", "give a file such as a PNG or JPEG")
+    try:
+        Image.open(image).verify()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"--input_images {image} cannot be read as an image; give a PNG or JPEG") from error
+
+
+def require_places(output_directory: str, config: DbspConfig) -> None:
+    """Raises UserError where xfuser's videos, a report or recorded masks cannot be written."""
+    require_folder_path(Path(output_directory).absolute(), "--output_directory")
+    if config.report:
+        require_report_folder(Path(config.report).absolute(), "report")
+    if config.record:
+        require_new_recording(Path(config.record).absolute(), f"${RECORD}")
 
 
 @exit_on_user_error()
@@ -80,6 +108,7 @@ def _change_runner(module: ModuleType, patches: PatchSet) -> None:
     """Wraps what has been imported by the time that the module of runner models has."""
     require_names("xfuser", _RUNNER, _FIX)
     from xfuser.config.args import xFuserArgs
+    from xfuser.core.utils.runner_utils import is_last_process
 
     add_runner_args, from_runner_args = xFuserArgs.add_runner_args, xFuserArgs.from_runner_args
     cls = module.xFuserModel
@@ -91,6 +120,9 @@ def _change_runner(module: ModuleType, patches: PatchSet) -> None:
         if config is None:
             return from_runner_args(args)
         made = from_runner_args({**args, "model": xfuser_name(args["model"], config)})
+        if is_last_process():  # which writes them
+            require_folder_path(Path(made.output_directory).absolute(), "--output_directory")
+            os.makedirs(made.output_directory, exist_ok=True)
         made.dbsp_config = config
         allow_all_degrees(patches)
         return made

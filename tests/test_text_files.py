@@ -14,8 +14,8 @@ MODE = {"open": 1, "fdopen": 1}
 """Position of the argument `mode` of functions; of methods it is one less."""
 ENCODING = {"read_text": 0, "write_text": 1}
 """Position of the argument `encoding` of methods."""
-OTHERS = ("Image", "tarfile", "zipfile", "webbrowser", "os", "gzip")
-"""Modules whose `open` has no encoding."""
+OTHERS = ("archive", "Image", "tarfile", "zipfile", "webbrowser", "os", "gzip")
+"""Modules, and variables, whose `open` has no encoding."""
 
 
 def without_encoding(source: str) -> Iterator[int]:

@@ -24,7 +24,6 @@ from dbsp_cli.output import (
     TextTable,
     print_json,
     print_tables,
-    require_file_path,
     require_picture_path,
 )
 from dbsp_core.comm.groups import SequenceGroup
@@ -41,7 +40,7 @@ from dbsp_core.cost.machine import (
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model, unknown_model
 from dbsp_core.utils.errors import in_number
-from dbsp_core.utils.files import in_bytes, write_atomically
+from dbsp_core.utils.files import in_bytes, require_file_path, write_atomically
 from dbsp_core.utils.process import NOTICE, installed_version
 from dbsp_kernels import KERNELS, KernelRequirements, choose_kernel
 

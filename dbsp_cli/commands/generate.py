@@ -35,7 +35,7 @@ def generate_command(
     video: Annotated[Path | None, typer.Option(help="A video to start from.", **PATH)] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of a prompt's first video.")] = None,
     videos: Annotated[int, typer.Option(help="Videos for each prompt.")] = 1,
-    lora: Annotated[list[str] | None, typer.Option(help="LoRA weights, PATH or PATH=WEIGHT; repeatable.")] = None,
+    lora: Annotated[list[str] | None, typer.Option(help="LoRA, PATH[:transformer_2][=WEIGHT]; repeatable.")] = None,
     offload: Annotated[str | None, typer.Option(help=f"{' or '.join(OFFLOADS)}: less GPU memory.")] = None,
     quantize: Annotated[str | None, typer.Option(help=f"Weights: {', '.join(QUANTIZATIONS)}.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer's blocks.")] = False,
@@ -59,12 +59,12 @@ def generate_command(
     count = 1 if joined else processes_here(nproc)
     rank_info = joined or RankInfo(world=count, local_world=count)
     generation = resolve(request, rank_info)
+    if rank_info.rank == 0 and (dry_run or not joined):
+        for line in generation.warnings:
+            print(f"{NOTICE}{line}", file=sys.stderr)
     if dry_run:
         _say_what_would_be_made(generation, rank_info)
         return
-    if rank_info.rank == 0 and not joined:
-        for line in generation.warnings:
-            print(f"{NOTICE}{line}", file=sys.stderr)
     if not joined and not generation.left:  # ranks that are there decide together
         _say_that_all_is_there(generation)
         return

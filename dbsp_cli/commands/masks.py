@@ -22,7 +22,7 @@ from dbsp_cli.mask_tools.convert import (
 )
 from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_cli.mask_tools.info import MaskInfo, MaskSeries, examine_masks
-from dbsp_cli.mask_tools.recording import Recording
+from dbsp_cli.mask_tools.recording import Recording, recordings_in
 from dbsp_cli.output import (
     MOST_GPUS,
     PATH,
@@ -31,14 +31,13 @@ from dbsp_cli.output import (
     print_json,
     print_tables,
     require_apart,
-    require_file_path,
     require_picture_path,
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import parse_size, require_folder_path, write_atomically
+from dbsp_core.utils.files import parse_size, require_file_path, require_folder_path, write_atomically
 from dbsp_core.utils.process import RECORD, RECORD_LAYERS, RECORD_LIMIT, environment_value, printable
 
 masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)
@@ -97,7 +96,8 @@ def record(
         code = subprocess.call(command, env=os.environ | {RECORD: str(folder.absolute())})
     except OSError as error:
         raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
-    print(_summary(folder), file=sys.stderr)
+    for recording in recordings_in(folder) or [folder]:
+        print(_summary(recording), file=sys.stderr)
     raise typer.Exit(code if code >= 0 else 128 - code)  # of a signal, as shells have it
 
 

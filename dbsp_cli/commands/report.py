@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, require_apart, require_file_path
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, require_apart
 from dbsp_core.reports.page import (
     LayerSummary,
     flat_settings,
@@ -22,7 +22,7 @@ from dbsp_core.reports.page import (
 )
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import in_bytes, write_atomically
+from dbsp_core.utils.files import in_bytes, require_file_path, write_atomically
 
 
 def report_command(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from pathlib import Path
 
+from dbsp_cli.generate.images import VIDEO
+from dbsp_cli.generate.loras import TRANSFORMERS
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings, side_message
 from dbsp_core.models.signature import PIPELINES, ModelSignature, token_grid
@@ -35,10 +38,10 @@ def require_images(identity: ModelSignature, video: GenerateSettings) -> None:
 
 
 def require_source_video(given: Path | None, identity: ModelSignature) -> None:
-    """Raises UserError for a video to start from that cannot be read, or that the model does not take."""
+    """Raises UserError for a video to start from that is not there, or that the model does not take."""
     if given is None:
         return
-    require_file(given, "--video", "give a video file, such as an mp4")
+    require_file(given, "--video", VIDEO)
     if PIPELINES[identity.pipeline].from_video is None or identity.variant:
         able = [pipeline.title for pipeline in PIPELINES.values() if pipeline.from_video]
         raise UserError(
@@ -56,6 +59,9 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
         value = getattr(video, side)
         message = None if value is None or spec is None else side_message(value, spec.token_pixels)
         require_value(video, side, message is None, str(message), "generate.")
+    one_alone = video.guidance_scale_2 is None or signature.variant == "two"
+    message = f"is for models with two transformers, and {model_title(signature)} has one; leave it out"
+    require_value(video, "guidance_scale_2", one_alone, message, "generate.")
     message = signature.images_message(sum(image is not None for image in (video.image, video.last_image)))
     if message is not None:
         raise SettingError(f"{model_title(signature)} {message}", ("image",))
@@ -72,7 +78,9 @@ def require_mask_size(config: DbspConfig, signature: ModelSignature, video: Gene
     pixels = 2 * TOKEN_PIXELS if signature.variant == "ti2v" else TOKEN_PIXELS
     thw = token_grid(video.num_frames or 1, video.height or 0, video.width or 0, frames, pixels)
     request = MaskRequest(0, heads, thw, PIPELINES[signature.pipeline].text_tokens)
-    for part in parts_of(config.mask):
-        if isinstance(part, StoredMasks):
-            with blame_setting("mask"):
-                part.grid(request)
+    for name in TRANSFORMERS if signature.variant == "two" else TRANSFORMERS[:1]:
+        of_second = bool(config.transformer_2.get("mask")) and name == "transformer_2"
+        for part in parts_of(config.for_transformer(name).mask):
+            if isinstance(part, StoredMasks):
+                with blame_setting(name) if of_second else nullcontext(), blame_setting("mask"):
+                    part.grid(request)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dbsp_core.utils.errors import UserError, in_short
-from dbsp_core.utils.files import expand_path, require_file, user_path
+from dbsp_core.utils.files import expand_path, read_text, require_file, user_path
 
 _MOST_VIDEOS = 100_000
 _LONGEST_SLUG = 48
@@ -37,8 +37,11 @@ def prompts_of(given: str | None) -> tuple[str, ...]:
         file = user_path(given[1:])
     require_file(file, "--prompt: file", "give a text, or @FILE with one prompt a line")
     try:
-        lines = tuple(line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
+        # not splitlines, which also ends lines at U+2028, U+0085 and \v, as prompts may have them
+        lines = tuple(line.strip() for line in re.split(r"\r\n|\n|\r", read_text(file)) if line.strip())
     except UnicodeError as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"--prompt: {file} is not text in UTF-8") from error
     if not lines:
         raise UserError(f"--prompt: {file} has no prompts; write one a line")

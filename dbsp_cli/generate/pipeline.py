@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dbsp_cli.generate.loras import Lora, load_loras, split_number
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.utils.errors import UserError
@@ -33,7 +32,7 @@ class Features:
     """Features of diffusers that a pipeline is given in addition to db-SP.
 
     Attributes:
-        lora: Files, folders or repositories of LoRA weights, each maybe with "=WEIGHT".
+        lora: Files, folders or repositories of LoRA weights, each maybe with ":TRANSFORMER" and "=WEIGHT".
         offload: "model" or "sequential": weights wait in the host's memory until they are needed.
         quantize: A key of `QUANTIZATIONS`, for the transformers' weights.
         compile: True if the transformers' blocks are compiled.
@@ -56,6 +55,8 @@ class Features:
                 raise UserError(f"{option} {value}: use {', '.join(known)}")
         if self.offload is not None and not torch.accelerator.is_available():
             raise UserError("--offload needs a GPU; without one, weights are in the host's memory already")
+        if self.quantize == "nf4" and not torch.accelerator.is_available():
+            raise UserError("--quantize nf4 needs a GPU, which bitsandbytes computes on; without one, use int8 or fp8")
         lacking = [QUANTIZATIONS[self.quantize]] if self.quantize else []
         lacking += ["peft"] if self.lora else []
         for package in lacking:
@@ -64,29 +65,18 @@ class Features:
         self.loras()
         self.cache_threshold()
 
-    def loras(self) -> list[tuple[str, float]]:
-        """Returns the files, folders or repositories of LoRA weights, and the weight of each."""
-        return [_split_number(one, "--lora", 1.0) for one in self.lora]
+    def loras(self) -> list[Lora]:
+        """Returns the LoRA weights, some with the name of their transformer."""
+        return [Lora.parse(text) for text in self.lora]
 
     def cache_threshold(self) -> float | None:
         """Returns the relative change of the first block below which a step is not computed; None: no cache."""
         if self.cache is None:
             return None
-        name, threshold = _split_number(self.cache, "--cache", _CACHE_THRESHOLD)
+        name, threshold = split_number(self.cache, "--cache", _CACHE_THRESHOLD)
         if name != _CACHE or not threshold > 0:
             raise UserError(f"--cache {self.cache}: use {_CACHE}, or {_CACHE}=0.1 with a threshold above 0")
         return threshold
-
-
-def _split_number(text: str, option: str, usual: float) -> tuple[str, float]:
-    """Returns the name and the number of "NAME=NUMBER", the usual number of "NAME" or of a path with "=" in it."""
-    name, equals, number = text.rpartition("=")
-    if not equals or os.path.exists(text):
-        return text, usual
-    try:
-        return name, float(number)
-    except ValueError:
-        raise UserError(f"{option} {text}: {number!r} is not a number") from None
 
 
 def load_pipeline(
@@ -123,12 +113,7 @@ def load_pipeline(
     if dtype == torch.float64:
         _denoise_in_float64(pipe)
     # 2. LoRA weights.
-    weights = {}
-    for number, (name, weight) in enumerate(features.loras()):
-        _load_lora(pipe, name, f"lora_{number}")
-        weights[f"lora_{number}"] = weight
-    if weights:
-        pipe.set_adapters(list(weights), adapter_weights=list(weights.values()))
+    load_loras(pipe, [lora.within(identity) for lora in features.loras()])
     # 3. The device of the weights.
     if features.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
@@ -149,15 +134,6 @@ def _denoise_in_float64(pipe: Any) -> None:
         return prepared.double() if isinstance(prepared, torch.Tensor) else prepared
 
     pipe.prepare_latents = prepare_latents
-
-
-def _load_lora(pipe: Any, name: str, adapter: str) -> None:
-    """Loads LoRA weights. Raises UserError where they are not of this model, or not there."""
-    try:
-        pipe.load_lora_weights(name, adapter_name=adapter)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"--lora {name} cannot be loaded into {type(pipe).__name__} ({reason})") from error
 
 
 def _quantization(name: str, identity: ModelSignature) -> Any:
@@ -187,22 +163,20 @@ def speed_up(transformers: Mapping[str, nn.Module], features: Features) -> None:
             transformer.compile_repeated_blocks()  # type: ignore[operator]
 
 
-def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], video: Path | None) -> dict[str, Any]:
+def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *, from_video: bool) -> dict[str, Any]:
     """Returns the arguments of a pipeline's call that only some have.
 
     Args:
-        frames: Images of the first frame and of the last, in the video's size.
-        video: A video to start from.
+        frames: Images of the first frame and of the last, or of the video to start from, in the video's size.
     """
-    from diffusers.utils import load_video
     from PIL import Image
 
     parameters = inspect.signature(type(pipe).__call__).parameters
     found: dict[str, Any] = {}
     if settings.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
         found["guidance_scale_2"] = settings.guidance_scale_2
-    if video is not None:
-        return found | {"video": load_video(str(video))[: settings.num_frames]}
+    if from_video:
+        return found | {"video": list(frames)}
     found["num_frames"] = settings.num_frames
     if "reference_images" not in parameters:
         return found | dict(zip(("image", "last_image"), frames, strict=False))

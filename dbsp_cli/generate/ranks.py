@@ -19,10 +19,10 @@ import torch
 
 import dbsp_cli
 from dbsp_core.comm.groups import BROKE_OFF
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.process import ERROR, NOTICE, environment_number, printable
 
-_STARTERS = (
+_LAUNCHERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),  # torchrun
     (  # of srun, not of sbatch
         *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
@@ -30,6 +30,10 @@ _STARTERS = (
     ),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ""),  # MPICH, Intel MPI
+    ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", ""),  # Cray
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", ""),  # Cray
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", ""),
+    ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "", "FLUX_JOB_NNODES"),
 )
 """Variables that say rank, ranks, rank on this node, ranks on each node, and, if the launcher has it, nodes."""
 _PORT = 29500  # torchrun's default
@@ -64,17 +68,24 @@ class RankInfo:
         """Returns what the environment says, or None if it names no other rank.
 
         Raises:
-            UserError: Nothing says where ranks of several nodes meet, or MASTER_PORT is no port.
+            UserError: A variable that ranks need is missing or no number, nothing says where ranks of several nodes
+                meet, or MASTER_PORT is no port.
         """
-        for *names, local_world, nodes in _STARTERS:
+        incomplete = None
+        for *names, local_world, nodes in _LAUNCHERS:
             rank, world, local = (environment_number(name, environment) for name in names)
-            if rank is None or world is None or local is None or world < 2:
-                continue
-            node = environment_number("SLURM_NODEID", environment) or 0
-            on_this_node = _ranks_on(node, environment.get(local_world, "")) or world
-            everywhere = environment_number(nodes, environment) or max(1, world // on_this_node)
-            address = environment.get("MASTER_ADDR") or _address(environment, on_this_node == world)
-            return cls(rank, world, local, on_this_node, everywhere, address, _port(environment))
+            if rank is not None and world is not None and local is not None:
+                if world < 2:
+                    continue
+                node = environment_number("SLURM_NODEID", environment) or 0
+                on_this_node = _ranks_on(node, environment.get(local_world, "")) or world
+                everywhere = environment_number(nodes, environment) or max(1, world // on_this_node)
+                address = environment.get("MASTER_ADDR") or _address(environment, on_this_node == world)
+                return cls(rank, world, local, on_this_node, everywhere, address, _port(environment))
+            if environment.get(names[0]) and environment.get(names[1]) and world != 1:
+                incomplete = incomplete or names
+        if incomplete is not None:
+            raise _incomplete(incomplete, environment)
         return None
 
     def export(self) -> None:
@@ -87,6 +98,17 @@ class RankInfo:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
+
+
+def _incomplete(names: Sequence[str], environment: Mapping[str, str]) -> UserError:
+    """Returns the error for a launcher that names other ranks, without all that a rank must know."""
+    given = ", ".join(f"{name}={in_short(environment[name])}" for name in names if environment.get(name))
+    lacking = next(name for name in names if environment_number(name, environment) is None)
+    wrong = "is not a number" if environment.get(lacking) else "is missing"
+    return UserError(
+        f"{given} name one of several ranks, but {lacking} {wrong}; start the command by torchrun, or set {lacking} "
+        f"(and LOCAL_WORLD_SIZE, with RANK), or unset {names[0]} and {names[1]} for a run of this machine alone"
+    )
 
 
 def _ranks_on(node: int, given: str) -> int | None:
@@ -113,10 +135,9 @@ def _port(environment: Mapping[str, str]) -> int:
 def _address(environment: Mapping[str, str], one_node: bool) -> str:
     """Returns the host name of rank 0's node."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
-    if nodes:  # such as "gpu[07-09,12],login": the first of the first brackets
-        first = re.match(r"([^,\[]*)(?:\[([^,\-\]]+)[^\]]*\]([^,\[]*))?", nodes)
-        if first:
-            return "".join(part or "" for part in first.groups())
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes or "")
+    if first:  # such as "rack[1-2]n[07-09,12],login": the first of each pair of brackets
+        return re.sub(r"\[([^,\-\]]*)[^\]]*\]", r"\1", first[0])
     if one_node:
         return "127.0.0.1"
     raise UserError(

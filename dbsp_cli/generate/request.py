@@ -18,11 +18,12 @@ from dbsp_cli.generate.checks import (
     require_source_video,
     require_video,
 )
-from dbsp_cli.generate.images import fitted
+from dbsp_cli.generate.images import fitted, source_frames
+from dbsp_cli.generate.loras import TRANSFORMERS, require_fitting
 from dbsp_cli.generate.outputs import Output, in_utf8, outputs_of, prompts_of, replaced_message
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
-from dbsp_cli.output import require_apart, require_file_path
+from dbsp_cli.output import require_apart
 from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
@@ -39,8 +40,10 @@ from dbsp_core.models.table import (
     signature_of_model,
     tiny_architecture,
 )
+from dbsp_core.reports.collect import require_report_folder
+from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
-from dbsp_core.utils.files import expand_path, require_folder_path
+from dbsp_core.utils.files import expand_path, require_file_path
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import (
     Settings,
@@ -97,7 +100,8 @@ class Generation:
         config: The settings, with the model's usual video filled in.
         given: The settings as the user gave them, with the location of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
-        frames: Images of the first frame and the last that the video is made from, in its size.
+        frames: Images of the first frame and the last that the video is made from, or those of the video that it
+            starts from, in its size.
         outputs: All videos that are asked for.
         resume: True if those that are there already are left out.
         report: Folder for reports; with several videos, each has a folder in it, named as its file.
@@ -151,7 +155,7 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         UserError: The user must change something.
     """
     require_installed()
-    from dbsp_diffusers.preflight import require_possible  # here: it takes seconds to import
+    from dbsp_diffusers.preflight import require_checkpoint, require_possible  # here: it takes seconds to import
 
     if request.model is not None:
         request = replace(request, model=expand_path(request.model))
@@ -171,7 +175,13 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         require_possible(config)
         require_mask_size(config, identity, video)
     request.features.require_possible()
-    require_source_video(request.video, identity)
+    tiny, named = tiny_architecture(model), find_model_spec(model)
+    loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
+    if not tiny:
+        require_checkpoint(loaded, ask_hub=False)
+    loras = [lora.within(identity) for lora in request.features.loras()]
+    about_loras = require_fitting(loras, loaded, identity)
+    frames, about_video = _frames(request.video, identity, video, settings)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     strategy = config.strategy or _default_strategy(rank_info, config)
@@ -179,29 +189,30 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         strategy.require_world(rank_info.world)
     # 3. What is written, and where: rank 0 does it.
     outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
-    for output in outputs if rank_info.rank == 0 else ():
-        require_file_path(output.path, "--out")
-    tiny, named = tiny_architecture(model), find_model_spec(model)
     vocabulary = TRAINED_WAN if tiny == "wan-trained" else Path(model)
     warnings = (
-        config.dense_schedule.message(video.steps),
+        *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
         None if spec is None or torch.accelerator.is_available() else f"there is no GPU, and {spec.name} {_SLOW}",
         replaced_message(_left(outputs, request.resume)) if rank_info.rank == 0 else None,
+        about_video,
+        *about_loras,
         *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in _left(outputs, request.resume)),
     )
     generation = Generation(
         config=replace(config, generate=video, strategy=strategy, origin=_origin(config, request.changes)),
         given=settings,
-        model=f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model),
+        model=loaded,
         identity=identity,
         features=request.features,
         video=request.video,
-        frames=_frames(video, settings),
+        frames=frames,
         outputs=outputs,
         resume=request.resume,
-        report=_report(request, config, settings, here=rank_info.rank == 0),
-        warnings=tuple(filter(None, warnings)),
+        report=_report_folder(request, config),
+        warnings=tuple(dict.fromkeys(filter(None, warnings))),
     )
+    if rank_info.rank == 0:
+        _require_places(generation, "--report" if request.report else "report")
     _require_apart(generation)
     return generation
 
@@ -210,14 +221,19 @@ def _left(outputs: Sequence[Output], resume: bool) -> tuple[Output, ...]:
     return tuple(output for output in outputs if not (resume and output.path.is_file()))
 
 
-def _frames(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
-    """Returns the images that a video is made from, in its size."""
+def _frames(
+    source: Path | None, identity: ModelSignature, video: GenerateSettings, settings: Settings
+) -> tuple[tuple[Any, ...], str | None]:
+    """Returns the images that a video is made from, or the frames of the video it starts from, and a line about it."""
+    if source is not None:
+        require_source_video(source, identity)
+        return source_frames(source, video, PIPELINES[identity.pipeline])
     found = []
     for name in ("image", "last_image"):
         if (path := getattr(video, name)) is not None:
             with settings.located(), blame_setting("generate"), blame_setting(name):
                 found.append(fitted(Path(path), video))
-    return tuple(found)
+    return tuple(found), None
 
 
 def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
@@ -263,17 +279,22 @@ def _tiny_video(model: str) -> GenerateSettings | None:
     return None if shipped is None else DbspConfig.load(shipped).generate.filled(None)
 
 
-def _report(request: GenerationRequest, config: DbspConfig, settings: Settings, here: bool) -> Path | None:
-    """Returns the folder for the report, checked where `here`: rank 0 writes it."""
+def _report_folder(request: GenerationRequest, config: DbspConfig) -> Path | None:
+    """Returns the folder for reports."""
     given = request.report or (Path(config.report) if config.report else None)
-    report = None if given is None else given.absolute()
-    if here and config.record is not None:
-        require_folder_path(Path(config.record).absolute(), f"${RECORD}")
-    if here and report is not None:
-        by_option = request.report is not None
-        with settings.located(), nullcontext() if by_option else blame_setting("report"):
-            require_folder_path(report, "--report" if by_option else "report")
-    return report
+    return None if given is None else given.absolute()
+
+
+def _require_places(generation: Generation, report: str) -> None:
+    """Raises UserError where videos, reports or recorded masks cannot be written; `report` names its option or key."""
+    for output in generation.outputs:
+        require_file_path(output.path, "--out")
+        folder = generation.report_of(output)
+        if folder is not None:
+            with generation.given.located(), blame_setting("report") if report == "report" else nullcontext():
+                require_report_folder(folder, report)
+    if generation.config.record is not None:
+        require_new_recording(Path(generation.config.record).absolute(), f"${RECORD}")
 
 
 def _require_apart(generation: Generation) -> None:

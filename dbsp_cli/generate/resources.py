@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from dbsp_core.models.table import find_model_spec
-from dbsp_core.utils.errors import UserError
 
 
 def memory_message(model: str, dtype: torch.dtype, processes: int) -> str | None:
@@ -18,10 +15,11 @@ def memory_message(model: str, dtype: torch.dtype, processes: int) -> str | None
     Every process holds all weights: of its GPU's memory, or of the machine's. Counted from the files if they are
     here, else known of published models.
     """
-    from dbsp_diffusers.preflight import local_checkpoint  # here: it takes seconds to import
+    from dbsp_diffusers.checkpoint import numbers_in  # here: it takes seconds to import
+    from dbsp_diffusers.preflight import local_checkpoint
 
     checkpoint, spec = local_checkpoint(model), find_model_spec(model)
-    numbers = max(sum(map(_numbers_in, checkpoint.weights())) if checkpoint else 0, spec.parameters if spec else 0)
+    numbers = max(sum(map(numbers_in, checkpoint.weights())) if checkpoint else 0, spec.parameters if spec else 0)
     where, there = "this machine, swap included,", _machine_memory()
     if torch.cuda.is_available():
         where, there, processes = "the GPU", torch.cuda.get_device_properties(0).total_memory, 1
@@ -33,20 +31,6 @@ def memory_message(model: str, dtype: torch.dtype, processes: int) -> str | None
         held = f"{processes} processes hold the weights of {model}, each"
     name = str(dtype).removeprefix("torch.")
     return f"{held} {size / 2**30:.1f} GiB in {name}, and {where} has {there / 2**30:.1f} GiB of memory"
-
-
-def _numbers_in(path: Path) -> int:
-    """Returns how many numbers a file of weights holds, as its header says.
-
-    Raises:
-        UserError: For a file that is none of weights: cut short, or a pointer of Git LFS.
-    """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  no mapping
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as weights ({error}); download it again") from error
-    return sum(map(math.prod, shapes))
 
 
 def _machine_memory() -> int | None:

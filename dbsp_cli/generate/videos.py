@@ -24,6 +24,7 @@ from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import TEMPORARY
 from dbsp_core.utils.process import log
 
 
@@ -101,7 +102,7 @@ def _make_videos(
     session = enable(pipe, config)
     speed_up(transformers_in(pipe), generation.features)
     # 2. One video after another.
-    given = arguments_of(pipe, settings, generation.frames, generation.video)
+    given = arguments_of(pipe, settings, generation.frames, from_video=generation.video is not None)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
     for number, output in enumerate(outputs, 1):
@@ -140,7 +141,7 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
 
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.stem}.dbsp-"))
+    folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=TEMPORARY))
     made = folder / path.name
     try:
         with ending_in_order():

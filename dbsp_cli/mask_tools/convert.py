@@ -7,17 +7,19 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 
 from dbsp_cli.mask_tools.foreign_files import (
     BlockReading,
+    StoredArray,
     empty_heads,
     find_array,
     fit_blocks,
     head_permutations,
     is_file,
+    numbered_arrays,
     read_arrays,
     token_orders,
 )
@@ -26,7 +28,7 @@ from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.masks.mask_file import MaskFile, one_or_each
 from dbsp_core.masks.mask_writer import MaskLayout, write_masks
 from dbsp_core.masks.steps import DenoisingStep, StepGroups
-from dbsp_core.utils.errors import UserError, in_short
+from dbsp_core.utils.errors import UserError, cut_short, in_short
 from dbsp_core.utils.schema import build, setting_names
 from dbsp_core.utils.yaml_file import parse_value
 
@@ -188,16 +190,15 @@ def convert_masks(
     heads = head_permutations(options.head_permutation, shape) if options.head_permutation else None
     reading = BlockReading.find(shape[-2], None if lists else shape[-1], grid, options.joined_text, options.crop)
     tail_dense = (name == "sparse" and not lists) if options.tail_dense is None else options.tail_dense
-    stack = masks.flatten(0, -4) if masks.ndim > 3 else masks[None]
-    lengths = None if counts is None else counts.reshape(stack.shape[:-1])
+    lengths = None if counts is None else counts.read().reshape(-1, *shape[-3:-1])
 
     # 2. One mask after another.
     def converted() -> Iterator[torch.Tensor]:
-        for index, one in enumerate(stack):
+        for index, mask in enumerate(masks.masks()):
             if options.lut is None:
-                bits = _as_bits(one, source)
+                bits = _as_bits(mask, source)
             else:
-                bits = lut_bits(one, None if lengths is None else lengths[index], options.lut, reading.shape[1])
+                bits = lut_bits(mask, None if lengths is None else lengths[index], options.lut, reading.shape[1])
             bits = fit_blocks(bits, reading, tail_dense)
             if heads is not None:
                 bits = bits[heads[index].argsort()]
@@ -235,13 +236,16 @@ CONVERT_KEYS = (
 def read_options(words: Iterable[str], kind: type[Options]) -> Options:
     """Builds the options from words KEY=VALUE, with values in YAML. Raises UserError for anything else."""
     values: dict[str, Any] = {}
+    hints = get_type_hints(kind)
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise UserError(f"{in_short(word)} is not of the form KEY=VALUE; for example thw=21,45,80")
         if key in values:
             raise UserError(f"{key} is given twice; give it once")
-        values[key] = parse_value(value, key)
+        read = parse_value(value, key)
+        is_text = str in get_args(hints.get(key)) and not isinstance(read, (str, type(None)))
+        values[key] = value if is_text else read  # a name such as 0, which YAML reads as a number
     options: Options = build(kind, values, "the settings of dbsp masks convert")
     return options
 
@@ -280,34 +284,50 @@ def _require_foreign(source: str | os.PathLike[str]) -> None:
 
 
 def _masks(
-    arrays: Mapping[str, torch.Tensor], options: ConvertOptions, source: object
-) -> tuple[torch.Tensor, str | None]:
-    """Finds the tensor of masks, [H, nq, nk] after up to two leading dimensions, and its name."""
-    large = [name for name, array in arrays.items() if array.ndim >= 3]
+    arrays: Mapping[str, StoredArray], options: ConvertOptions, source: object
+) -> tuple[StoredArray, str | None]:
+    """Finds the masks, [H, nq, nk] after up to two leading dimensions, and their name.
+
+    Without one array of them, several are joined: those in a list or mapping of a usual name, or all large ones.
+    """
+    large = {name: array for name, array in arrays.items() if array.ndim >= 3}
     usual = tuple(name for name in _MASKS if name in large) or (tuple(large) if len(large) == 1 else ())
-    masks = find_array(arrays, options.key, usual, source, "key")
+    key = options.key
+    if key not in arrays and not (key is None and usual):
+        for prefix in _MASKS if key is None else (key,):
+            inside = {name: array for name, array in large.items() if not prefix or name.startswith(f"{prefix}/")}
+            joined = numbered_arrays(inside) if prefix or key is None else None
+            if joined is not None:
+                return joined, prefix
+    masks = find_array(arrays, key, usual, source, "key")
     if masks is None:
-        shapes = ", ".join(f"{name or '(unnamed)'} {list(array.shape)}" for name, array in arrays.items())
-        raise UserError(f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME")
+        shapes = cut_short(", ".join(f"{name or '(unnamed)'} {list(one.shape)}" for name, one in arrays.items()))
+        raise UserError(
+            f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME, or stack the masks "
+            "of all layers: torch.stack(masks)"
+        )
     if masks.ndim not in (3, 4, 5) or 0 in masks.shape:
         raise UserError(
             f"{source}: masks of shape {list(masks.shape)}; expected [heads, rows, columns], [layers, heads, …] or "
             "[groups, layers, heads, …]"
         )
     if masks.ndim == 5 and masks.shape[0] == 1 and options.groups is None and options.steps is None:
-        masks = masks[0]
-    return masks, options.key or (usual[0] if usual else None)
+        masks = masks.without_first()
+    return masks, key or (usual[0] if usual else None)
 
 
-def _as_bits(one: torch.Tensor, source: object) -> torch.Tensor:
+def _as_bits(mask: torch.Tensor, source: object) -> torch.Tensor:
     """Turns a mask of any type that holds 0 and 1 into bool. Raises UserError for other values."""
-    if one.dtype == torch.bool:
-        return one
-    bits = one != 0
-    if not torch.equal(bits.to(one.dtype), one):
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype.is_complex:
+        raise UserError(f"{source}: masks are {mask.dtype}; expected bool, or numbers that are 0 and 1")
+    numbers = mask.double() if mask.dtype.is_floating_point else mask.long()  # dtypes of 8 bits lack comparisons
+    bits = numbers == 1
+    if not bool((bits | (numbers == 0)).all()):
         raise UserError(
-            f"{source}: masks have values other than 0 and 1 (up to {one.max().item()}); if they are lists of blocks, "
-            "say how these are written with lut=absolute or lut=delta"
+            f"{source}: masks have values other than 0 and 1 (up to {numbers.max().item()}); if they are lists of "
+            "blocks, say how these are written with lut=absolute or lut=delta"
         )
     return bits
 

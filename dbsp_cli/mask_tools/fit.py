@@ -88,6 +88,10 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
     known: set[str] = set()
     for source in recordings:
         files = sorted(source.glob("moments-*.safetensors")) if os.path.isdir(source) else [source]
+        folders = source.glob("transformer*/moments-*.safetensors") if os.path.isdir(source) else ()
+        inside = sorted({str(path.parent) for path in folders})
+        if not files and inside:
+            raise UserError(f"{source} has recordings of several transformers; fit each apart: {' or '.join(inside)}")
         if not files or not os.path.isfile(files[0]):
             raise UserError(f"{source} holds no recording of queries and keys; {RECORD}")
         for path in files:

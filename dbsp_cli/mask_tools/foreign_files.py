@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -16,16 +19,92 @@ from safetensors.torch import load_file
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, require_order
 from dbsp_core.masks.mask_file import Orders, block_counts, one_or_each
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_file, user_path
+from dbsp_core.utils.files import in_bytes, require_file, user_path
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
+_MOST_VALUES = 1 << 28
+"""Most values of a tensor of which its file does not have each one, as of an expanded or a sparse one: a small file
+could claim to have any number."""
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Reads every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
+@dataclass(frozen=True)
+class StoredArray:
+    """An array in a file, read when it is used.
 
-    .pt and .pth are read with weights_only, .npy and .npz without pickles. Where the format allows it, tensors are
-    mapped from disk, not read.
+    Attributes:
+        read: Reads all of it.
+        masks: Reads the masks [H, nq, nk] of an array […, H, nq, nk], one in memory at a time.
+    """
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    masks: Callable[[], Iterator[torch.Tensor]]
+
+    @classmethod
+    def of_tensor(cls, tensor: torch.Tensor) -> StoredArray:
+        """Wraps a tensor, which is mapped from disk if its format allows it."""
+
+        def read() -> torch.Tensor:
+            return tensor.to_dense() if tensor.layout in _SPARSE else tensor
+
+        def masks() -> Iterator[torch.Tensor]:
+            dense = read()
+            yield from (dense[index] for index in np.ndindex(dense.shape[:-3]))
+
+        return cls(tuple(tensor.shape), read, masks)
+
+    @classmethod
+    def of_zip(cls, path: Path, member: str) -> StoredArray | None:
+        """Wraps a compressed array of an .npz file, of which it reads the header; None unless it has numbers."""
+        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+            shape, fortran, dtype = _npy_header(file)
+            start, size = file.tell(), archive.getinfo(member).file_size
+        if dtype.kind not in _NUMBERS:
+            return None
+        if size - start != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{member} has {size - start} bytes, not those of shape {list(shape)}")
+
+        def read() -> torch.Tensor:
+            with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+                return _tensor(np.lib.format.read_array(file, allow_pickle=False))
+
+        def masks() -> Iterator[torch.Tensor]:
+            if fortran:
+                yield from cls.of_tensor(read()).masks()
+                return
+            with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+                _npy_header(file)
+                for _ in np.ndindex(shape[:-3]):
+                    content = file.read(math.prod(shape[-3:]) * dtype.itemsize)
+                    yield _tensor(np.frombuffer(content, dtype).reshape(shape[-3:]))
+
+        return cls(shape, read, masks)
+
+    @classmethod
+    def stacked(cls, arrays: Sequence[StoredArray], leading: tuple[int, ...]) -> StoredArray:
+        """Joins arrays of one shape along leading dimensions."""
+        shape = (*leading, *arrays[0].shape)
+        return cls(
+            shape,
+            lambda: torch.stack([one.read() for one in arrays]).reshape(shape),
+            lambda: itertools.chain.from_iterable(one.masks() for one in arrays),
+        )
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def without_first(self) -> StoredArray:
+        """Returns the same array without its first dimension, which is of 1."""
+        return StoredArray(self.shape[1:], lambda: self.read()[0], self.masks)
+
+
+def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
+    """Finds every array in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
+
+    .pt and .pth are read with weights_only, .npy and .npz without pickles; arrays of .npz are unpacked when they are
+    used, others are mapped from disk where the format allows it.
 
     Raises:
         UserError: It is no such file, or has nothing to read in it.
@@ -35,29 +114,41 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
     try:
-        content = _read(path)
+        if path.suffix == ".npz":
+            return _zipped_arrays(path)
+        tensors = dict(_named_tensors(_read(path)))
     except Exception as error:  # damaged files bring up every kind from the libraries that read them
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain "
             "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
         ) from error
-    found = dict(_named_tensors(content))
-    for name, tensor in found.items():
-        size = tensor.numel() * tensor.element_size()
-        if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() < size:  # it could be of any size
+    for name, tensor in tensors.items():
+        if not _is_whole(tensor):
+            kind = "quantized" if tensor.is_quantized else "expanded or sparse"
             raise UserError(
-                f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but expanded or "
-                "sparse; save it as .contiguous() or .to_dense() makes it"
+                f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but {kind}; save it "
+                "as .contiguous() or .to_dense() makes it"
             )
-    if not found:
+    if not tensors:
         raise UserError(f"{path} has no tensors in it")
-    return found
+    return {name: StoredArray.of_tensor(tensor) for name, tensor in tensors.items()}
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Returns True unless a tensor has too many values that are not in its file one by one."""
+    if tensor.device.type != "cpu" or tensor.is_quantized:
+        return False
+    if tensor.numel() <= _MOST_VALUES:
+        return tensor.layout == torch.strided or tensor.layout in _SPARSE
+    if tensor.layout != torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
 
 
 def find_array(
-    arrays: Mapping[str, torch.Tensor], wanted: str | None, usual: tuple[str, ...], where: object, option: str
-) -> torch.Tensor | None:
+    arrays: Mapping[str, StoredArray], wanted: str | None, usual: tuple[str, ...], where: object, option: str
+) -> StoredArray | None:
     """Returns the array called `wanted`; else the first of the usual names that is there; None if none is.
 
     Raises:
@@ -70,26 +161,83 @@ def find_array(
     return next((arrays[name] for name in usual if name in arrays), None)
 
 
+def numbered_arrays(arrays: Mapping[str, StoredArray]) -> StoredArray | None:
+    """Joins arrays whose names differ in one number, 0 to L − 1, by layer; in two numbers, by step group and layer.
+
+    Each is of one shape, [H, nq, nk], maybe after a batch dimension of 1. Returns None where that is not so.
+    """
+    each = [one.without_first() if one.ndim == 4 and one.shape[0] == 1 else one for one in arrays.values()]
+    words = [re.split(r"(\d+)", name) for name in arrays]
+    if len({one.shape for one in each}) != 1 or each[0].ndim != 3 or len({len(one) for one in words}) != 1:
+        return None
+    differing = [place for place, column in enumerate(zip(*words, strict=True)) if len(set(column)) > 1]
+    if not 1 <= len(differing) <= 2 or any(place % 2 == 0 for place in differing):  # between the numbers is text
+        return None
+    numbers = [tuple(int(one[place]) for place in differing) for one in words]
+    leading = tuple(max(column) + 1 for column in zip(*numbers, strict=True))
+    if sorted(numbers) != list(np.ndindex(leading)):
+        return None
+    in_order = [array for _, array in sorted(zip(numbers, each, strict=True), key=lambda pair: pair[0])]
+    return StoredArray.stacked(in_order, leading)
+
+
 def _read(path: Path) -> Any:
     if path.suffix == ".safetensors":
         return load_file(path)
-    if path.suffix in (".pt", ".pth"):
-        mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
+    if path.suffix == ".npy":
+        return np.load(path, allow_pickle=False, mmap_mode="c")
+    mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
+    if mapped:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(info.file_size for info in archive.infolist())
+        if unpacked > path.stat().st_size:  # torch.save compresses nothing
+            raise ValueError(f"it would unpack to {in_bytes(unpacked)}")
+    with torch.sparse.check_sparse_tensor_invariants():  # else a sparse tensor's indices could lie anywhere
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    content = np.load(path, allow_pickle=False, mmap_mode="c" if path.suffix == ".npy" else None)
-    return content if isinstance(content, np.ndarray) else dict(content)
+
+
+def _zipped_arrays(path: Path) -> dict[str, StoredArray]:
+    """Finds the arrays of numbers in an .npz file. Raises ValueError if it has none."""
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".npy")]
+    arrays = {name.removesuffix(".npy"): StoredArray.of_zip(path, name) for name in names}
+    found = {name: array for name, array in arrays.items() if array is not None}
+    if not found:
+        raise ValueError("it has no arrays of numbers")
+    return found
+
+
+def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Reads shape, order (True for Fortran's) and dtype from the beginning of an .npy file."""
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(file)
+    return shape, fortran, dtype
+
+
+_NUMBERS = "biuf"
+"""Kinds of NumPy's numbers that are read."""
 
 
 def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors of nested mappings and lists, and arrays of numbers, with their names."""
     if isinstance(content, np.ndarray):
-        if content.dtype.kind in "biuf":
-            yield name, torch.from_numpy(content.astype(content.dtype.newbyteorder("="), copy=False))
+        if content.dtype.kind in _NUMBERS:
+            yield name, _tensor(content)
     elif isinstance(content, torch.Tensor):
         yield name, content
     elif isinstance(content, (Mapping, list, tuple)):
         for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
             yield from _named_tensors(value, f"{name}/{key}" if name else str(key))
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    """Returns numbers of any byte order and precision as a tensor."""
+    dtype = array.dtype.newbyteorder("=")
+    if dtype.kind == "f" and dtype.itemsize > 8:  # which torch lacks
+        dtype = np.dtype(np.float64)
+    copy = not array.flags.writeable
+    return torch.from_numpy(np.array(array, dtype) if copy else array.astype(dtype, copy=False))
 
 
 PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
@@ -101,7 +249,7 @@ def is_file(text: str) -> bool:
     return Path(text).suffix in SUFFIXES
 
 
-def token_orders(given: str | None, plan: Mapping[str, torch.Tensor], shape: Sequence[int]) -> tuple[Orders, ...]:
+def token_orders(given: str | None, plan: Mapping[str, StoredArray], shape: Sequence[int]) -> tuple[Orders, ...]:
     """Returns the token orders of each mask, or one for all masks.
 
     Args:
@@ -127,11 +275,11 @@ def token_orders(given: str | None, plan: Mapping[str, torch.Tensor], shape: Seq
     return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
 
 
-def empty_heads(plan: Mapping[str, torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+def empty_heads(plan: Mapping[str, StoredArray], shape: Sequence[int]) -> torch.Tensor:
     """Returns bool[masks, H]: heads that a permute plan calls empty."""
     if "empty" not in plan:
         raise UserError("skip_empty needs a permute plan with a tensor 'empty'; name its file with orders=FILE")
-    return _by_mask(plan["empty"], shape, "empty heads").bool()
+    return _by_mask(plan["empty"].read(), shape, "empty heads").bool()
 
 
 def head_permutations(given: str, shape: Sequence[int]) -> torch.Tensor:
@@ -147,10 +295,10 @@ def head_permutations(given: str, shape: Sequence[int]) -> torch.Tensor:
     return table
 
 
-def _table(plan: Mapping[str, torch.Tensor], name: str, what: str, where: str | None) -> torch.Tensor:
+def _table(plan: Mapping[str, StoredArray], name: str, what: str, where: str | None) -> torch.Tensor:
     """Returns the tensor of that name, or the only one."""
     if name in plan or len(plan) == 1:
-        return plan.get(name, next(iter(plan.values())))
+        return plan.get(name, next(iter(plan.values()))).read()
     raise UserError(f"{where} has no tensor {name!r} with {what} (it has {', '.join(plan)})")
 
 

@@ -14,6 +14,7 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import read_text
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,12 @@ class Recording:
     def read(cls, folder: str | os.PathLike[str]) -> Recording:
         """Reads only the index. Raises UserError for a folder without a recording."""
         folder = Path(folder)
+        inside = recordings_in(folder)
+        if inside and inside != [folder]:
+            names = " or ".join(map(str, inside))
+            raise UserError(f"{folder} has a recording of each of several transformers; give one of them: {names}")
         try:
-            content = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+            content = json.loads(read_text(folder / INDEX))
             if (layers := int(content["layers"])) < 1:
                 raise ValueError(f"of a model with {layers} layers")
             return cls(folder, _longest(content["passes"]), layers, content["stopped"])
@@ -65,6 +70,13 @@ class Recording:
             return MaskFile(self.folder / f"{Path(name).name}.safetensors").layer(0)
         except UserError as error:
             raise UserError(f"the recording {self.folder} is damaged: {error}") from error
+
+
+def recordings_in(folder: Path) -> list[Path]:
+    """Returns the folders of recordings: the folder itself, or those in it of a model with several transformers."""
+    if os.path.exists(folder / INDEX) or not os.path.isdir(folder):
+        return [folder]
+    return sorted(path.parent for path in folder.glob(f"transformer*/{INDEX}"))
 
 
 def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:

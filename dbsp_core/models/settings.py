@@ -54,7 +54,8 @@ class GenerateSettings:
         flow_shift: Shift of the scheduler, for models of flow matching.
         seed: Seed of the noise (42): the same video on any number of ranks.
         fps: Frames per second of the mp4 file.
-        guidance_scale_2: Guidance scale in the steps of Wan2.2's second transformer.
+        guidance_scale_2: Guidance scale in the steps of Wan2.2's second transformer; guidance_scale where only that is
+            given.
         image: File of the first frame, for image-to-video models; scaled and cropped to the video's size.
         last_image: File of the last frame: required by VACE, optional for image-to-video outside xDiT.
         dtype: dtype of the weights. `auto`: bfloat16 on an accelerator, else float32. float64 is for comparisons on
@@ -95,6 +96,8 @@ class GenerateSettings:
         usual = usual or GenerateSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
         usual = replace(usual, seed=42 if usual.seed is None else usual.seed)
         missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
+        if self.guidance_scale is not None and "guidance_scale_2" in missing:  # a given scale is for all steps
+            missing.remove("guidance_scale_2")
         values: dict[str, Any] = {name: getattr(usual, name) for name in missing}
         full = replace(self, **values)
         for name in ("height", "width", "num_frames"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, model_signature, token_grid, variant_of
 from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.utils.files import read_text
 
 
 @dataclass(frozen=True)
@@ -250,8 +251,8 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
     if known is not None:
         return known
     try:
-        index = json.loads((Path(text) / "model_index.json").read_text(encoding="utf-8"))
-        config = json.loads((Path(text) / "transformer" / "config.json").read_text(encoding="utf-8"))
+        index = json.loads(read_text(Path(text) / "model_index.json"))
+        config = json.loads(read_text(Path(text) / "transformer" / "config.json"))
         variant = variant_of((index.get("transformer_2") or [None])[0] is not None, index)
         return model_signature(str(index["_class_name"]), config, variant)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 from collections.abc import Mapping
 from datetime import datetime
@@ -21,12 +22,24 @@ from dbsp_core.reports.observer import REPORTS, ObservedCall, RunObserver, run_o
 from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.files import user_path, write_atomically
+from dbsp_core.utils.files import require_folder_path, user_path, write_atomically
 from dbsp_core.utils.process import installed_version, package_versions
 
 if TYPE_CHECKING:
     from dbsp_core.planning.plan import Plan
     from dbsp_core.runtime.session import AttentionSession
+
+
+REPORT, PAGE, PICTURE, LATENTS = "report.json", "report.html", "balance.png", "latents.safetensors"
+"""The files of a report."""
+
+
+def require_report_folder(folder: Path, what: str) -> None:
+    """Raises UserError unless a report can be written to the folder; `what` names it in the message."""
+    require_folder_path(folder, what)
+    for name in (REPORT, PAGE, PICTURE, LATENTS):
+        if os.path.isdir(folder / name):
+            raise UserError(f"{what} {folder}: {name} there is a folder; remove it, or give another path")
 
 
 def is_writer(group: SequenceGroup) -> bool:
@@ -80,13 +93,13 @@ def write_report_files(
     """
     folder = user_path(folder)
     with contextlib.suppress(ImportError):  # the page has it too
-        write_atomically(folder / "balance.png", balance_picture(session.records if records is None else records))
+        write_atomically(folder / PICTURE, balance_picture(session.records if records is None else records))
     observer = run_observer(session)
     latents = None if observer is None else observer.latents
     if latents is not None:
-        write_atomically(folder / "latents.safetensors", save({"latents": latents.cpu().contiguous()}))
-    write_atomically(folder / "report.html", report_page(report))
-    report.write(folder / "report.json")
+        write_atomically(folder / LATENTS, save({"latents": latents.cpu().contiguous()}))
+    write_atomically(folder / PAGE, report_page(report))
+    report.write(folder / REPORT)
 
 
 def _shared(call: ObservedCall) -> tuple[object, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,10 +20,19 @@ from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import parse_size, write_atomically
-from dbsp_core.utils.process import RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log
+from dbsp_core.utils.files import parse_size, require_folder_path, write_atomically
+from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log
 
 INDEX = "index.json"
+_TAKEN = "has a recording already, maybe of another run at this time; give another folder, or remove it"
+
+
+def require_new_recording(folder: Path, what: str) -> None:
+    """Raises UserError unless masks can be recorded to the folder, which has no recording yet, of one model or two."""
+    require_folder_path(folder, what)
+    if any(os.path.lexists(one / INDEX) for one in (folder, *folder.glob("transformer*"))):
+        raise UserError(f"{what} {folder} {_TAKEN}")
+
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -112,6 +123,7 @@ class MaskRecorder(SessionObserver):
     active: bool = True
     bytes_written: int = 0
     stopped: str | None = None
+    _claimed: bool = False
     _names: dict[Hashable, str] = field(default_factory=dict)
     _written: set[str] = field(default_factory=set)
     _passes: list[dict[str, Any]] = field(default_factory=list)
@@ -123,12 +135,14 @@ class MaskRecorder(SessionObserver):
     def from_environment(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
         """Creates the recorder that writes to `folder`, or none; see `RecordSettings.from_environment`."""
         single = not (dist.is_available() and dist.is_initialized())
+        first, settings = group.rank == 0 and (single or dist.get_rank() == 0), RecordSettings()
         try:
             settings = RecordSettings.from_environment(folder)
+            if first and settings.folder is not None:
+                require_new_recording(Path(settings.folder), f"${RECORD}")
         except UserError as error:
             log.warning("not recording masks: %s", error)
-            settings = RecordSettings()
-        first = group.rank == 0 and (single or dist.get_rank() == 0)
+            first = False
         return cls(settings, layers, active=settings.folder is not None and first)
 
     @property
@@ -174,11 +188,11 @@ class MaskRecorder(SessionObserver):
         self.active, self.stopped, self._current = False, why, None
         self._pending.clear()
         log.warning("stopped recording masks to %s: %s; the run goes on", self.settings.folder, why)
-        try:
+        with suppress(OSError):  # the notice has been given
             if self._passes:
                 self._write_index()
-        except OSError:  # the notice has been given
-            return
+            elif self._claimed:
+                (self._folder / INDEX).unlink()
 
     def _wants_step(self) -> bool:
         return self._current is not None and self._current.moment.step % self.settings.every == 0
@@ -197,20 +211,32 @@ class MaskRecorder(SessionObserver):
             self._write(now, fresh)
 
     def _write(self, now: _Pass, fresh: dict[str, bytes]) -> None:
-        folder = Path(self.settings.folder or ".")
-        if not self._passes and (folder / INDEX).exists():
-            raise FileExistsError(f"{folder} has a recording already; give another folder, or remove it")
         size = sum(map(len, fresh.values()))
         if self.bytes_written + size > self.settings.limit:
             self.stop(f"the limit of {self.settings.limit} bytes was reached at step {now.moment.step}")
             return
+        if not self._claimed:
+            self._claim()
         for name, content in fresh.items():
-            write_atomically(folder / f"{name}.safetensors", content)
+            write_atomically(self._folder / f"{name}.safetensors", content)
         self.bytes_written += size
         self._written.update(fresh)
         moment = {"step": now.moment.step, "cfg_branch": now.moment.cfg_branch}
         self._passes.append({"generation": self._generation(now.moment), **moment, "masks": now.layers})
         self._write_index()
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self.settings.folder or ".")
+
+    def _claim(self) -> None:
+        """Makes the index, empty, so that of several runs that record to one folder only the first does."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            os.close(os.open(self._folder / INDEX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        except FileExistsError:
+            raise FileExistsError(f"{self._folder} {_TAKEN}") from None
+        self._claimed = True
 
     def _generation(self, moment: DenoisingStep) -> int:
         """Returns the number of the generation: how often the steps have begun again."""
@@ -229,4 +255,4 @@ class MaskRecorder(SessionObserver):
             "stopped": self.stopped,
             "passes": self._passes,
         }
-        write_atomically(Path(self.settings.folder or ".") / INDEX, json.dumps(content) + "\n")
+        write_atomically(self._folder / INDEX, json.dumps(content) + "\n")

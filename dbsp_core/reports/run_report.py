@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 import numpy as np
 
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_file, user_path, write_atomically
+from dbsp_core.utils.files import read_text, require_file, user_path, write_atomically
 
 FORMAT = "db-SP report 3"
 
@@ -213,7 +213,7 @@ class RunReport:
         advice = "a run leaves one in the folder of setting `report`"
         require_file(path, "report", advice)
         try:
-            values = json.loads(path.read_text(encoding="utf-8"), parse_constant=_reject)
+            values = json.loads(read_text(path), parse_constant=_reject)
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT!r}")
             for name in ("totals", "layers"):  # they follow from the columns; layers were in older reports

@@ -26,7 +26,7 @@ from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.head_shares import heads_by_rank, predict_bits
 from dbsp_core.sources.sparge import LikeliestBlocks, always_dense
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of
-from dbsp_core.utils.files import expand_path, require_file, user_path, write_atomically
+from dbsp_core.utils.files import expand_path, require_file, require_folder_path, user_path, write_atomically
 from dbsp_kernels.prediction import halving_sum, select_blocks
 from dbsp_kernels.segments import to_device
 
@@ -296,6 +296,9 @@ class RecordQKSource(BlockSizes):
         super().__post_init__()
         if not self.path:
             raise SettingError("mask source 'record_qk' needs a path: the folder to write to", ("path",))
+        if not (dist.is_available() and dist.is_initialized()):
+            with blame_setting("path"):
+                require_folder_path(user_path(self.path).absolute(), "folder")
 
     @cached_property
     def _moments(self) -> Moments:

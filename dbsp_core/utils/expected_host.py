@@ -58,7 +58,7 @@ def _tree_of(module: str) -> ast.AST | None:
         return None
     path = Path(spec.submodule_search_locations[0], *folders)
     file = next(filter(Path.is_file, (path.with_suffix(".py"), path / "__init__.py")), None)
-    return None if file is None else ast.parse(file.read_text(encoding="utf-8"))
+    return None if file is None else ast.parse(file.read_bytes())
 
 
 def _defines(node: ast.AST, name: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import errno
 import os
 import re
 import secrets
@@ -101,6 +103,38 @@ def require_file(path: Path, what: str, advice: str) -> None:
         raise UserError(f"{shown} is a {kind}, not a file; {advice}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{shown} cannot be read (Permission denied); make it readable, or give another one")
+    if is_pointer(path):
+        raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
+
+
+_MOST_TEXT = 256 * 2**20
+"""Bytes of the longest text that is read: weights given by mistake would fill the memory."""
+
+
+def read_text(path: Path) -> str:
+    """Reads text as UTF-8, or UTF-16 with a byte order mark, in every locale; no mark is left in it.
+
+    Raises:
+        UserError: The file is too large for text.
+        UnicodeError: It is not text.
+    """
+    size = path.stat().st_size
+    if size > _MOST_TEXT:
+        raise UserError(f"{path} has {in_bytes(size)}, too much for text; give the path of a text file")
+    content = path.read_bytes()
+    wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    return content.decode("utf-16" if wide else "utf-8-sig")
+
+
+_POINTER = b"version https://git-lfs"
+_LONGEST_POINTER = 1024
+"""Bytes, by the specification of Git LFS."""
+
+
+def is_pointer(path: Path) -> bool:
+    """Returns True for the text that Git LFS leaves in the place of a file which it has not fetched."""
+    with path.open("rb") as file:
+        return file.read(len(_POINTER)) == _POINTER and path.stat().st_size <= _LONGEST_POINTER
 
 
 def _reason(error: Exception) -> str:
@@ -116,6 +150,16 @@ def require_folder_path(path: Path, what: str) -> None:
     _require_writable(Path(os.path.realpath(path)), f"{what} {path}")
 
 
+def require_file_path(path: Path, what: str) -> None:
+    """Raises UserError unless a file can be written there; `what` names the path in the message."""
+    if os.path.isdir(path):
+        raise UserError(f"{what} {path} is a folder; give the name of a file")
+    if not os.path.exists(path) or os.path.isfile(path):
+        require_path(path, what)
+    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
+        raise UserError(f"{what} {path} cannot be written to; give another path")
+
+
 def require_path(path: Path, what: str) -> None:
     """Raises UserError unless something can be put there, or where it leads if it is a link."""
     _require_possible(path, what)
@@ -123,28 +167,48 @@ def require_path(path: Path, what: str) -> None:
 
 
 def _require_possible(path: Path, what: str) -> None:
-    """Raises UserError for a path that is too long, or in a folder that this process may not enter."""
+    """Raises UserError for a path that is too long, or in a folder that this process may not enter.
+
+    The system finds a name too long only in a folder that exists; names in folders to be made are measured here.
+    """
     try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)
+        real = Path(os.path.realpath(path))
+        there = _existing(real)
+        longest_name, longest_path = (os.pathconf(there, name) for name in ("PC_NAME_MAX", "PC_PATH_MAX"))
+        too_long = any(0 < longest_name < len(os.fsencode(part)) for part in real.parts)
+        if too_long or 0 < longest_path < len(os.fsencode(real)) + _LONGEST_ADDITION:
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except (OSError, ValueError) as error:
         shown = cut_short(str(path))
         raise UserError(f"{what} {shown} cannot be written to ({_reason(error)}); give another path") from None
 
 
+def _existing(path: Path) -> Path:
+    """Returns the path, or the innermost folder around it that exists."""
+    return next(one for one in (path, *path.parents) if os.path.exists(one))
+
+
 def _require_writable(folder: Path, what: str) -> None:
     """Raises UserError unless the folder can be made and written to; permissions do not say all, so it is tried."""
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    there = _existing(folder)
     if not there.is_dir():
         raise UserError(f"{what}: {there} is a file, not a folder; give another path")
     rejected = UserError(f"{what}: folder {there} cannot be written to; give another path, or make it writable")
     if not os.access(there, os.W_OK | os.X_OK):
         raise rejected
     try:
-        os.rmdir(tempfile.mkdtemp(dir=there, prefix=".dbsp-"))
+        os.rmdir(tempfile.mkdtemp(dir=there, prefix=TEMPORARY))
     except OSError as error:
         raise rejected from error
+
+
+TEMPORARY = ".dbsp-"
+"""Beginning of the names of temporary files and folders. Random letters follow, and no name of the user's: with one,
+they could be too long where that name is not."""
+_LONGEST_ADDITION = 128
+"""Most bytes that the name of a temporary folder, or of a file in a folder, adds to a path."""
 
 
 @contextmanager
@@ -159,7 +223,7 @@ def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from dbsp_core.utils.errors import SettingError, UserError, did_you_mean, in_short, kind_of
-from dbsp_core.utils.files import require_file, user_path
+from dbsp_core.utils.files import read_text, require_file, user_path
 
 KeyPath = tuple[str, ...]
 
@@ -82,7 +81,7 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     require_file(path, what, "give the path of a YAML file")
     locations = _Locations(str(path))
     try:
-        content = _parsed(_decoded(path.read_bytes()), locations)
+        content = _parsed(read_text(path), locations)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark or error.context_mark
         location = f"{path}:{at.line + 1}" if at is not None else str(path)
@@ -106,11 +105,6 @@ def parse_value(text: str, what: str) -> Any:
         raise
     except _UNREADABLE as error:
         raise UserError(f"{what}: {in_short(text)} is not YAML ({error}); close its brackets and quotes") from error
-
-
-def _decoded(content: bytes) -> str:
-    marked = content[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    return content.decode("utf-16" if marked else "utf-8")
 
 
 def _parsed(text: str, locations: _Locations) -> Any:

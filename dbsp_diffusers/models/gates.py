@@ -14,6 +14,7 @@ from torch import nn
 
 from dbsp_core.sources import MaskSource, parts_of
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.files import read_text
 from dbsp_diffusers.models.table import known_architecture
 from dbsp_diffusers.preflight import cached_checkpoint
 
@@ -129,7 +130,7 @@ def _gate_files(weights: Path) -> dict[str, Path]:
     """Returns the file of each tensor of a gate, by its name."""
     with _readable(weights):
         if weights.suffix == ".json":
-            index: dict[str, str] = json.loads(weights.read_text(encoding="utf-8"))["weight_map"]
+            index: dict[str, str] = json.loads(read_text(weights))["weight_map"]
             return {name: weights.parent / file for name, file in index.items() if GATE in name}
         with safe_open(weights, framework="pt") as file:
             return {name: weights for name in file.keys() if GATE in name}  # noqa: SIM118  it is no mapping

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import sys
 from dataclasses import replace
 
@@ -13,7 +14,7 @@ import torch
 
 from dbsp_cli.mask_tools.info import MaskSeries, balance_of, densities_of
 from dbsp_cli.mask_tools.plots import heads_to_draw, spread_out
-from dbsp_cli.mask_tools.recording import Recording
+from dbsp_cli.mask_tools.recording import Recording, recordings_in
 from dbsp_core import BlockGrid, BlockMask, MaskFile, make_plan, save_mask
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
@@ -122,6 +123,20 @@ class TestInfo:
         content = json.loads((recording / INDEX).read_text())
         (recording / INDEX).write_text(json.dumps(content | {"stopped": "the limit was reached"}))
         assert info(dbsp, recording)["warnings"] == ["the recording stopped before the run did: the limit was reached"]
+
+    def test_a_recording_of_two_transformers_names_its_folders(self, mistake, recording, tmp_path):
+        (tmp_path / "both").mkdir()
+        for name in ("transformer", "transformer_2"):
+            shutil.copytree(recording, tmp_path / "both" / name)
+        said = (
+            f"both has a recording of each of several transformers; give one of them: {tmp_path}/both/transformer or "
+        )
+        for command in (("info", tmp_path / "both"), ("convert", tmp_path / "both", tmp_path / "out.safetensors")):
+            assert said in mistake("masks", *command)
+        assert recordings_in(tmp_path / "both") == [
+            tmp_path / "both" / name for name in ("transformer", "transformer_2")
+        ]
+        assert recordings_in(recording) == [recording]
 
     def test_the_tables_say_the_same(self, dbsp, recording):
         code, out, err = dbsp("masks", "info", recording, "--quality")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import pickle
+import tracemalloc
+import zipfile
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dbsp_cli.mask_tools.convert import ConvertOptions, RecordingOptions, convert_masks, convert_recording, lut_bits
+from dbsp_cli.mask_tools.convert import (
+    ConvertOptions,
+    RecordingOptions,
+    convert_masks,
+    convert_recording,
+    lut_bits,
+    read_options,
+)
 from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS, BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
 from dbsp_core.masks.steps import DenoisingStep
@@ -43,6 +53,29 @@ def convert(tmp_path, content, options=OPTIONS, suffix=".pt"):
     return MaskFile(target)
 
 
+LAYOUTS = {
+    "not contiguous": lambda masks: masks.transpose(-1, -2).contiguous().transpose(-1, -2),
+    "a part": lambda masks: torch.cat([masks, masks], dim=-1)[..., : masks.shape[-1]],
+    "coo": lambda masks: masks.to_sparse(),
+    "hybrid coo": lambda masks: masks.to_sparse(2),
+    "bsr": lambda masks: masks.to_sparse_bsr((5, 5)),
+    "expanded": lambda masks: masks[None].expand(1, -1, -1, -1, -1),
+}
+OTHER_DTYPES = (
+    *(torch.int8, torch.uint16, torch.uint32, torch.uint64, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+BY_LAYER = {
+    "a list": list,
+    "numbers": lambda masks: dict(enumerate(masks)),
+    "with a batch": lambda masks: [mask[None] for mask in masks],
+    "names of modules": lambda masks: {f"blocks.{layer}.attn1": mask for layer, mask in enumerate(masks)},
+    "any order": lambda masks: {f"layer{layer}": masks[layer] for layer in (*range(5, 11), *range(5))},
+    "in a mapping": lambda masks: {"masks": dict(enumerate(masks)), "rates": torch.rand(4)},
+    "a key": lambda masks: {"a key": list(masks), "other": list(~masks)},
+}
+
+
 class TestForms:
     @pytest.mark.parametrize("suffix", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
     @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16])
@@ -61,6 +94,61 @@ class TestForms:
         file = MaskFile(tmp_path / "b.safetensors")
         assert not file.per_layer
         assert torch.equal(file.layer(5).bits, bits)
+
+    @pytest.mark.parametrize("kind", LAYOUTS)
+    def test_every_layout_of_tensors(self, tmp_path, kind):
+        bits = bits_of(2, 3)
+        file = convert(tmp_path, LAYOUTS[kind](bits.float()))
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+
+    @pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
+    def test_numbers_of_rarer_types(self, tmp_path, dtype):
+        bits = bits_of(2, 3)
+        file = convert(tmp_path, bits.to(dtype))
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+
+    @pytest.mark.parametrize("dtype", ["longdouble", "float16", "uint16", "uint64", ">u4", "bool"])
+    @pytest.mark.parametrize("suffix", [".npy", ".npz"])
+    @pytest.mark.parametrize("order", ["C", "F"])
+    def test_arrays_of_numpy_of_every_type_and_order(self, tmp_path, dtype, suffix, order):
+        bits = bits_of(2, 3)
+        array = np.asarray(bits.numpy().astype(dtype), order=order)
+        path = tmp_path / f"in{suffix}"
+        np.save(path, array) if suffix == ".npy" else np.savez_compressed(path, names=np.array(["a"]), mask=array)
+        convert_masks(path, tmp_path / "out.safetensors", OPTIONS)
+        file = MaskFile(tmp_path / "out.safetensors")
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+
+    @pytest.mark.parametrize("form", BY_LAYER)
+    @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".npz"])
+    def test_masks_of_each_layer_by_itself(self, tmp_path, form, suffix):
+        """Tries 11 layers, whose names are not sorted as their numbers are."""
+        bits, content = bits_of(11, 3), BY_LAYER[form](bits_of(11, 3))
+        if suffix != ".pt":
+            flat = content if isinstance(content, dict) else dict(enumerate(content))
+            if not all(isinstance(one, torch.Tensor) for one in flat.values()):
+                pytest.skip("a form of mappings in mappings")
+            content = {str(name): one.contiguous() for name, one in flat.items()}
+        file = convert(tmp_path, content, replace(OPTIONS, key=form if form == "a key" else None), suffix)
+        assert file.layers == 11
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(11))
+
+    def test_masks_of_each_step_group_and_layer_by_itself(self, tmp_path):
+        bits = bits_of(2, 3, 4)
+        content = {group: list(bits[group]) for group in range(2)}
+        file = convert(tmp_path, content, replace(OPTIONS, steps=10))
+        for group, layer in itertools.product(range(2), range(3)):
+            assert torch.equal(file.layer(layer, group).bits, bits[group, layer])
+
+    def test_lists_of_key_blocks_of_each_layer_by_itself(self, tmp_path):
+        bits = bits_of(2, 3)
+        luts, counts = zip(*(row_lists(one, "absolute", -1) for one in bits), strict=True)
+        content = {"lut": list(luts), "counts": torch.stack(counts)}
+        file = convert(tmp_path, content, replace(OPTIONS, lut="absolute"))
+        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+
+    def test_name_that_yaml_reads_as_a_number_is_a_name(self):
+        assert read_options(["key=0", "tokens=64", "groups=5"], ConvertOptions).key == "0"
 
     def test_numbers_of_another_byte_order_and_arrays_of_text(self, tmp_path):
         bits = bits_of(3)
@@ -296,6 +384,16 @@ def damaged(kind, path):
         np.savez(path, mask=np.array([Evil()], dtype=object))
 
 
+def peak_of(action):
+    """Returns the most bytes that Python and NumPy had allocated at a time."""
+    tracemalloc.start()
+    try:
+        action()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def assert_rejected(path, message):
     """Checks that a file is rejected in one line, and that nothing is written."""
     target = path.with_name("out.safetensors")
@@ -316,6 +414,46 @@ class TestRejected:
         sparse = torch.sparse_coo_tensor(torch.zeros(3, 1, dtype=torch.int64), torch.ones(1), (40, 20_000, 20_000))
         with pytest.raises(ValueError, match=r"expanded or sparse; save it as \.contiguous\(\) or \.to_dense\(\)"):
             convert(tmp_path, inside(sparse))
+
+    def test_arrays_that_are_not_used_are_not_unpacked(self, tmp_path, monkeypatch):
+        np.savez_compressed(tmp_path / "in.npz", mask=bits_of(2, 3).numpy(), other=np.zeros((64, 1 << 20), np.uint8))
+        most = peak_of(lambda: convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS))
+        assert most < 16 * 2**20
+
+    def test_one_compressed_mask_is_in_memory_at_a_time(self, tmp_path):
+        grid = BlockGrid(1 << 14, 0, 8, 8)
+        np.savez_compressed(tmp_path / "in.npz", mask=np.zeros((32, 1, grid.nq, grid.nk), np.uint8))  # 128 MiB
+        options = ConvertOptions(tokens=grid.tokens, block_q=8, block_k=8)
+        most = peak_of(lambda: convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", options))
+        assert most < 32 * 2**20
+
+    @pytest.mark.parametrize("claimed", [(2, 3, 5, 6), (1 << 40, 3, 5, 5)])
+    def test_an_array_whose_header_claims_another_size_is_rejected(self, tmp_path, claimed):
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "|b1", "fortran_order": False, "shape": claimed})
+        with zipfile.ZipFile(tmp_path / "in.npz", "w") as archive:
+            archive.writestr("mask.npy", header.getvalue() + bytes(150))
+        assert_rejected(tmp_path / "in.npz", r"mask.npy has 150 bytes, not those of shape")
+
+    def test_an_archive_of_torch_that_was_compressed_is_rejected(self, tmp_path):
+        torch.save(torch.zeros(2, 3, 500, 500), tmp_path / "plain.pt")
+        with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "in.pt", "w", 8) as small:
+            for name in plain.namelist():
+                small.writestr(name, plain.read(name))
+        assert_rejected(tmp_path / "in.pt", "it would unpack to 5.7")
+
+    def test_a_sparse_tensor_with_impossible_indices_is_rejected(self, tmp_path):
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            index = torch.tensor([[0], [1 << 40], [0]])
+            torch.save(torch.sparse_coo_tensor(index, torch.ones(1), (3, 5, 5)), tmp_path / "in.pt")
+        assert_rejected(tmp_path / "in.pt", r"or is damaged \(")
+
+    @pytest.mark.parametrize(
+        "numbers", [range(1, 4), (0, 2), ("a0", "b1")], ids=["from one", "with a gap", "of two names"]
+    )
+    def test_masks_that_are_not_plainly_all_layers_are_rejected(self, tmp_path, numbers):
+        torch.save({number: bits_of(3) for number in numbers}, tmp_path / "in.pt")
+        assert_rejected(tmp_path / "in.pt", r"name it with key=NAME, or stack the masks of all layers: torch.stack")
 
     @pytest.mark.parametrize(
         ("kind", "suffix"),
@@ -348,6 +486,8 @@ class TestRejected:
             (bits_of(2, 3) * 2, {}, r"values other than 0 and 1 \(up to 2\).*lut="),
             (bits_of(3).float() * 0.5, {}, "values other than 0 and 1"),
             (bits_of(3).float() * torch.nan, {}, "values other than 0 and 1"),
+            (bits_of(3).to(torch.complex64), {}, "masks are torch.complex64; expected bool, or numbers"),
+            (torch.full((3, 5, 5), -1), {}, "values other than 0 and 1"),
             (torch.zeros(5, 5), {}, "no tensor that is plainly the masks"),
             ({"a": bits_of(3), "b": bits_of(3)}, {}, r"plainly the masks \(a \[3, 5, 5\], b \[3, 5, 5\]\).*key="),
             ({"a": bits_of(3)}, {"key": "b"}, "has no tensor 'b'; key can be one of a"),

@@ -94,6 +94,8 @@ def preflight_error(rank: int, world: int, argv: list[str]) -> str:
         ("--cache_method teacache", "--cache_method teacache does not go with"),
         ("--attention_backend aiter_sparge", "choose the mask with --sp-config"),
         ("--model ./nowhere", "--model ./nowhere: that folder does not exist"),
+        ("--input_images ./gone.png", "--input_images gone.png does not exist; give a file such as a PNG or JPEG"),
+        (f"--input_images {__file__}", "test_xdit.py cannot be read as an image; give a PNG or JPEG"),
         ("--ulysses-degree two", "invalid int value: 'two'"),
     ],
 )
@@ -110,7 +112,32 @@ def test_prompt_and_report_folder_are_checked_before_ranks_start(xfuser, tmp_pat
     assert xfuser(1).run(preflight_error, line) == ["--prompt is missing; say what to generate"]
     (answer,) = xfuser(1).run(preflight_error, [*line, "--prompt", "x"])
     assert answer.endswith("file is a file; give the name of a folder")
-    assert xfuser(1).run(preflight_error, [*line, "--prompt", "x", "--nnodes=2"]) == [""], "another node may write it"
+    line += ["--prompt", "x"]
+    assert xfuser(1).run(preflight_error, [*line, "--nnodes=2"]) == [""], "another node may write it"
+    (tmp_path / "dbsp.yaml").write_text("mask: sparge\n")
+    (answer,) = xfuser(1).run(preflight_error, [*line, "--output_directory", str(tmp_path / "file")])
+    assert answer == f"--output_directory {tmp_path / 'file'} is a file; give the name of a folder"
+    assert xfuser(1).run(preflight_error, [*line, "--output_directory", str(tmp_path / "new")]) == [""]
+
+
+def folder_made(rank: int, world: int, folder: str) -> tuple[object, bool]:
+    """Returns the exit code of a rank whose `--output_directory` is given, and whether the folder is there then."""
+    import xfuser.model_executor.models.runner_models.base_model  # noqa: F401  as xfuser's runner does first
+    from xfuser import xFuserArgs
+
+    args = {"sp_backend": "dbsp", "sp_config": "sparge:cdf=0.9", "model": "Wan2.1-T2V", "output_directory": folder}
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            xFuserArgs.from_runner_args(args)
+    except SystemExit as ended:
+        return ended.code, os.path.isdir(folder)
+    return 0, os.path.isdir(folder)
+
+
+def test_folder_of_videos_is_made_before_weights_are_loaded(xfuser, tmp_path):
+    assert xfuser(1).run(folder_made, str(tmp_path / "new" / "videos")) == [(0, True)]
+    (tmp_path / "file").touch()
+    assert xfuser(1).run(folder_made, str(tmp_path / "file")) == [(2, False)]
 
 
 def rank_error(rank: int, world: int, name: str) -> str:

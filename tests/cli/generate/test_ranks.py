@@ -28,6 +28,11 @@ SLURM = {
 }
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+PALS = {"PMI_RANK": "3", "PMI_SIZE": "4", "PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}
+CRAY = {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
+MVAPICH = {f"MV2_COMM_WORLD_{name}": value for name, value in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "1"))}
+FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}
+PYTORCH_JOB = {"RANK": "1", "WORLD_SIZE": "2", **MEETING}
 
 
 @pytest.fixture
@@ -53,6 +58,11 @@ class TestJoining:
             (SLURM | {"SLURM_JOB_ID": "x", "MASTER_PORT": ""}, 2, "gpu07", 29500),
             (OPEN_MPI, 4, "127.0.0.1", 29500),
             (MPICH | {"MASTER_ADDR": "node0"}, 2, "node0", 29500),
+            (PALS | MEETING, 2, "node0", 1234),
+            (CRAY | MEETING, 2, "node0", 1234),
+            (MVAPICH, 4, "127.0.0.1", 29500),
+            (FLUX, 4, "127.0.0.1", 29500),
+            (PYTORCH_JOB | OPEN_MPI, 4, "node0", 1234),
         ],
     )
     def test_each_launcher_is_understood(self, exported, environment, local_world, address, port):
@@ -78,24 +88,55 @@ class TestJoining:
 
     @pytest.mark.parametrize(
         ("nodes", "first"),
-        [("node0", "node0"), ("a,b[1-2]", "a"), ("n[3,5-7]", "n3"), ("n[01-16],m1", "n01"), ("r[1-2]n[1-4]", "r1n")],
+        [
+            ("node0", "node0"),
+            ("a,b[1-2]", "a"),
+            ("n[3,5-7]", "n3"),
+            ("n[01-16],m1", "n01"),
+            ("r[1-2]n[1-4],x", "r1n1"),
+            ("node[1-3,7],gpu[01-02]", "node1"),
+            ("a[3,1]-b[07-09]c,z", "a3-b07c"),
+            ("n[1-9]-ib.cluster", "n1-ib.cluster"),
+        ],
     )
     def test_ranks_of_slurm_meet_on_the_first_node(self, nodes, first):
-        assert RankInfo.from_environment(SLURM | {"SLURM_STEP_NODELIST": nodes}).address.startswith(first)
+        assert RankInfo.from_environment(SLURM | {"SLURM_STEP_NODELIST": nodes}).address == first
 
     @pytest.mark.parametrize(
         "environment",
         [
             {},
-            {"RANK": "0", "WORLD_SIZE": "2"},  # of a pod, in which torchrun is yet to be started
+            {"RANK": "0", "WORLD_SIZE": "1"},  # of a pod that is alone
+            {"RANK": "", "WORLD_SIZE": "", "PMI_RANK": "0"},
             {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},  # the batch script itself
             TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
-            TORCHRUN | {"WORLD_SIZE": "²"},
-            TORCHRUN | {"WORLD_SIZE": "9" * 5000},  # more digits than Python reads
         ],
     )
     def test_a_process_that_is_alone_joins_nobody(self, environment):
         assert RankInfo.from_environment(environment) is None
+
+    @pytest.mark.parametrize(
+        ("environment", "message"),
+        [
+            (
+                PYTORCH_JOB,
+                "^RANK='1', WORLD_SIZE='2' name one of several ranks, but LOCAL_RANK is missing; start the com",
+            ),
+            (
+                PYTORCH_JOB | {"LOCAL_RANK": "first"},
+                "LOCAL_RANK='first' name .*, but LOCAL_RANK is not a number; start",
+            ),
+            (TORCHRUN | {"WORLD_SIZE": "²"}, "but WORLD_SIZE is not a number"),
+            (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "but WORLD_SIZE is not a number"),  # more digits than Python reads
+            ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "but MPI_LOCALRANKID is missing; .* unset PMI_RANK and PMI_SIZE for"),
+            ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "but SLURM_LOCALID is missing"),
+        ],
+    )
+    def test_rank_that_does_not_know_its_gpu_is_not_alone(self, environment, message):
+        with pytest.raises(UserError, match=message) as raised:
+            RankInfo.from_environment(environment)
+        assert "\n" not in str(raised.value)
+        assert len(str(raised.value)) < 600
 
     def test_nowhere_to_meet_is_the_users_to_mend(self):
         with pytest.raises(UserError, match="set MASTER_ADDR to rank 0's"):

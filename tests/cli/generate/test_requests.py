@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import imageio.v2 as imageio
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from dbsp_cli.generate.loras import Lora
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
@@ -18,6 +22,7 @@ from dbsp_cli.tiny_models import TRAINED_WAN, make_tiny, unknown_words
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_writer import save_mask
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import TINY_MODELS
 from dbsp_core.sources import SpargeSource
 from dbsp_core.sources.spec import mask_values
@@ -49,6 +54,16 @@ class TestPrompts:
         (tmp_path / "p.txt").write_text("a red ball\n\n  a blue cube \n", encoding="utf-8")
         made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
         assert [output.prompt for output in made.outputs] == ["a red ball", "a blue cube"]
+
+    @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be"])
+    @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+    def test_lines_of_a_file_end_as_systems_end_them_and_have_no_mark(self, tmp_path, encoding, end):
+        prompts = ["a red ball", "one\u2028prompt", "and\u0085another", "with\va tab\x0c\x1d", "ein Bär"]
+        mark = "\ufeff" if encoding == "utf-16-be" else ""
+        content = (mark + end + end.join([*prompts, "", ""])).encode(encoding)
+        (tmp_path / "p.txt").write_bytes(content)
+        made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
+        assert [output.prompt for output in made.outputs] == [prompt.strip() for prompt in prompts]
 
     @pytest.mark.parametrize(
         ("prompt", "unknown"),
@@ -108,6 +123,42 @@ class TestSettings:
             decided(tmp_path, **asked, changes=[*SIZE, f"mask={tmp_path}/wrong.safetensors"])
 
 
+class TestTwoTransformers:
+    def asked(self, folder, *changes):
+        return decided(folder, config=None, model="tiny-wan2.2", changes=(*SIZE, *changes))
+
+    def test_a_mask_file_of_the_second_is_checked_too(self, tmp_path):
+        for name, frames in (("right", 3), ("wrong", 4)):
+            save_mask(tmp_path / f"{name}.safetensors", BlockMask.dense(12, BlockGrid(frames * 24, 0, 16, 16)))
+        masks = {name: f"transformer_2.mask={tmp_path}/{name}.safetensors" for name in ("right", "wrong")}
+        self.asked(tmp_path, masks["right"])
+        with pytest.raises(UserError, match=r"^--set transformer_2.mask: mask file .*wrong.safetensors is for"):
+            self.asked(tmp_path, masks["wrong"])
+
+    def test_a_setting_of_the_second_that_cannot_work_here_is_rejected(self, tmp_path):
+        with pytest.raises(UserError, match=r"^--set transformer_2.kernel: kernel '\w+' cannot be used here"):
+            self.asked(tmp_path, f"transformer_2.kernel={'cpu' if torch.cuda.is_available() else 'sparge'}")
+
+    def test_a_schedule_that_leaves_the_second_dense_is_warned_of(self, tmp_path):
+        (said,) = self.asked(tmp_path, "transformer_2.dense_schedule.first_steps=9").warnings
+        assert "makes all 1 steps dense" in said
+
+    def test_guidance_of_the_first_is_the_second_s_unless_that_has_its_own(self, tmp_path):
+        usual = GenerateSettings(guidance_scale=4.0, guidance_scale_2=3.0, **dict.fromkeys(("height", "width"), 64))
+        usual = replace(usual, num_frames=9)
+        scales = [
+            (filled.guidance_scale, filled.guidance_scale_2)
+            for filled in (GenerateSettings(**given).filled(usual) for given in GUIDANCE)
+        ]
+        assert scales == [(4.0, 3.0), (1.0, None), (1.0, 2.0), (4.0, 2.0)]
+        assert self.asked(tmp_path, "generate.guidance_scale_2=2").config.generate.guidance_scale_2 == 2
+        with pytest.raises(UserError, match=r"^--set generate.guidance_scale_2: .*guidance_scale_2=2.0 is for models"):
+            decided(tmp_path, changes=(*SIZE, "generate.guidance_scale_2=2"))
+
+
+GUIDANCE = ({}, {"guidance_scale": 1.0}, {"guidance_scale": 1.0, "guidance_scale_2": 2.0}, {"guidance_scale_2": 2.0})
+
+
 class TestVideos:
     def test_each_prompt_has_its_seeds_and_each_video_a_file(self, tmp_path):
         (tmp_path / "p.txt").write_text("a red ball\nthe sea, at dusk!\n")
@@ -160,7 +211,8 @@ FEATURES = [
     ({"offload": "disk"}, "--offload disk: use model, sequential"),
     ({"offload": "model"}, "--offload needs a GPU; without one, weights are in the host's memory already"),
     ({"quantize": "int3"}, "--quantize int3: use int8, fp8, nf4"),
-    ({"quantize": "nf4"}, "bitsandbytes is not installed; pip install bitsandbytes"),
+    ({"quantize": "nf4"}, "--quantize nf4 needs a GPU, which bitsandbytes computes on; without one, use int8 or fp8"),
+    ({"quantize": "int8"}, "torchao is not installed; pip install torchao"),
     ({"cache": "teacache"}, "--cache teacache: use first-block, or first-block=0.1 with a threshold above 0"),
     ({"cache": "first-block=0"}, "--cache first-block=0: use first-block, or first-block=0.1"),
     ({"cache": "first-block=much"}, "--cache first-block=much: 'much' is not a number"),
@@ -184,6 +236,9 @@ REJECTED = [
     ({"prompt": "B\udce4r"}, "--prompt .* is not text in UTF-8"),  # bytes in another encoding
     ({"prompt": "@empty.txt"}, "^--prompt: .*has no prompts; write one a line$"),
     ({"prompt": "@binary.txt"}, "^--prompt: .*is not text in UTF-8$"),
+    ({"prompt": "@large.txt"}, "^large.txt has 1 TiB, too much for text; give the path of a text file$"),
+    ({"config": "large.txt"}, "^large.txt has 1 TiB, too much for text"),
+    ({"prompt": "@pointer.txt"}, "^--prompt: file pointer.txt is a pointer of Git LFS, not the file itself; fetch"),
     ({"prompt": "@gone.txt"}, "^--prompt: .*gone.txt does not exist; give a text, or @FILE with one prompt a line$"),
     ({"changes": ["source=dense"]}, "unknown key 'source'"),
     *(({"videos": 3, "out": out}, re.escape(said)) for out, said in PATTERNS.items()),
@@ -221,13 +276,16 @@ REJECTED = [
 def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, given, message):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else found(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else found(name))
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n")
     Path("binary.txt").write_bytes(b"\xff")
+    Path("pointer.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    with open("large.txt", "wb") as file:
+        file.truncate(1 << 40)  # no bytes on disk
     Path("folder.mp4").mkdir()
-    for name in ("file", "from.mp4"):
-        Path(name).touch()
+    Path("file").touch()
+    save_video("from.mp4")
     Path("my.yaml").write_text("model: tiny-wan\nreport: file\n")
     Path("c.yaml").write_text("model: tiny-wan\n")
     Path("link.mp4").symlink_to("c.yaml")
@@ -239,12 +297,32 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, given, me
     assert "\n" not in str(caught.value)
 
 
+def save_video(path: str | Path, frames: int = 9, width: int = 96, height: int = 64, fps: int = 16) -> None:
+    """Saves a video whose frames grow brighter, one after another."""
+    pictures = [np.full((height, width, 3), 20 * number, dtype=np.uint8) for number in range(frames)]
+    imageio.mimwrite(path, pictures, fps=fps, macro_block_size=1)
+
+
 def test_features_with_numbers(tmp_path):
-    """Tries paths of LoRA weights that hold an equals sign, too."""
-    (tmp_path / "rank=16").mkdir()
-    one = str(tmp_path / "rank=16")
-    features = Features(lora=("some/lora", "a.safetensors=0.5", one, f"{one}=0.5"), cache="first-block=0.2")
-    assert features.loras() == [("some/lora", 1.0), ("a.safetensors", 0.5), (one, 1.0), (one, 0.5)]
+    """Tries paths of LoRA weights that hold an equals sign or a colon, too."""
+    for name in ("rank=16", "a:transformer"):
+        (tmp_path / name).mkdir()
+    one, two = str(tmp_path / "rank=16"), str(tmp_path / "a:transformer")
+    given = {
+        "some/lora": Lora("some/lora"),
+        "a.safetensors=0.5": Lora("a.safetensors", 0.5),
+        "a.safetensors:transformer_2": Lora("a.safetensors", 1.0, "transformer_2"),
+        "a.safetensors:transformer=0.5": Lora("a.safetensors", 0.5, "transformer"),
+        one: Lora(one),
+        f"{one}=0.5": Lora(one, 0.5),
+        f"{one}:transformer=2": Lora(one, 2.0, "transformer"),
+        two: Lora(two),
+        f"{two}:transformer_2=2": Lora(two, 2.0, "transformer_2"),
+    }
+    features = Features(lora=tuple(given), cache="first-block=0.2")
+    assert features.loras() == list(given.values())
+    with pytest.raises(UserError, match=r"'transfomer_2' is not one of .*; did you mean 'transformer_2'\?"):
+        Lora.parse(f"{two}:transfomer_2")
     assert (features.cache_threshold(), Features(cache="first-block").cache_threshold()) == (0.2, 0.05)
 
 
@@ -268,6 +346,27 @@ class TestPaths:
         monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "file"))
         with pytest.raises(UserError, match=r"\$DBSP_RECORD .*/file is a file; give the name of a folder"):
             decided(tmp_path, changes=SIZE)
+
+    @pytest.mark.parametrize(("model", "inside"), [("tiny-wan", "."), ("tiny-wan2.2", "transformer_2")])
+    def test_masks_are_not_recorded_over_older_ones(self, tmp_path, monkeypatch, model, inside):
+        monkeypatch.setenv("DBSP_RECORD", str(tmp_path / "masks"))
+        decided(tmp_path, config=None, model=model)
+        (tmp_path / "masks" / inside).mkdir(parents=True)
+        (tmp_path / "masks" / inside / "index.json").touch()
+        with pytest.raises(UserError, match=r"^\$DBSP_RECORD .*/masks has a recording already"):
+            decided(tmp_path, config=None, model=model)
+
+    @pytest.mark.parametrize("name", ["report.json", "report.html", "balance.png", "latents.safetensors"])
+    def test_every_file_of_every_report_can_be_written(self, tmp_path, name):
+        asked = {"videos": 2, "out": str(tmp_path / "{index}.mp4"), "report": tmp_path / "r"}
+        decided(tmp_path, **asked)
+        (tmp_path / "r" / "1" / name).mkdir(parents=True)
+        with pytest.raises(UserError, match=rf"^--report .*/r/1: {name} there is a folder; remove it"):
+            decided(tmp_path, **asked)
+        (tmp_path / "r2").mkdir()
+        (tmp_path / "r2" / "0").touch()
+        with pytest.raises(UserError, match=r"^--report .*/r2/0 is a file; give the name of a folder"):
+            decided(tmp_path, **asked | {"report": tmp_path / "r2"})
 
 
 class TestUsersFolder:

@@ -26,7 +26,6 @@ from dbsp_core import BlockMask, save_mask
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import TINY_MODELS
 from dbsp_core.sources import DenseSource, MaskRequest
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
 from dbsp_diffusers import session_of
 from dbsp_diffusers.models.transformers import transformers_of
@@ -40,6 +39,7 @@ PROMPT = "a red ball bounces over a blue floor"
 SIZES = {"height": 64, "width": 96, "num_frames": 9, "steps": 2, "guidance_scale": 2.0}
 SMALL = tuple(f"generate.{name}={value}" for name, value in SIZES.items())
 ONE_PASS = ("generate.steps=1", "generate.guidance_scale=1.0")
+LORA = {"A": (4, 12 * 24), "B": (12 * 24, 4)}
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
 
 pytestmark = pytest.mark.usefixtures("one_rank", "no_picture")
@@ -175,9 +175,22 @@ def test_lora_weights_of_zero_change_nothing_and_others_do(tmp_path):
         found[name] = latents_of(tmp_path / name)
     assert torch.equal(found["none"], found["zero"])
     assert not torch.equal(found["none"], found["half"])
-    save_file({"nothing.of.it": torch.zeros(2)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match=r"^--lora .*other.safetensors cannot be loaded into WanPipeline \("):
-        make_videos(decided(tmp_path, features=Features(lora=(str(tmp_path / "other.safetensors"),))))
+
+
+def test_lora_weights_reach_the_transformer_that_is_named(tmp_path):
+    pytest.importorskip("peft")
+    folder = str(make_tiny("wan2.2", tmp_path / "tiny"))
+    weights = {
+        f"transformer.blocks.0.attn1.to_q.lora_{side}.weight": torch.ones(shape) for side, shape in LORA.items()
+    }
+    save_file(weights, tmp_path / "lora.safetensors")
+    lora = str(tmp_path / "lora.safetensors")
+    features = Features(lora=(f"{lora}:transformer_2=0.5", f"{lora}:transformer=2", f"{lora}:transformer_2"))
+    pipe = load_pipeline(folder, TINY_MODELS["wan2.2"], GenerateSettings(), features, torch.device("cpu"))
+    scales = {name: getattr(pipe, name).blocks[0].attn1.to_q.scaling for name in ("transformer", "transformer_2")}
+    assert scales == {"transformer": {"lora_1": 2.0}, "transformer_2": {"lora_0": 0.5, "lora_2": 1.0}}
+    active = {name: getattr(pipe, name).active_adapters() for name in ("transformer", "transformer_2")}
+    assert active == {"transformer": ["lora_1"], "transformer_2": ["lora_0", "lora_2"]}
 
 
 def test_a_cache_that_takes_every_step_for_the_same_computes_the_first_alone(tmp_path):
@@ -242,6 +255,12 @@ class TestPaths:
         assert movie(tmp_path / "real.mp4") == ((16, 16), 3)
         assert names(tmp_path) == {"ball.mp4", "real.mp4"}
 
+    def test_the_longest_possible_name_is_written(self, tmp_path, pictures):
+        path = tmp_path / f"{'a' * 251}.mp4"
+        videos._write(pictures, path, 16)
+        assert movie(path) == ((16, 16), 3)
+        assert names(tmp_path) == {path.name}
+
     @pytest.mark.parametrize("left", [0, -100], ids=["nothing", "without its end"])
     def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, left):
         export = diffusers.utils.export_to_video
@@ -276,11 +295,18 @@ class TestPaths:
         kept = Path(str(raised.value).rpartition(": ")[2])
         assert movie(kept) == ((16, 16), 3)
 
-    def test_a_report_that_cannot_be_written_is_lacking_and_the_command_exits_with_3(self, tmp_path, dbsp):
+    def test_a_report_that_cannot_be_written_is_lacking_and_the_command_exits_with_3(
+        self, tmp_path, dbsp, monkeypatch
+    ):
         older = tmp_path / "report" / "report.json"
         older.parent.mkdir()
         older.write_text('"an older report"')
-        (tmp_path / "report" / "report.html").mkdir()
+
+        def page_becomes_a_folder(_):
+            older.with_name("report.html").mkdir()
+            return b""
+
+        monkeypatch.setattr("dbsp_core.reports.collect.balance_picture", page_becomes_a_folder)
         sizes = [part for change in (*SMALL, *ONE_PASS) for part in ("--set", change)]
         paths = ["--out", tmp_path / "ball.mp4", "--report", tmp_path / "report"]
         code, out, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", 1, *sizes, *paths)

@@ -143,7 +143,34 @@ class TestOneProcess:
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
         run(new(tmp_path), [(2, 3)], [DenoisingStep()])
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-        assert "has a recording already; give another folder" in capsys.readouterr().err
+        assert "has a recording already, maybe of another run at this time; give another" in capsys.readouterr().err
+
+    def test_one_of_two_runs_in_one_folder_records(self, tmp_path, capsys):
+        first, second = new(tmp_path), new(tmp_path)
+        for recorder, seed in ((first, 0), (second, 2)):
+            recorder.begin(DenoisingStep())
+            keep_and_use(recorder, 0, a_mask(seed))
+        for recorder, seed in ((first, 1), (second, 3)):  # the pass ends in both
+            keep_and_use(recorder, 1, a_mask(seed))
+        for recorder in (first, second):
+            run(recorder, [(4, 4)], [DenoisingStep(1)])
+        recording = Recording.read(tmp_path)
+        assert (len(recording.passes), first.stopped) == (2, None)
+        assert torch.equal(recording.mask(1, DenoisingStep()).bits, a_mask(1).bits)
+        assert "FileExistsError: " in capsys.readouterr().err
+        assert len(list(tmp_path.glob("*.safetensors"))) == 3, "masks of the other run are not there"
+
+    def test_recording_that_fails_at_once_leaves_the_folder_to_others(self, tmp_path, monkeypatch):
+        with monkeypatch.context() as patch:
+            patch.setattr("dbsp_core.reports.mask_recorder.write_atomically", mock.Mock(side_effect=OSError("full")))
+            run(new(tmp_path), [(0, 1)], [DenoisingStep()])
+        assert list(tmp_path.iterdir()) == []
+
+    def test_folder_with_a_recording_is_named_before_anything_is_recorded(self, tmp_path, capsys):
+        run(new(tmp_path / "r"), [(0, 1)], [DenoisingStep()])
+        recorder = MaskRecorder.from_environment(str(tmp_path / "r"), SequenceGroup(0, 1), 2)
+        assert (recorder.active, recorder.counts_steps) == (False, True)
+        assert "not recording masks: $DBSP_RECORD" in capsys.readouterr().err
 
     @pytest.mark.parametrize("blocked", ["folder", "write"])
     def test_failing_disk_stops_the_recording_with_one_warning(self, tmp_path, capsys, monkeypatch, blocked):
@@ -178,6 +205,11 @@ class TestReading:
         self.index(tmp_path, **changes)
         with pytest.raises(UserError, match="is no recording of masks"):
             Recording.read(tmp_path)
+
+    def test_index_with_a_byte_order_mark_is_read(self, tmp_path):
+        self.index(tmp_path)
+        (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text(), encoding="utf-8-sig")
+        assert len(Recording.read(tmp_path).passes) == 1
 
     def test_folder_without_a_recording_raises(self, tmp_path):
         for folder in (tmp_path, tmp_path / "none"):

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_cli.output import require_file_path
 from dbsp_core.masks.mask_writer import ByteTensor, safetensors_pieces
-from dbsp_core.utils.files import write_atomically
+from dbsp_core.utils.files import require_file_path, write_atomically
 
 
 def mode(path: Path) -> int:

@@ -9,9 +9,8 @@ from unittest import mock
 
 import pytest
 
-from dbsp_cli.output import require_file_path
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_folder_path
+from dbsp_core.utils.files import require_file_path, require_folder_path
 
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PATH"], "FOLDER"),

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_cli.output import require_apart, require_file_path
+from dbsp_cli.output import require_apart
 from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import load_hardware, save_hardware
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import expand_path, require_file, require_folder_path
+from dbsp_core.utils.files import expand_path, require_file, require_file_path, require_folder_path, write_atomically
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
@@ -144,8 +144,18 @@ class TestUnreadable:
 
     @pytest.mark.parametrize("require", [require_file_path, require_folder_path])
     def test_output_with_a_name_that_is_too_long_is_rejected(self, tmp_path, require):
-        with pytest.raises(UserError, match=r"^--out .* cannot be written to \(File name too long\)"):
-            require(tmp_path / ("a" * 300), "--out")
+        for path in ("a" * 300, "new/" + "a" * 300, "a" * 300 + "/new", "ä" * 150, "a/" * 2100):
+            with pytest.raises(UserError, match=r"^--out .* cannot be written to \(File name too long\)") as raised:
+                require(tmp_path / path, "--out")
+            assert len(str(raised.value)) < 400
+
+    @pytest.mark.parametrize("length", [200, 242, 255])
+    def test_longest_possible_name_is_written(self, tmp_path, length):
+        """A temporary name that is made of the file's would be longer than the system allows."""
+        path = tmp_path / "new" / ("a" * length)
+        require_file_path(path, "--out")
+        write_atomically(path, "content")
+        assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 class TestApart:
@@ -181,13 +191,13 @@ def test_yaml_is_read_as_utf_8_in_an_ascii_locale(tmp_path):
     (tmp_path / "Brücke").mkdir()
     mask = f"mask: {{source: file, path: {tmp_path}/ä.safetensors}}"
     text = f"generate: {{prompt: ein Bär}}\nreport: {tmp_path}/Brücke/r\n{mask}\n"
-    files = {"own.yaml": "utf-8", "wide.yaml": "utf-16"}
+    files = {"own.yaml": "utf-8", "marked.yaml": "utf-8-sig", "wide.yaml": "utf-16"}
     for name, encoding in files.items():
         (tmp_path / name).write_text(text, encoding=encoding)
     save_mask(tmp_path / "ä.safetensors", BlockMask.dense(2, GRID))
-    assert [DbspConfig.load(tmp_path / name).generate.prompt for name in files] == ["ein Bär"] * 2
+    assert [DbspConfig.load(tmp_path / name).generate.prompt for name in files] == ["ein Bär"] * 3
     command = [sys.executable, "-c", LOAD, *(tmp_path / name for name in files), "tiny-wan-window"]
     done = subprocess.run(command, capture_output=True, env=child_environment() | ASCII, check=False)
-    assert done.stdout.decode().split("\n")[:2] == [ascii("ein Bär")] * 2, done.stderr.decode()
+    assert done.stdout.decode().split("\n")[:3] == [ascii("ein Bär")] * 3, done.stderr.decode()
     assert done.returncode == 0, done.stderr.decode()
     assert (tmp_path / "Brücke" / "r").is_dir()
