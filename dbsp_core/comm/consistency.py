@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.autograd.forward_ad import unpack_dual
 
 from dbsp_core.comm.groups import SequenceGroup
@@ -226,3 +229,26 @@ def outside_transforms() -> AbstractContextManager[object]:
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # loaded by the transform itself
 
     return temporarily_clear_interpreter_stack()
+
+
+TWO_THREADS = (
+    "two threads use db-SP on the same ranks at once, which would answer each other's calls; let one run at a time, "
+    "or give each a process group of its own"
+)
+_LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
+
+
+class ConcurrencyGuard:
+    """Keeps a second thread out while one is within a call on a group's ranks, whichever sessions they use."""
+
+    def __init__(self, group: SequenceGroup) -> None:
+        process_group, lock = group.group, threading.Lock()
+        self._lock = lock if process_group is None else _LOCKS.setdefault(process_group, lock)
+
+    def __enter__(self) -> None:
+        """Guards one call. Raises UserError if another thread is within one."""
+        if not self._lock.acquire(blocking=False):
+            raise UserError(TWO_THREADS)
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from dbsp_core.comm.consistency import QKV, input_kind
+from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, input_kind
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -27,11 +27,12 @@ from dbsp_core.runtime.consistency_checks import (
     check_prepared,
     check_settings,
 )
+from dbsp_core.runtime.forward_passes import NOT_BEGUN, ForwardPass, ForwardPasses
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.pass_checks import Meeting, PassChecks
 from dbsp_core.runtime.plan_keeper import PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.session_state import ConcurrencyGuard, Recomputation, SessionObserver
+from dbsp_core.runtime.session_state import SessionObserver
 from dbsp_core.runtime.size_context import SizeContext, SizeKey
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
@@ -55,6 +56,7 @@ class AttentionSession:
         problem: Reason why this rank has no settings, which is raised on all ranks; the other arguments are then not
             used.
         check: False if whoever makes the session calls `check_settings`, before the first pass.
+        passes: The forward pass that runs, and those whose backward is still to come.
         nodes: The node of each rank of the group.
         report: True if any rank's settings ask for a report.
         meeting: Checks of the next pass's inputs, which run with its first attention.
@@ -73,6 +75,7 @@ class AttentionSession:
     check: InitVar[bool] = True
     meeting: Meeting | None = None
     first_layer: int = 0
+    passes: ForwardPasses = field(default_factory=ForwardPasses)
     nodes: tuple[int, ...] = field(init=False)
     report: bool = field(init=False)
     _mask_provider: MaskProvider = field(init=False)
@@ -80,10 +83,6 @@ class AttentionSession:
     _raises_alone: bool = False
     _sizes: OrderedDict[SizeKey, SizeContext] = field(default_factory=OrderedDict)
     """What is known for each size of video; the one used last at the end."""
-    _reached: set[int] = field(default_factory=set)
-    _begun: PassChecks | None = None
-    """What ranks have to compare of the pass that has begun, at its first attention."""
-    _recomputation: Recomputation = field(default_factory=Recomputation)
     _concurrency_guard: ConcurrencyGuard = field(init=False)
     _check_gradient: CheckGradient | None = field(init=False)
 
@@ -133,21 +132,21 @@ class AttentionSession:
             UserError: On all ranks, for a size that the mask source rejects, unless they raise it together elsewhere.
         """
         with self._concurrency_guard:
-            self._reached.clear()
-            self._recomputation.begin(torch.is_grad_enabled())
+            forward_pass = self.passes.begin(torch.is_grad_enabled())
             first = self._mask_provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
             key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
             named, meeting = self._mask_provider.use_names(), self.meeting
-            self._begun = self.meeting = None
+            self.meeting = None
             new = key not in self._sizes or not named or (first and self._mask_provider.predicts)
             if new or meeting or self.config.debug:
-                self._begun = PassChecks(self.group, meeting)
-                self._take_up(self._begun, key, torch.device(device), streams, cfg_branch)
+                forward_pass.checks = PassChecks(self.group, meeting)
+                forward_pass.size = self._take_up(forward_pass.checks, key, torch.device(device), streams, cfg_branch)
             else:
                 self._sizes.move_to_end(key)
-            return self.layout
+                forward_pass.size = self._sizes[key]
+            return forward_pass.size.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
         """Creates a session of other ranks that counts calls and denoising steps with this one. Collective for them.
@@ -155,19 +154,20 @@ class AttentionSession:
         It is observed by none, and its `begin` raises on one rank alone.
         """
         parts = self.config, group, strategy, self.heads, self.layers, self.steps, self.clock
-        return AttentionSession(*parts, _statistics=self._statistics, _raises_alone=True)
+        return AttentionSession(*parts, passes=self.passes, _statistics=self._statistics, _raises_alone=True)
 
     def end(self) -> frozenset[int]:
         """Returns the layers whose attention the forward pass has reached. Collective if there are none."""
-        if self._begun is not None:
-            self._begun.check(None, {})
-            self._keep_begun(self._begun)
-        return frozenset(self._reached)
+        last = self.passes.last
+        if last.checks is not None:
+            last.checks.check(None, {})
+            self._keep_checked(last)
+        return frozenset(last.reached)
 
     @property
     def layout(self) -> SequenceLayout:
         """The layout of the current forward pass."""
-        return self._now.layout
+        return _size_of(self.passes.now).layout
 
     @not_compiled
     @outside_inference
@@ -187,19 +187,18 @@ class AttentionSession:
         """
         with self._concurrency_guard:
             qkv, scale = (q, k, v), max(1, q.shape[-1]) ** -0.5 if scale is None else scale
-            if layer in self._reached and torch.is_grad_enabled():  # activation checkpointing, in backward
-                prepared = self._recomputation.take(layer)
+            prepared = self.passes.recomputed(layer)
+            if prepared is not None:  # activation checkpointing, in backward
                 with torch.no_grad():  # as in the pass: what is saved for backward must be the same
-                    problem = self._now.problem_of(qkv, prepared.n_local)
+                    problem = _size_of(self.passes.now).problem_of(qkv, prepared.n_local)
                     self._compare(layer, qkv, scale, problem, prepared, {})
                 return attend(prepared, q, k, v, scale, self._check_gradient).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             with torch.no_grad():  # to backward, predicted masks are constants
                 prepared, use = self._prepare(layer, qkv, scale, gate)
-            self._reached.add(layer)
             out = attend(prepared, q, k, v, scale, self._check_gradient)
-            self._recomputation.keep(layer, prepared, out)
+            self.passes.last.keep(layer, prepared, out)
             for observer in self.observers:
                 observer.attention_ends(self.first_layer + layer, prepared, q, use)
             return out.view(q.shape)
@@ -212,7 +211,7 @@ class AttentionSession:
     @property
     def records(self) -> dict[int, Plan]:
         """Each layer's plan, with the numbers of the mask that it was last used for. Waits for counts under way."""
-        return self._now.records if self._sizes else {}
+        return next(reversed(self._sizes.values())).records if self._sizes else {}
 
     @property
     def reuse(self) -> ReuseStatistics:
@@ -235,23 +234,14 @@ class AttentionSession:
         """True if masks depend on the denoising step."""
         return self._mask_provider.by_step
 
-    @property
-    def _now(self) -> SizeContext:
-        """Context of the current forward pass's size."""
-        if self._begun is not None and self._begun.size is not None:
-            return self._begun.size
-        if not self._sizes:
-            raise RuntimeError("attention was reached before the forward pass began; attach db-SP to the transformer")
-        return next(reversed(self._sizes.values()))
-
     def _take_up(
         self,
-        begun: PassChecks,
+        checks: PassChecks,
         key: SizeKey,
         device: torch.device,
         streams: Streams | SequenceLayout,
         cfg_branch: int | None,
-    ) -> None:
+    ) -> SizeContext:
         """Finds out what ranks have to compare of a pass that begins. Collective only if that fails."""
         of_size = key[0], streams if isinstance(streams, (str, type(None))) else None
         of_debug = (of_size, (self._mask_provider.moment, cfg_branch)) if self.config.debug else None
@@ -260,20 +250,21 @@ class AttentionSession:
             size = self._sizes.get(key) or SizeContext.from_config(
                 *parts, device, streams, self.nodes, self._statistics
             )
-            begun.take(size, of_debug)
+            checks.take(size, of_debug)
         except Exception as error:  # any error: this rank must not stop alone
             if not self._raises_alone:
-                begun.check(error, {})
+                checks.check(error, {})
             raise
+        return size
 
-    def _keep_begun(self, begun: PassChecks) -> None:
-        """Keeps what is known of the pass that has begun, once all ranks have compared it."""
-        self._begun = None
-        if begun.size is None:
+    def _keep_checked(self, forward_pass: ForwardPass) -> None:
+        """Keeps what is known of a pass, once all ranks have compared it."""
+        checks, forward_pass.checks = forward_pass.checks, None
+        if checks is None or checks.size is None:
             return
-        self._sizes[begun.size.key] = begun.size
-        self._sizes.move_to_end(begun.size.key)
-        self._mask_provider.keep_names(begun.names)
+        self._sizes[checks.size.key] = checks.size
+        self._sizes.move_to_end(checks.size.key)
+        self._mask_provider.keep_names(checks.names)
         if len(self._sizes) > MOST_SIZES:
             (videos, _), oldest = self._sizes.popitem(last=False)
             oldest.settle()
@@ -284,7 +275,7 @@ class AttentionSession:
         self, layer: int, qkv: QKV, scale: float, gate: torch.Tensor | None
     ) -> tuple[PreparedAttention, PlanUse]:
         """Returns what computes a layer's attention now, once ranks have compared what is new. Collective then."""
-        now, (q, k, v), use, mask = self._now, qkv, None, {}
+        now, (q, k, v), use, mask = _size_of(self.passes.last), qkv, None, {}
         problem: Exception | None = now.problem_of(qkv, now.layout.shard)
         prepared, predicted = now.known(layer, q.device), now.name_of(layer) is None
         # 1. What does not depend on q and k, if it is new.
@@ -324,9 +315,10 @@ class AttentionSession:
         Returns:
             True if they have compared them.
         """
-        now, kind, begun = self._now, input_kind(*qkv), self._begun
+        forward_pass = self.passes.now
+        now, kind, checks = _size_of(forward_pass), input_kind(*qkv), forward_pass.checks
         new = not mask and now.checked_inputs.is_new(kind, None if problem is None else str(problem))
-        if not (new or mask or begun or self.config.debug):
+        if not (new or mask or checks or self.config.debug):
             if problem is not None:
                 raise problem
             return False
@@ -339,9 +331,16 @@ class AttentionSession:
             choose=partial(now.choose_kernel, kind),
             debug=self.config.debug,
             more={LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
-            check=None if begun is None else begun.check,
+            check=None if checks is None else checks.check,
         )
         now.checked_inputs.is_new(kind, None)
-        if begun is not None:
-            self._keep_begun(begun)
+        if checks is not None:
+            self._keep_checked(forward_pass)
         return True
+
+
+def _size_of(forward_pass: ForwardPass) -> SizeContext:
+    """Returns what is known of a pass's size. Raises RuntimeError if it did not begin."""
+    if forward_pass.size is None:
+        raise RuntimeError(NOT_BEGUN)
+    return forward_pass.size

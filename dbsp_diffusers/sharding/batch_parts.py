@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dbsp_core.utils.process import outside_inference
 from dbsp_diffusers.models.token_sequence import Readings
 
 Items = tuple[int, ...]
@@ -53,7 +54,7 @@ def _taken(value: Any, items: Items, batch: int) -> Any:
         return _rows(value, items)
     known = _parts.kept_for(value)
     if items not in known:
-        known[items] = _rows(value, items)
+        known[items] = outside_inference(_rows)(value, items)
     return known[items]
 
 

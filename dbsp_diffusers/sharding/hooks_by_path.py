@@ -39,7 +39,7 @@ class HooksByPath:
     def follow(self) -> None:
         """Hooks what is at the paths now, and nothing else. Call it before each forward pass."""
         for path, register, handles in self._hooks:
-            now = [getattr(module, "_orig_mod", module) for module in modules_at(self._root, path)]
+            now = [_unwrapped(module) for module in modules_at(self._root, path)]
             for gone in [module for module in handles if module not in now]:
                 handles.pop(gone).remove()
             for module in now:
@@ -52,3 +52,10 @@ class HooksByPath:
             for handle in handles.values():
                 handle.remove()
             handles.clear()
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Returns a module within torch.compile's wrapper, and within that of torch's `checkpoint_wrapper`."""
+    for name in ("_orig_mod", "_checkpoint_wrapped_module"):
+        module = getattr(module, name, module)
+    return module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,6 +29,7 @@ from dbsp_diffusers.patching import (
 )
 from dbsp_diffusers.sharding.attention import NativeBackend, intercept_attention
 from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
+from dbsp_diffusers.sharding.checkpoints import Checkpoints
 from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
@@ -37,6 +38,19 @@ ShardsByStream = Mapping[str, Any]
 """`StreamShards` of "text" and "video", and `PackedShards` of both as "packed" for a model that packs them."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _PassSharding:
+    """How one forward pass is sharded.
+
+    Attributes:
+        attention: What computes its attention.
+        streams: Its shards; None: those of several samples, which `dbsp_diffusers.packed` cuts and gathers.
+    """
+
+    attention: AttentionSession | Sharing
+    streams: ShardsByStream | None
 
 
 def shard_transformer(transformer: nn.Module, session: AttentionSession, patches: PatchSet) -> ForwardRanks:
@@ -63,10 +77,7 @@ class _SequenceSharding:
         self._architecture = architecture_of(transformer)
         self._shard_plan = self._architecture.shard_plan.for_transformer(transformer)
         self._session = session
-        self._attention: AttentionSession | Sharing = session
         self._bags = BagSessions(session)
-        self._streams: ShardsByStream | None = {}
-        """Shards in the current pass; None: of several samples, which `dbsp_diffusers.packed` cuts and gathers."""
         self._parts: list[tuple[int, ...]] = []
         """Items of each size in the current pass's batch."""
         self._hooks = HooksByPath(transformer)
@@ -80,6 +91,7 @@ class _SequenceSharding:
         to_video = self._architecture.attentions_to_video_of(self._transformer)
         self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
         self._branch = current_cfg_pass(self._transformer, patches)
+        self._checkpoints = Checkpoints(self._transformer, self._session.passes, patches)
         self._shard_own = self._changing(self._shard_plan.inputs.get("", {}), self._shard, self._transformer)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         hooks, shard_plan = self._hooks, self._shard_plan
@@ -111,21 +123,33 @@ class _SequenceSharding:
 
     def _reached(self) -> Collection[int]:
         """Returns the layers whose attention db-SP has computed in the current forward pass."""
-        session = self._attention.session if isinstance(self._attention, Sharing) else self._attention
-        return range(self._session.layers) if session is None else session.end()
+        attention = self._now.attention
+        session = attention.session if isinstance(attention, Sharing) else attention
+        if session is None or session.passes.recomputing:  # a part of a pass that was complete is computed again
+            return range(self._session.layers)
+        return session.end()
+
+    @property
+    def _now(self) -> _PassSharding:
+        """How the pass is sharded that runs, or a part of which is computed again."""
+        sharding: _PassSharding | None = self._session.passes.now.sharding
+        if sharding is None:
+            raise RuntimeError("a part of the transformer was called outside its forward pass")
+        return sharding
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
         self._caches.look()
         self._hooks.follow()
         self._backend.pin()
+        if torch.is_grad_enabled():
+            self._checkpoints.follow()
         if getattr(module, "_parallel_config", None) is not None:
             raise UserError(
                 "enable_parallelism was called on a transformer that db-SP shards; load the transformer again, and "
                 "enable db-SP alone"
             )
         if args and isinstance(args[0], PackedBatch):
-            self._streams = None
             return (self._begin_packed(module, args[0]),), kwargs
         inputs, sizes = signature_of(module).bind(*args, **kwargs).arguments, self._architecture.sizes
         self._parts = [] if sizes is None else parts_by_size(sizes(inputs))
@@ -149,7 +173,8 @@ class _SequenceSharding:
             cfg_branch=self._branch(),
             streams=self._architecture.text,
         )
-        self._streams, self._attention = self._streams_of(layout, sequence, device), self._session
+        streams = self._streams_of(layout, sequence, device)
+        self._session.passes.last.sharding = _PassSharding(self._session, streams)
         own = self._architecture.own_mask
         if own is not None:
             args, kwargs = without_argument(module, args, kwargs, own.argument)
@@ -157,11 +182,6 @@ class _SequenceSharding:
 
     def _require_separable(self, module: nn.Module) -> None:
         """Raises UserError where items of several sizes cannot be run one size after another."""
-        if torch.is_grad_enabled() and getattr(module, "gradient_checkpointing", False):
-            raise UserError(
-                "with gradient checkpointing, items of one batch must have one size and prompts of one length; give "
-                "the transformer one of them at a time, and call backward after each"
-            )
         if any(may_skip(module, block) for block in self._architecture.blocks_of(module)):
             raise UserError(
                 "with a step cache, items of one batch must have one size and prompts of one length; run them one "
@@ -197,12 +217,14 @@ class _SequenceSharding:
             first = {None: 0, "first": text, "last": grids}[streams]
             first = -(-first // session.group.size)  # each stream is cut into equal shards
             sharing = Sharing(session.group, layout, layout.shard, first, session)
-        self._attention = sharing
+        if sharing.session is None:  # no pass has begun on this rank
+            session.passes.begin(torch.is_grad_enabled())
+        session.passes.last.sharding = _PassSharding(sharing, None)
         return replace(batch, sharing=sharing)
 
     @torch.compiler.disable
     def _attend(self, layer: int, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
-        return self._attention.attend(layer, *qkv, **options)
+        return self._now.attention.attend(layer, *qkv, **options)
 
     @torch.compiler.disable
     def _attend_to_video(
@@ -240,18 +262,17 @@ class _SequenceSharding:
 
     def _shards(self, stream: str) -> Any:
         """Returns the shards of a stream in the current pass."""
-        if self._streams is None:
+        streams = self._now.streams
+        if streams is None:
             raise RuntimeError("a packed pass has no shards of one video")
-        if stream not in self._streams:
-            raise RuntimeError("a part of the transformer was called outside its forward pass")
-        return self._streams[stream]
+        return streams[stream]
 
     def _shard(self, value: Any, spec: ShardSpec) -> Any:
         """Returns this rank's shard of a tensor, or of each tensor in a list or mapping.
 
         Not torch.compiler.disable'd: what is sharded at a block is compiled with it.
         """
-        if self._streams is None:
+        if self._now.streams is None:
             return value
         if isinstance(value, Mapping):
             return {name: self._shard(one, spec) for name, one in value.items()}
@@ -310,7 +331,7 @@ class _SequenceSharding:
 
     def _gather(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         """Gathers all ranks' shards of an output. Collective."""
-        if self._streams is None:
+        if self._now.streams is None:
             return value
         whole: torch.Tensor = self._shards(spec.stream).gather(value, spec.dim)
         return whole

@@ -82,22 +82,20 @@ def test_timesteps_of_a_part_stay_views_of_the_schedule():
     assert len(part) == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("checkpointing", "with gradient checkpointing, items of one batch"),
-        ("cache", "with a step cache, items of one"),
-    ],
-)
-def test_feature_that_needs_items_of_one_size_is_rejected(change, message):
+def test_step_cache_with_items_of_several_sizes_is_rejected():
     transformer = make_tiny_transformer("ernie-image")
     dbsp_diffusers.enable(transformer, SPARSE | {"strategy": "U1R1"})
-    if change == "checkpointing":
-        transformer.train().enable_gradient_checkpointing()
-    else:
-        transformer._is_cached = True  # as cache-dit leaves it
-    with torch.set_grad_enabled(change == "checkpointing"):
-        assert said(lambda: transformer(**ragged("ernie-image"))).startswith(f"UserError: {message}")
+    transformer._is_cached = True  # as cache-dit leaves it
+    with torch.no_grad():
+        answer = said(lambda: transformer(**ragged("ernie-image")))
+    assert answer.startswith("UserError: with a step cache, items of one")
+
+
+def test_parts_made_under_inference_mode_can_be_trained_with():
+    lengths = torch.tensor([9, 6, 9])
+    with torch.inference_mode():
+        part_of({"lengths": lengths}, (0, 2), 3)
+    assert not part_of({"lengths": lengths}, (0, 2), 3)["lengths"].is_inference()
 
 
 def test_parts_are_taken_and_joined():

@@ -111,7 +111,7 @@ def two_generations(rank: int, world: int, steps: int, threshold: float) -> list
     uses: list[PlanUse] = []
     for step in range(2 * steps):
         assert session.attend(900.0 - step % steps) <= 1e-5
-        (last,) = session.inner._now.keeper._last.values()
+        (last,) = session.inner.passes.last.size.keeper._last.values()
         uses.append(last.use)
     session.inner.flush()
     rho = [use.counted.rho for use in uses if use.counted is not None]

@@ -160,14 +160,14 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
         session.attend(900.0 - step)
     gone, group = CommunicationError("a rank has gone"), session.inner.group
     target = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
-    left = session.inner._now.keeper.calls
+    left = session.inner.passes.last.size.keeper.calls
     with mock.patch.object(*target, side_effect=gone), pytest.raises(CommunicationError):
         session.attend(890.0)
     if rank != odd:  # as if these had gone on to the exchange of outputs
-        session.inner._now.keeper.calls += 1
+        session.inner.passes.last.size.keeper.calls += 1
     dist.barrier(group.group)
     errors = [session.attend(900.0 - step) for step in range(3)]
-    return session.inner._now.keeper.calls - left, errors
+    return session.inner.passes.last.size.keeper.calls - left, errors
 
 
 def from_two_threads(rank: int, world: int) -> str:

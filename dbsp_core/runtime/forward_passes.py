@@ -1,0 +1,187 @@
+"""Forward passes of a session: the one that runs, and those that backward computes again in parts (checkpointing)."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dbsp_core.runtime.pass_checks import PassChecks
+from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.runtime.size_context import SizeContext
+from dbsp_core.utils.errors import UserError
+
+MOST_PENDING = 16
+"""Forward passes without a graph (reentrant checkpoints) that are remembered until they are recomputed."""
+NOT_BEGUN = "attention was reached before the forward pass began; attach db-SP to the transformer"
+_HOW = (
+    "use transformer.enable_gradient_checkpointing() or torch's checkpoint_wrapper, which db-SP follows; or call "
+    "backward() after each forward pass, drop retained graphs, and run passes without backward under torch.no_grad()"
+)
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One forward pass.
+
+    Attributes:
+        gradients: True if backward may follow.
+        backward: The backward within which it began, or -1: a checkpoint may be around the whole transformer.
+        size: What is known of its size; None until `AttentionSession.begin` has found it.
+        checks: What ranks have to compare at its first attention; None once they have, or if nothing is new.
+        sharding: How the framework has sharded it; the framework's own.
+        reached: Layers whose attention was computed.
+        prepared: What each of them was computed with, if backward may follow.
+        nodes: The node of each attention in the autograd graph.
+        without_graph: Layers in reentrant checkpoints, whose forward makes no graph, that were not recomputed yet.
+    """
+
+    gradients: bool
+    backward: int
+    size: SizeContext | None = None
+    checks: PassChecks | None = None
+    sharding: Any = None
+    reached: set[int] = field(default_factory=set)
+    prepared: dict[int, PreparedAttention] = field(default_factory=dict)
+    nodes: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    without_graph: set[int] = field(default_factory=set)
+
+    def keep(self, layer: int, prepared: PreparedAttention, out: torch.Tensor) -> None:
+        """Remembers what a layer was computed with; `out` is its output as it was computed."""
+        self.reached.add(layer)
+        if not self.gradients:
+            return
+        self.prepared[layer] = prepared
+        if out.grad_fn is not None:
+            self.nodes[layer] = weakref.ref(out.grad_fn)
+        elif not torch.is_grad_enabled():
+            self.without_graph.add(layer)
+
+    @property
+    def waits(self) -> bool:
+        """True if backward may still come to this pass."""
+        return bool(self.without_graph) or any(map(_is_waiting, self.nodes.values()))
+
+    def waits_for(self, layer: int) -> bool:
+        """Returns True if backward may still come to this layer."""
+        if layer in self.nodes:
+            return _is_waiting(self.nodes[layer])
+        return layer in self.without_graph or (layer in self.prepared and self.waits)  # or a frozen layer's
+
+
+class ForwardPasses:
+    """The forward passes of a session whose backward is still to come, and the pass that runs.
+
+    What a checkpoint computes again belongs to the pass that it was computed in, not to the last pass. Checkpoints
+    that db-SP follows say which one that is (`resumed`); for others it must be clear from which passes wait.
+
+    Not a dataclass: FSDP looks through those for tensors, and passes lead back to sessions.
+    """
+
+    def __init__(self) -> None:
+        self._last: ForwardPass | None = None
+        self._resumed: ForwardPass | None = None
+        self._waiting: deque[ForwardPass] = deque()
+
+    def begin(self, gradients: bool) -> ForwardPass:
+        """Starts a forward pass, which backward may follow if there are `gradients`."""
+        self._waiting = deque(forward_pass for forward_pass in self._waiting if forward_pass.waits)
+        while len(self._waiting) >= MOST_PENDING and not self._waiting[0].nodes:
+            self._waiting.popleft()
+        self._last = ForwardPass(gradients, _running_backward())
+        if gradients:
+            self._waiting.append(self._last)
+        return self._last
+
+    @property
+    def last(self) -> ForwardPass:
+        """The pass that began last."""
+        if self._last is None:
+            raise RuntimeError(NOT_BEGUN)
+        return self._last
+
+    @contextmanager
+    def resumed(self, forward_pass: ForwardPass) -> Iterator[None]:
+        """Within it, a part of this pass is computed again."""
+        before, self._resumed = self._resumed, forward_pass
+        try:
+            yield
+        finally:
+            self._resumed = before
+
+    @property
+    def recomputing(self) -> bool:
+        """True while a part of an earlier pass is computed again, in backward."""
+        if self._resumed is not None:
+            return True
+        if self._last is None or torch.compiler.is_compiling():  # compiled code has no checkpoint that is not followed
+            return False
+        return _running_backward() not in (-1, self._last.backward)
+
+    @property
+    def now(self) -> ForwardPass:
+        """The pass that what is computed now belongs to.
+
+        Raises:
+            UserError: If it is computed again and several passes, sharded in different ways, wait for backward.
+        """
+        if self._resumed is not None:
+            return self._resumed
+        if not self.recomputing:
+            return self.last
+        waiting = [forward_pass for forward_pass in self._waiting if forward_pass.waits] or list(self._waiting)
+        return _only(waiting, [forward_pass.sharding for forward_pass in waiting], "a part of the transformer")
+
+    def recomputed(self, layer: int) -> PreparedAttention | None:
+        """Returns what a layer was computed with, if it is being computed again; None in a forward pass.
+
+        Raises:
+            UserError: If it is not known in which pass: none waits for backward, or several that had different
+                masks or plans.
+        """
+        if not self.recomputing:
+            return None
+        forward_pass = self._resumed
+        if forward_pass is None:
+            waiting = [forward_pass for forward_pass in self._waiting if forward_pass.waits_for(layer)]
+            plans = [id(forward_pass.prepared[layer]) for forward_pass in waiting]
+            forward_pass = _only(waiting, plans, f"layer {layer}")
+        forward_pass.without_graph.discard(layer)
+        return forward_pass.prepared[layer]
+
+
+def _only(waiting: list[ForwardPass], parts: list[Any], what: str) -> ForwardPass:
+    """Returns the last of the passes that wait for backward. Raises UserError unless all have equal parts."""
+    if not waiting:
+        raise UserError(
+            f"{what} is being recomputed, but no forward pass is waiting for backward; call backward() once per "
+            "forward pass, or checkpoint with use_reentrant=False to call it again on a retained graph"
+        )
+    if any(part != parts[0] for part in parts):
+        raise UserError(
+            f"{len(waiting)} forward passes of different sizes or masks wait for backward, or have retained graphs, "
+            f"and activation checkpointing recomputes {what} without saying for which; {_HOW}"
+        )
+    return waiting[-1]
+
+
+def _running_backward() -> int:
+    """Returns a number of the backward that runs in this thread, or -1."""
+    return torch._C._current_graph_task_id()
+
+
+def _is_waiting(node: weakref.ref[Any]) -> bool:
+    """Returns True if a node of the graph is there and has not freed what it saved: backward may still come to it."""
+    alive = node()
+    if alive is None:
+        return False
+    try:
+        alive._raw_saved_tensors  # noqa: B018  without unpacking them, which would recompute a checkpoint
+    except RuntimeError:
+        return False
+    return True

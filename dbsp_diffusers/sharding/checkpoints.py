@@ -1,0 +1,89 @@
+"""Activation checkpointing: what backward computes again belongs to the forward pass that it was computed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dbsp_core.runtime.forward_passes import ForwardPass, ForwardPasses
+from dbsp_core.utils.errors import UserError
+from dbsp_diffusers.patching import PatchSet
+
+_FUNCTIONS = "_gradient_checkpointing_func", "checkpoint_fn"
+"""Attributes of modules that call checkpoint(function, *args): diffusers' models, torch's CheckpointWrapper."""
+
+
+class Checkpoints:
+    """Wraps the checkpoint functions of a transformer's modules, so that each pass is recomputed as that pass.
+
+    Args:
+        passes: The transformer's forward passes.
+    """
+
+    def __init__(self, transformer: nn.Module, passes: ForwardPasses, patches: PatchSet) -> None:
+        self._transformer, self._passes, self._attached = transformer, passes, True
+        patches.on_detach(self._release)
+
+    def follow(self) -> None:
+        """Wraps the functions that were set since the last pass. Call it before each pass with gradients."""
+        for module in self._transformer.modules():
+            for name in _FUNCTIONS:
+                function = vars(module).get(name)
+                if callable(function) and not isinstance(function, _Checkpoint):
+                    setattr(module, name, _Checkpoint(function, self))
+
+    def _release(self) -> None:
+        self._attached = False
+        for module in self._transformer.modules():
+            for name in _FUNCTIONS:
+                function = vars(module).get(name)
+                if isinstance(function, _Checkpoint) and function.checkpoints is self:
+                    setattr(module, name, function.function)
+
+    def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function as a part of the pass that runs now."""
+        return _OfPass(function, self, self._passes.now)
+
+    def recompute(
+        self, forward_pass: ForwardPass, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Computes a part of an earlier pass again."""
+        if not self._attached:
+            raise UserError(
+                "db-SP was disabled between a forward pass with gradient checkpointing and its backward; call "
+                "backward() before `disable`"
+            )
+        with self._passes.resumed(forward_pass):
+            return function(*args, **kwargs)
+
+
+class _Checkpoint:
+    """A checkpoint function, which is called with a function and its arguments."""
+
+    def __init__(self, function: Callable[..., Any], checkpoints: Checkpoints) -> None:
+        self.function, self.checkpoints = function, checkpoints
+
+    @torch.compiler.disable
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.checkpoints.run(function), *args, **kwargs)
+
+
+class _OfPass:
+    """A module or function as a checkpoint calls it: first in the forward pass, and then to compute that again."""
+
+    def __init__(self, function: Callable[..., Any], checkpoints: Checkpoints, forward_pass: ForwardPass) -> None:
+        self._function, self._checkpoints, self._pass = function, checkpoints, forward_pass
+        self._was_called = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._was_called:
+            return self._checkpoints.recompute(self._pass, self._function, args, kwargs)
+        self._was_called = True
+        return self._function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns what checkpoint functions ask of a module, such as its parameters."""
+        return getattr(self._function, name)
