@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd.forward_ad import unpack_dual
 
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.groups import CommunicationError, PendingTransfer, SequenceGroup
 from dbsp_core.utils.errors import UserError
 
 Result = TypeVar("Result")
@@ -90,7 +90,7 @@ def check_consistent(
             if not issubclass(error, UserError):
                 raised = error
             # a user's mistake is reported once, without the traceback of where it was found
-            raise raised(where + texts[first]) from None if isinstance(problem, UserError) else problem
+            raise _on_all(raised(where + texts[first])) from None if isinstance(problem, UserError) else problem
         for index, message in enumerate(fingerprints, 1 + len(numbers)):
             require_equal(message, [state[index] for state in states], error)
         return numbers_by_rank
@@ -101,7 +101,83 @@ def require_equal(message: str, of_ranks: Sequence[int], error: type[Exception] 
     usual = max(of_ranks, key=of_ranks.count)
     differing = [rank for rank, found in enumerate(of_ranks) if found != usual]
     if differing:
-        raise error(message.format(differing))
+        raise _on_all(error(message.format(differing)))
+
+
+def _on_all(error: Exception) -> Exception:
+    """Marks an error that all ranks raise."""
+    vars(error)[_RAISED_ON_ALL] = True
+    return error
+
+
+_RAISED_ON_ALL = "_dbsp_raised_on_all_ranks"
+
+
+@contextmanager
+def raised_on_all(group: SequenceGroup) -> Iterator[SequenceGroup]:
+    """Within it, what one rank raises alone is raised on all, where they meet next. Collective at its end.
+
+    For work that is done for the first time, and may fail on one rank between exchanges.
+
+    Yields:
+        The group, whose ranks meet before each exchange. Those that failed meet the others at once.
+    """
+    if group.alone or group.size == 1:
+        yield group
+        return
+    meeting = MeetingGroup(group)
+    try:
+        yield cast(SequenceGroup, meeting)
+    except Exception as error:
+        if not (vars(error).get(_RAISED_ON_ALL) or isinstance(error, CommunicationError)):
+            check_consistent(group.control(), error, {})
+        raise
+    meeting.meet()
+
+
+class MeetingGroup:
+    """A `SequenceGroup` whose ranks meet before each exchange: where one has failed meanwhile, all raise its error.
+
+    Attributes:
+        within: The group itself.
+    """
+
+    def __init__(self, group: SequenceGroup) -> None:
+        self.within = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.within, name)
+
+    def meet(self) -> None:
+        """Raises the error of a rank that has failed. Collective."""
+        check_consistent(self.within.control(), None, {})
+
+    def for_host_tensors(self) -> SequenceGroup:
+        """Returns the group in which ranks meet: one that has failed is there, whatever the others compare."""
+        return self.within.control()
+
+    def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
+        return self.within.control().gather_integers(values)
+
+    def all_to_all(self, *exchange: Any) -> torch.Tensor:
+        self.meet()
+        return self.within.all_to_all(*exchange)
+
+    def start_all_to_all(self, *exchange: Any) -> PendingTransfer:
+        self.meet()
+        return self.within.start_all_to_all(*exchange)
+
+    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        self.meet()
+        return self.within.all_gather(mine)
+
+    def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
+        self.meet()
+        return self.within.all_gather_along(mine)
+
+    def broadcast(self, values: torch.Tensor) -> None:
+        self.meet()
+        self.within.broadcast(values)
 
 
 _FINE, _USERS, _OURS = range(3)

@@ -5,7 +5,7 @@ local q, k, v → plan → rows to their owners → y chunks of keys, each while
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -15,10 +15,12 @@ from dbsp_core.comm.consistency import (
     DEBUG_DIFFERS,
     DIMENSIONS,
     CheckedInputs,
+    ConcurrencyGuard,
     check_consistent,
     input_kind,
     outside_transforms,
     problem_of_inputs,
+    raised_on_all,
     run_consistently,
 )
 from dbsp_core.comm.groups import SequenceGroup
@@ -94,9 +96,24 @@ class DualBalancedAttention:
                 kernel doesn't support the plan.
         """
         group = SequenceGroup.from_group(group)
+        with ConcurrencyGuard(group):
+            return cls._made(plan, mask, layout, group, n_local, torch.device(device), kernel, debug)
+
+    @classmethod
+    def _made(
+        cls,
+        plan: Plan,
+        mask: BlockMask,
+        layout: SequenceLayout,
+        group: SequenceGroup,
+        n_local: int | None,
+        device: torch.device,
+        kernel: str,
+        debug: bool,
+    ) -> DualBalancedAttention:
+        """Does what `prepare` says."""
         plan.strategy.require_world(group.size)
-        device = torch.device(device)
-        problem = None
+        prepared, problem = None, None
         try:
             ragged = whole_head_tokens(plan) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
@@ -104,7 +121,9 @@ class DualBalancedAttention:
             plan.require_fit(mask)
             if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
-        except UserError as error:
+            where = plan, mask, layout, group, kernel
+            prepared = PreparedAttention.from_plan(*where, device=device, n_local=n_local, fingerprint=debug)
+        except Exception as error:  # any error: this rank must not stop alone
             problem = error
         fingerprints = {
             DEBUG_DIFFERS: int(debug),
@@ -114,9 +133,8 @@ class DualBalancedAttention:
             PLANS_DIFFER: plan.fingerprint,
         }
         check_consistent(group, problem, fingerprints)
-        prepared = PreparedAttention.from_plan(
-            plan, mask, layout, group, kernel, device=device, n_local=n_local, fingerprint=debug
-        )
+        if prepared is None:
+            raise RuntimeError("nothing is prepared, and no rank has said why")
         return cls(prepared, debug)
 
     def __repr__(self) -> str:
@@ -143,17 +161,25 @@ class DualBalancedAttention:
         Raises:
             UserError: Before any collective, where shapes, dtypes or the kernel don't fit.
         """
+        with ConcurrencyGuard(self.prepared.group):
+            return self._attend(q, k, v, scale)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Does what `__call__` says."""
         prepared, group = self.prepared, self.prepared.group
         heads, tokens = prepared.plan.heads, prepared.n_local
         why = f"the plan has {heads} heads and rank {group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, prepared.no_gradients)
+        check = partial(check_gradient, group) if self.debug else None
+        scale_or_usual = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
         if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
             found = None if problem is None else UserError(problem)
             check_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
-        elif problem is not None:
+            with raised_on_all(group) as meeting:  # done for the first time, it may fail on one rank alone
+                return attend(replace(prepared, group=meeting), q, k, v, scale_or_usual, check)
+        if problem is not None:
             raise UserError(problem)
-        check = partial(check_gradient, group) if self.debug else None
-        return attend(prepared, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, check)
+        return attend(prepared, q, k, v, scale_or_usual, check)
 
 
 def _require_slots(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
@@ -219,11 +245,11 @@ def dual_balanced_attention(
         own_layout = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
         return make_plan(mask, parsed, planner, layout=own_layout, keys=keys, precision=precision), own_layout
 
-    with outside_transforms():  # planning is no part of what is differentiated
-        plan, layout = run_consistently(
-            group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
-        )
-        attention = DualBalancedAttention.prepare(
-            plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
-        )
-    return attention(q, k, v, scale=scale)
+    with ConcurrencyGuard(group):
+        with outside_transforms():  # planning is no part of what is differentiated
+            plan, layout = run_consistently(
+                group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
+            )
+            make = outside_inference(DualBalancedAttention._made)
+            attention = make(plan, mask, layout, group, q.shape[-2], q.device, kernel, debug)
+        return outside_inference(attention._attend)(q, k, v, scale)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import input_kind
+from dbsp_core.comm.consistency import ConcurrencyGuard, MeetingGroup, input_kind, raised_on_all
 from dbsp_core.comm.exchange import LocalKeys, mean_of_tokens
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
@@ -90,9 +90,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.check_gradient is not None:
-            ctx.check_gradient(dout)
-        grads = attention_backward(ctx.prepared, ctx.saved_tensors, dout, ctx.scale, ctx.kernel)
+        prepared, saved = ctx.prepared, ctx.saved_tensors  # which a checkpoint computes again, by other attentions
+        with ConcurrencyGuard(prepared.group):
+            if ctx.check_gradient is not None:
+                ctx.check_gradient(dout)
+            if isinstance(prepared.group, MeetingGroup):  # as in the first forward
+                with raised_on_all(prepared.group.within) as group:
+                    grads = attention_backward(replace(prepared, group=group), saved, dout, ctx.scale, ctx.kernel)
+            else:
+                grads = attention_backward(prepared, saved, dout, ctx.scale, ctx.kernel)
         return (*grads, None, None, None, None)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
 import torch
 
-from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, input_kind
+from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, input_kind, raised_on_all
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -133,19 +133,27 @@ class AttentionSession:
         """
         with self._concurrency_guard:
             forward_pass = self.passes.begin(torch.is_grad_enabled())
-            first = self._mask_provider.begin(videos, timestep, cfg_branch)
-            for observer in self.observers:
-                observer.begin(self._mask_provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
             key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
-            named, meeting = self._mask_provider.use_names(), self.meeting
-            self.meeting = None
-            new = key not in self._sizes or not named or (first and self._mask_provider.predicts)
-            if new or meeting or self.config.debug:
-                forward_pass.checks = PassChecks(self.group, meeting)
-                forward_pass.size = self._take_up(forward_pass.checks, key, torch.device(device), streams, cfg_branch)
-            else:
-                self._sizes.move_to_end(key)
-                forward_pass.size = self._sizes[key]
+            meeting, self.meeting = self.meeting, None
+            meets = key not in self._sizes or meeting is not None or self.config.debug
+            checks = PassChecks(self.group, meeting)
+            try:
+                first = self._mask_provider.begin(videos, timestep, cfg_branch)
+                for observer in self.observers:
+                    step = self.clock.progress().step_index
+                    observer.begin(self._mask_provider.moment, timestep, cfg_branch, step)
+                named = self._mask_provider.use_names()
+                meets = meets or not named or (first and self._mask_provider.predicts)
+                if meets:
+                    forward_pass.checks = checks
+                    forward_pass.size = self._take_up(checks, key, torch.device(device), streams, cfg_branch)
+                else:
+                    self._sizes.move_to_end(key)
+                    forward_pass.size = self._sizes[key]
+            except Exception as error:  # any error: this rank must not stop alone where others compare
+                if meets and not self._raises_alone:
+                    checks.check(error, {})
+                raise
             return forward_pass.size.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
@@ -160,7 +168,8 @@ class AttentionSession:
         """Returns the layers whose attention the forward pass has reached. Collective if there are none."""
         last = self.passes.last
         if last.checks is not None:
-            last.checks.check(None, {})
+            with self._concurrency_guard:
+                last.checks.check(None, {})
             self._keep_checked(last)
         return frozenset(last.reached)
 
@@ -186,22 +195,55 @@ class AttentionSession:
         `gate`, of their shape, is what mask sources multiply a coarse branch by.
         """
         with self._concurrency_guard:
-            qkv, scale = (q, k, v), max(1, q.shape[-1]) ** -0.5 if scale is None else scale
-            prepared = self.passes.recomputed(layer)
-            if prepared is not None:  # activation checkpointing, in backward
+            qkv, scale = (q, k, v), max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
+            recomputed = self.passes.recomputed(layer)
+            if recomputed is not None:  # activation checkpointing, in backward
                 with torch.no_grad():  # as in the pass: what is saved for backward must be the same
-                    problem = _size_of(self.passes.now).problem_of(qkv, prepared.n_local)
-                    self._compare(layer, qkv, scale, problem, prepared, {})
-                return attend(prepared, q, k, v, scale, self._check_gradient).view(q.shape)
+                    problem = _size_of(self.passes.now).problem_of(qkv, recomputed.n_local)
+                    self._compare(layer, qkv, scale, problem, recomputed, {})
+                return attend(recomputed, q, k, v, scale, self._check_gradient).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
-            with torch.no_grad():  # to backward, predicted masks are constants
-                prepared, use = self._prepare(layer, qkv, scale, gate)
-            out = attend(prepared, q, k, v, scale, self._check_gradient)
-            self.passes.last.keep(layer, prepared, out)
-            for observer in self.observers:
-                observer.attention_ends(self.first_layer + layer, prepared, q, use)
-            return out.view(q.shape)
+            # 1. What does not depend on q and k, and what ranks compare of them, if it is new.
+            with torch.no_grad():
+                prepared, use, compared = self._prepare_known(layer, qkv, scale)
+            # 2. Prediction and attention: done for the first time, they may fail on one rank alone.
+            if not compared:
+                return self._attend(layer, qkv, scale, gate, prepared, use, self.group)
+            with raised_on_all(self.group) as group:
+                return self._attend(layer, qkv, scale, gate, prepared, use, group)
+
+    def _attend(
+        self,
+        layer: int,
+        qkv: QKV,
+        scale: float,
+        gate: torch.Tensor | None,
+        prepared: PreparedAttention | None,
+        use: PlanUse | None,
+        group: SequenceGroup,
+    ) -> torch.Tensor:
+        """Computes attention with what was prepared, or else with a predicted mask. Collective.
+
+        Args:
+            use: The first use of a new plan, if it is one.
+            group: Carries the exchanges, and those of backward.
+        """
+        q, k, v = qkv
+        with torch.no_grad():  # to backward, predicted masks are constants
+            now = _size_of(self.passes.last)
+            if prepared is not None:
+                use = now.use_known(layer, prepared, use)
+            else:
+                prepared, use = now.prepare_predicted(layer, LocalQK(q, k, now.layout, group, scale, v, gate))
+            run = prepared if group is self.group else replace(prepared, group=group)
+            if self.config.debug and now.name_of(layer) is None:
+                check_prepared(run, q, k, v)
+        out = attend(run, q, k, v, scale, self._check_gradient)
+        self.passes.last.keep(layer, prepared, out)
+        for observer in self.observers:
+            observer.attention_ends(self.first_layer + layer, prepared, q, use)
+        return out.view(q.shape)
 
     def flush(self) -> None:
         """Waits for counts under way, so that a report covers every call."""
@@ -242,19 +284,12 @@ class AttentionSession:
         streams: Streams | SequenceLayout,
         cfg_branch: int | None,
     ) -> SizeContext:
-        """Finds out what ranks have to compare of a pass that begins. Collective only if that fails."""
+        """Finds out what ranks have to compare of a pass that begins."""
         of_size = key[0], streams if isinstance(streams, (str, type(None))) else None
         of_debug = (of_size, (self._mask_provider.moment, cfg_branch)) if self.config.debug else None
         parts = self.config, self.group, self.strategy, self._mask_provider, self.observers, key
-        try:
-            size = self._sizes.get(key) or SizeContext.from_config(
-                *parts, device, streams, self.nodes, self._statistics
-            )
-            checks.take(size, of_debug)
-        except Exception as error:  # any error: this rank must not stop alone
-            if not self._raises_alone:
-                checks.check(error, {})
-            raise
+        size = self._sizes.get(key) or SizeContext.from_config(*parts, device, streams, self.nodes, self._statistics)
+        checks.take(size, of_debug)
         return size
 
     def _keep_checked(self, forward_pass: ForwardPass) -> None:
@@ -271,30 +306,25 @@ class AttentionSession:
             if all(videos != others for others, _ in self._sizes):
                 self._mask_provider.forget(videos)
 
-    def _prepare(
-        self, layer: int, qkv: QKV, scale: float, gate: torch.Tensor | None
-    ) -> tuple[PreparedAttention, PlanUse]:
-        """Returns what computes a layer's attention now, once ranks have compared what is new. Collective then."""
-        now, (q, k, v), use, mask = _size_of(self.passes.last), qkv, None, {}
+    def _prepare_known(
+        self, layer: int, qkv: QKV, scale: float
+    ) -> tuple[PreparedAttention | None, PlanUse | None, bool]:
+        """Returns what computes a layer's attention, once ranks have compared what is new. Collective then.
+
+        Returns:
+            The prepared attention, or None if the mask is predicted; the first use of a new plan, or None; True if
+            ranks have compared anything.
+        """
+        now, q, use, mask = _size_of(self.passes.last), qkv[0], None, {}
         problem: Exception | None = now.problem_of(qkv, now.layout.shard)
-        prepared, predicted = now.known(layer, q.device), now.name_of(layer) is None
-        # 1. What does not depend on q and k, if it is new.
-        if prepared is None and not predicted:
+        prepared = now.known(layer, q.device)
+        if prepared is None and now.name_of(layer) is not None:
             try:
                 prepared, use = now.prepare_known(layer, q) if problem is None else (None, None)
             except Exception as error:  # any error: this rank must not stop alone
                 problem = error
             mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_fingerprint}
-        # 2. Together.
-        compared = self._compare(layer, qkv, scale, problem, prepared, mask)
-        if prepared is not None:
-            return prepared, now.use_known(layer, prepared, use)
-        # 3. What depends on them.
-        tokens = LocalQK(q, k, now.layout, self.group, scale, v, gate)
-        prepared, use = now.prepare_predicted(layer, tokens, compare=not compared)
-        if self.config.debug:
-            check_prepared(prepared, q, k, v)
-        return prepared, use
+        return prepared, use, self._compare(layer, qkv, scale, problem, prepared, mask)
 
     def _compare(
         self,

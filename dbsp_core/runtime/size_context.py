@@ -190,26 +190,28 @@ class SizeContext:
             self.keeper.statistics.add(plan, calls)
         self._again.clear()
 
-    def prepare_predicted(self, layer: int, tokens: LocalQK, *, compare: bool) -> tuple[PreparedAttention, PlanUse]:
+    def prepare_predicted(self, layer: int, tokens: LocalQK) -> tuple[PreparedAttention, PlanUse]:
         """Predicts the mask of a layer's call, and prepares its attention under the plan in use. Collective.
 
-        Args:
-            compare: True if ranks compare a plan if a new one is made.
+        Ranks agree on a new plan and on its routes, which one of them may be unable to make.
         """
         key, _ = self._keys(layer, tokens.q.device)
         mask = self.masks.mask(layer, tokens)
         for observer in self.observers:
             observer.mask_made(key, layer, mask, False)
-        grid, shape = mask.grid, AttentionShape.from_q(tokens.q, mask.heads)
+        grid, shape, control = mask.grid, AttentionShape.from_q(tokens.q, mask.heads), self.group.control()
 
         def make(rows: np.ndarray, current: Plan | None) -> Plan:
             new = partial(self._new_plan, partial(plan_from_counts, rows, grid), shape, current)
-            if not compare:
-                return new()
-            return run_consistently(self.group.control(), new, lambda plan: plan.fingerprint, "the plan")
+            return run_consistently(control, new, lambda plan: plan.fingerprint, "the plan")
 
         use = self.keeper.plan_predicted(key, mask, make, self.masks.moment.generation)
-        prepared = self._prepare(layer, use.plan, mask, tokens.q.device, fingerprint=self.config.debug)
+        before = self._with_routes_of(layer, use.plan, tokens.q.device)
+        if before is None:
+            parts = layer, use.plan, mask, tokens.q.device
+            prepared = run_consistently(control, partial(self._prepare, *parts, fingerprint=self.config.debug))
+        else:
+            prepared = before.for_mask(use.plan, mask, fingerprint=self.config.debug)
         self._keep(layer, key, key, prepared)
         return prepared, use
 
@@ -236,12 +238,19 @@ class SizeContext:
         self, layer: int, plan: Plan, mask: BlockMask, device: torch.device, *, fingerprint: bool
     ) -> PreparedAttention:
         """Prepares an attention, with the routes of the attention's last call if the plan has the same."""
-        last = self._used.get(self._attention(layer))
-        before = None if last is None else self._prepared.get(last)
-        if before is not None and before.device == device and plan.same_routes(before.plan):
+        before = self._with_routes_of(layer, plan, device)
+        if before is not None:
             return before.for_mask(plan, mask, fingerprint=fingerprint)
         where = self.layout, self.group, self.kernel
         return PreparedAttention.from_plan(plan, mask, *where, device=device, fingerprint=fingerprint)
+
+    def _with_routes_of(self, layer: int, plan: Plan, device: torch.device) -> PreparedAttention | None:
+        """Returns what the attention's last call was prepared with, if the plan has the same routes."""
+        last = self._used.get(self._attention(layer))
+        before = None if last is None else self._prepared.get(last)
+        if before is None or before.device != device or not plan.same_routes(before.plan):
+            return None
+        return before
 
     def _keep(self, layer: int, key: Hashable, plan_key: Hashable, prepared: PreparedAttention) -> None:
         """Remembers what an attention uses, and drops what no attention uses any more."""

@@ -1,0 +1,156 @@
+"""What fails on one rank alone, between two exchanges of a first attention or of a new plan, is raised on all."""
+
+from __future__ import annotations
+
+import pkgutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, Strategy, make_plan
+from dbsp_core.layout.sequence_layout import SequenceLayout
+from dbsp_core.masks.grid import Video
+from tests.support.outcomes import said
+from tests.support.settings import session_of
+
+HEADS, WIDTH, THW = 4, 16, (2, 4, 8)
+SPARGE = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 8, "block_k": 8}}
+WINDOW = {"mask": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}}
+RUNTIME = "dbsp_core.runtime"
+PREDICTED = {
+    "planner": f"{RUNTIME}.size_context.plan_from_counts",
+    "mask source": "dbsp_core.sources.sparge.SpargeSource.mask",
+    "sums of blocks": "dbsp_core.comm.block_pooling.sum_tokens",
+    "choice of blocks": "dbsp_core.sources.sparge.select_blocks",
+    "counts": "dbsp_core.masks.mask_counts.RowCounts",
+}
+KNOWN = {"planner": f"{RUNTIME}.size_context.make_plan", "mask source": "dbsp_core.sources.window.WindowSource.mask"}
+BOTH = {
+    "routes": f"{RUNTIME}.prepared.build_route",
+    "tables": f"{RUNTIME}.prepared.build_tables",
+    "send buffer": "dbsp_core.comm.exchange.Exchange.send_buffer",
+    "unpacking": "dbsp_core.comm.exchange.Exchange.deliver",
+    "kernel": f"{RUNTIME}.chunk_attention.block_attention",
+    "return": "dbsp_core.comm.exchange.Route.combine",
+}
+BACKWARD = {
+    "backward kernel": f"{RUNTIME}.backward.block_attention_backward",
+    "gradient's buffer": "dbsp_core.comm.exchange.CommDtype.empty",
+}
+ODD = threading.local()
+"""`step` is what fails in this thread, which is a rank."""
+
+
+def failing(step: str, target: str) -> Any:
+    """Patches a step of the product so that it fails where `ODD` says so."""
+    module, _, name = target.rpartition(".")
+    owner = pkgutil.resolve_name(module)
+    original = getattr(owner, name)
+
+    def either(*args: Any, **options: Any) -> Any:
+        if getattr(ODD, "step", None) == step:
+            raise MemoryError(f"no room for {step}")
+        return original(*args, **options)
+
+    return mock.patch.object(owner, name, either)
+
+
+@contextmanager
+def fault(step: str, rank: int, odd: int) -> Iterator[None]:
+    ODD.step = step if rank == odd else None
+    try:
+        yield
+    finally:
+        ODD.step = None
+
+
+def attend(session: Any, seed: int, gradients: bool = False) -> torch.Tensor:
+    """Runs a pass of one attention, and its backward if there are `gradients`; returns its output."""
+    layout = session.begin(Video(THW), timestep=900.0 - seed)
+    draws = torch.Generator().manual_seed(10 * seed + session.group.rank)
+    qkv = torch.randn(3, 1, HEADS, layout.shard, WIDTH, generator=draws)
+    qkv[0] *= torch.arange(HEADS).roll(seed)[:, None, None]  # sparse in one head, dense in another, by turns
+    q, k, v = (t.requires_grad_(gradients) for t in qkv)
+    out: torch.Tensor = session.attend(0, q, k, v)
+    if gradients:
+        out.square().sum().backward()
+    return out.detach()
+
+
+def run(
+    rank: int, world: int, settings: dict[str, Any], strategy: str, step: str, odd: int, before: int, gradients: bool
+) -> tuple[str, bool]:
+    """Attends `before` times, then with a fault, then without; returns what the fault said, and whether all is right.
+
+    Every pass but the one with the fault must be as in a session that had none.
+    """
+    sound, session = (session_of(settings, strategy, HEADS) for _ in range(2))
+    for seed in range(before):
+        attend(session, seed), attend(sound, seed)
+    with fault(step, rank, odd):
+        answer = said(lambda: attend(session, before, gradients))
+    again = [attend(one, before + 1, gradients) for one in (session, sound)]
+    return answer, bool(torch.allclose(*again, atol=1e-6))
+
+
+def check(threads: Any, step: str, target: str, *args: Any) -> None:
+    with failing(step, target):
+        odd = args[2]
+        for answer, right in threads(2).run(run, args[0], args[1], step, odd, *args[3:]):
+            assert answer == f"ValueError: rank(s) [{odd}]: MemoryError: no room for {step}"
+            assert right
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+@pytest.mark.parametrize(
+    ("settings", "step", "target"),
+    [
+        *((SPARGE, *step) for step in {**PREDICTED, **BOTH}.items()),
+        *((WINDOW, *step) for step in {**KNOWN, **BOTH}.items()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["mask"]["source"],
+)
+def test_failure_in_the_first_attention_is_raised_on_all_ranks(threads, settings, strategy, step, target, odd):
+    check(threads, step, target, settings, strategy, odd, 0, False)
+
+
+@pytest.mark.parametrize("step", ["planner", "routes"])
+def test_failure_of_a_new_plan_is_raised_on_all_ranks(threads, step):
+    settings = SPARGE | {"reuse": 1.0}  # a new plan at every call
+    check(threads, step, {**PREDICTED, **BOTH}[step], settings, "U2R1", 1, 3, False)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+@pytest.mark.parametrize("step", BACKWARD)
+def test_failure_in_the_first_backward_is_raised_on_all_ranks(threads, strategy, step, odd):
+    check(threads, step, BACKWARD[step], WINDOW, strategy, odd, 0, True)
+
+
+def executor(rank: int, world: int, step: str, odd: int) -> tuple[str, str]:
+    """Returns what is said where a step of an executor fails on one rank, and then where none does."""
+    grid = BlockGrid(64, 0, 16, 16)
+    mask = BlockMask.dense(HEADS, grid)
+    layout = SequenceLayout.contiguous(64, world)
+    plan = make_plan(mask, Strategy(world, 1), layout=layout)
+    q = torch.randn(1, HEADS, layout.shard, WIDTH)
+    call: Callable[[], Any] = lambda: DualBalancedAttention.prepare(  # noqa: E731
+        plan, mask, layout, SequenceGroup.from_group()
+    )(q, q, q)
+    with fault(step, rank, odd):
+        answer = said(call)
+    return answer, said(call)
+
+
+@pytest.mark.parametrize("step", BOTH)
+def test_failure_of_an_executor_is_raised_on_all_ranks(threads, step):
+    with failing(step, BOTH[step]):
+        for answer, again in threads(2).run(executor, step, 1):
+            assert answer == f"ValueError: rank(s) [1]: MemoryError: no room for {step}"
+            assert again == "nothing"
