@@ -15,7 +15,7 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attach import Framework, attach_framework
-from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.attached import all_attached_to, attached_to
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.halves import Halves
@@ -120,8 +120,7 @@ def disable(model: Any) -> None:
     Args:
         model: The pipeline, or its transformer, compiled since or not.
     """
-    state = attached_to(model)
-    if state is not None:
+    for state in all_attached_to(model):
         state.patches.detach()
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from dbsp_diffusers.models import architecture_of, heads_of
 from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
 from dbsp_diffusers.models.transformers import transformers_in, transformers_of
 from dbsp_diffusers.packed.forward import packing_of
-from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.patching import PatchSet, reject_copies
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
 from dbsp_diffusers.sharding.coverage import Coverage
@@ -194,8 +194,7 @@ def _attached(
     attached = Attached(changes, made.sessions, framework.name, generations)
     for part in (*transformers.values(), *([] if pipe is None else [pipe])):
         changes.set_attribute(part, STATE, attached)
-    for transformer in transformers.values():
-        changes.set_attribute(transformer, "__reduce_ex__", _reject_copy)  # which copy and pickle ask
+        reject_copies(part, changes)
     return made
 
 
@@ -236,6 +235,11 @@ def _choose_strategy(framework: Framework, config: DbspConfig) -> Strategy | Non
 def _require_attachable(model: Any) -> dict[str, Any]:
     """Returns a model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
     transformers = transformers_of(model)
+    if STATE in vars(model) and model not in transformers.values():
+        raise UserError(
+            "db-SP is enabled on this pipeline already, maybe on a transformer that it had before; call "
+            "dbsp_diffusers.disable(pipe) first"
+        )
     for transformer in transformers.values():
         if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
             raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
@@ -255,14 +259,6 @@ def _require_not_parallelized(transformer: nn.Module, self_attentions: Sequence[
             "this transformer is parallelized by diffusers (enable_parallelism); load it without that, and call "
             'dbsp_diffusers.enable(pipe, strategy="UxRy") or enable(pipe, mesh=mesh) instead'
         )
-
-
-def _reject_copy(protocol: int) -> NoReturn:
-    """Raises UserError: a copy would compute with the original's weights, to which the replaced methods are bound."""
-    raise UserError(
-        "a transformer on which db-SP is enabled cannot be copied or pickled; do so before `enable`, or after "
-        "`disable` and enable it again. Its state_dict and save_pretrained are as always"
-    )
 
 
 def _own_config(

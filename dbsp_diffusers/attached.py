@@ -61,9 +61,16 @@ def weights_fingerprint(transformer: nn.Module) -> int:
 
 
 def attached_to(model: Any) -> Attached | None:
-    """Returns what is attached to a pipeline or any of its transformers, or None. torch.compile may have wrapped them.
+    """Returns what is attached to a pipeline or the first of its transformers that has anything, or None."""
+    return next(iter(all_attached_to(model)), None)
 
-    A pipeline has it also if its transformers were exchanged since.
+
+def all_attached_to(model: Any) -> list[Attached]:
+    """Returns all that is attached to a pipeline and its transformers. torch.compile may have wrapped them.
+
+    A pipeline has it also if its transformers were exchanged since. There are several where its transformers were
+    enabled one by one.
     """
     parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
-    return next((state for part in (model, *parts) if (state := getattr(part, "__dict__", {}).get(STATE))), None)
+    states = (getattr(part, "__dict__", {}).get(STATE) for part in (model, *parts))
+    return list({id(state): state for state in states if state is not None}.values())

@@ -9,7 +9,7 @@ import pkgutil
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -224,6 +224,22 @@ def current_cfg_pass(transformer: Any, patches: PatchSet) -> Callable[[], int | 
         return numbers.setdefault(context, _BRANCHES.get(context, free))
 
     return branch
+
+
+def reject_copies(part: Any, patches: PatchSet) -> None:
+    """Lets copy, pickle and torch.save raise UserError for a pipeline or a part of one.
+
+    A copy would compute with the original's weights, to which the replaced methods are bound.
+    """
+    name = type(part).__name__
+
+    def reject(protocol: int) -> NoReturn:
+        raise UserError(
+            f"cannot copy or pickle this {name} while db-SP is enabled on it; do so before `enable`, or call "
+            "`disable` first (state_dict and save_pretrained still work)"
+        )
+
+    patches.set_attribute(part, "__reduce_ex__", reject)  # which copy, pickle and torch.save ask
 
 
 Call = Callable[..., Any]

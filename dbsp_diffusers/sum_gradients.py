@@ -39,7 +39,9 @@ def sum_gradients(model: Any) -> None:
     if group.size == 1 or group.alone:
         return
     ranks = set(dist.get_process_group_ranks(group.group))
-    grads = [p.grad for part in transformers_in(model).values() for p in part.parameters() if p.grad is not None]
+    # two transformers may share parameters
+    parameters = dict.fromkeys(p for part in transformers_in(model).values() for p in part.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
     summed = []
     for grad in grads:
         if not isinstance(grad, DTensor):

@@ -16,9 +16,15 @@ _NAMES = ("transformer", "transformer_2")
 def transformers_of(model: Any) -> dict[str, Any]:
     """Returns a pipeline's transformers by name, or the one that is given, as they are without torch.compile.
 
+    One that has two names in the pipeline is returned once, by the first.
+
     Raises UserError for a pipeline without any or without room for attributes.
     """
-    found = {name: getattr(part, "_orig_mod", part) for name, part in transformers_in(model).items()}
+    found: dict[str, Any] = {}
+    for name, part in transformers_in(model).items():
+        transformer = getattr(part, "_orig_mod", part)
+        if all(transformer is not other for other in found.values()):
+            found[name] = transformer
     if not found:
         raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
     if not hasattr(model, "__dict__"):
@@ -37,7 +43,10 @@ def transformers_in(model: Any) -> dict[str, Any]:
         return {"transformer": model} if isinstance(model, nn.Module) else {}
     registered = getattr(model, "config", None)
     names = registered if isinstance(registered, Mapping) else ()
-    parts = {name: getattr(model, name, None) for name in (*_NAMES, *names)}
+    # not by getattr, which in diffusers warns of names that are settings
+    parts = {name: getattr(model, name, None) for name in _NAMES} | {
+        name: part for name, part in getattr(model, "__dict__", {}).items() if name in names and name not in _NAMES
+    }
     return {
         name: part
         for name, part in parts.items()

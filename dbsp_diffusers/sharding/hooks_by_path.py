@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.architecture import modules_at
 
 Hook = Callable[..., Any]
+_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""Modules that db-SP changes, each with the transformer that it is a part of."""
 
 
 class HooksByPath:
@@ -36,6 +40,17 @@ class HooksByPath:
         """Calls a function after the modules at a path."""
         self._hooks.append((path, lambda one: one.register_forward_hook(hook), {}))
 
+    def claim(self, module: nn.Module) -> None:
+        """Raises UserError for a part of two transformers, in which hooks of one would run in passes of the other."""
+        owner = _owners.get(module, lambda: None)()
+        if owner is not None and owner is not self._root:
+            raise UserError(
+                f"a {type(module).__name__} of this {type(self._root).__name__} belongs to another transformer on "
+                "which db-SP is enabled, too; give each its own with copy.deepcopy(transformer), or call "
+                "dbsp_diffusers.disable on the other first"
+            )
+        _owners[module] = weakref.ref(self._root)
+
     def follow(self) -> None:
         """Hooks what is at the paths now, and nothing else. Call it before each forward pass."""
         for path, register, handles in self._hooks:
@@ -44,14 +59,17 @@ class HooksByPath:
                 handles.pop(gone).remove()
             for module in now:
                 if module is not self._root and module not in handles:
+                    self.claim(module)
                     handles[module] = register(module)
 
     def remove(self) -> None:
-        """Removes all hooks."""
+        """Removes all hooks, and lets other transformers have the modules."""
         for _, _, handles in self._hooks:
             for handle in handles.values():
                 handle.remove()
             handles.clear()
+        for module in [module for module, owner in _owners.items() if owner() is self._root]:
+            del _owners[module]
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

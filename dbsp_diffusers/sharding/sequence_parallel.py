@@ -108,6 +108,8 @@ class _SequenceSharding:
             hooks.after(path, self._changing_outputs(early, self._gather_for_all))
         for path in shard_plan.whole:
             hooks.after(path, self._count_gradient_once)
+        for attention in (*attentions, *to_video):
+            hooks.claim(attention)
         hooks.follow()
         options: dict[str, Any] = {
             "any_mask": self._architecture.padded_text,

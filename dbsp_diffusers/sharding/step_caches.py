@@ -7,6 +7,7 @@ tests/diffusers/test_step_caches.py fails where another version has it otherwise
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,7 +147,7 @@ class StepCaches:
         if type(deciding).__name__ == DECIDING:
             patches.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
         else:
-            patches.set_attribute(deciding, "similarity", self._similarity(deciding))
+            patches.on_detach(_JointSimilarity.join(deciding, self._transformer, self._together))
         return patches
 
     def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
@@ -164,31 +165,64 @@ class StepCaches:
 
         return should_compute
 
-    def _similarity(self, manager: Any) -> Callable[..., bool]:
-        """Decides for cache-dit whether two tensors are similar, by mean |t1 − t2| / mean |t1|.
 
-        Its own function still decides and keeps its records, but on one number each, from the tokens of all ranks.
-        """
-        if not all(
-            callable(getattr(manager, name, None)) for name in ("similarity", "get_important_condition_threshold")
-        ):
+class _JointSimilarity:
+    """Replaces `similarity` of a manager of cache-dit, which the transformers of a pipeline share.
+
+    Each transformer joins and leaves by itself, in any order; the last leaves the manager as it was. cache-dit's own
+    function still decides and keeps its records, but on two numbers, from the tokens of all ranks of the transformer
+    whose pass it is. It decides alone for a transformer that has not joined.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager, self._original = manager, manager.similarity
+        self._ranks: dict[nn.Module, ForwardRanks] = {}
+
+    @classmethod
+    def join(cls, manager: Any, transformer: nn.Module, together: ForwardRanks) -> Callable[[], None]:
+        """Adds a transformer of the manager's. Returns what takes it off again."""
+        needed = ("similarity", "get_important_condition_threshold", "get_context")
+        if not all(callable(getattr(manager, name, None)) for name in needed) or not _contexts_of(transformer):
             raise _unknown("cache-dit", "cache")
-        original = manager.similarity
+        joint = vars(manager).get("similarity")
+        if not isinstance(joint, cls):
+            joint = manager.similarity = cls(manager)
+        joint._ranks[transformer] = together
+        return functools.partial(joint._leave, transformer)
 
-        @torch.compiler.disable
-        def similarity(t1: torch.Tensor, t2: torch.Tensor, *, parallelized: bool = False, **options: Any) -> bool:
-            if manager.get_important_condition_threshold() > 0:
-                raise UserError(
-                    "cache-dit's important_condition_threshold looks for the tokens that matter most among one "
-                    "rank's; leave it at 0 with db-SP"
-                )
-            if t1.shape == t2.shape:
-                difference, size = self._together.change(t1, t2)
-                t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64, device="cpu")
-            identical: bool = original(t1, t2, parallelized=False, **options)
-            return identical
+    def _leave(self, transformer: nn.Module) -> None:
+        del self._ranks[transformer]
+        if not self._ranks and vars(self._manager).get("similarity") is self:
+            del self._manager.similarity
 
-        return similarity
+    @torch.compiler.disable
+    def __call__(self, t1: torch.Tensor, t2: torch.Tensor, *, parallelized: bool = False, **options: Any) -> bool:
+        """Decides whether two tensors are similar, by mean |t1 − t2| / mean |t1|."""
+        together = self._ranks_of_pass()
+        if together is None:
+            similar: bool = self._original(t1, t2, parallelized=parallelized, **options)
+            return similar
+        if self._manager.get_important_condition_threshold() > 0:
+            raise UserError(
+                "cache-dit's important_condition_threshold looks for the tokens that matter most among one "
+                "rank's; leave it at 0 with db-SP"
+            )
+        if t1.shape == t2.shape:
+            difference, size = together.change(t1, t2)
+            t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64, device="cpu")
+        similar = self._original(t1, t2, parallelized=False, **options)
+        return similar
+
+    def _ranks_of_pass(self) -> ForwardRanks | None:
+        """Returns the ranks of the transformer whose cache decides now."""
+        context = self._manager.get_context().name
+        return next((ranks for part, ranks in self._ranks.items() if context in _contexts_of(part)), None)
+
+
+def _contexts_of(transformer: nn.Module) -> Sequence[str]:
+    """Returns the names of a transformer's caches in cache-dit's manager."""
+    names: Sequence[str] = vars(transformer).get("_context_names", ())
+    return names
 
 
 def _unknown(library: str, cache: str) -> UserError:

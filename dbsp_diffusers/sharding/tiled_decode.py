@@ -20,7 +20,7 @@ from dbsp_core.comm.consistency import check_consistent, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
-from dbsp_diffusers.patching import PatchSet
+from dbsp_diffusers.patching import PatchSet, reject_copies
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 
 CLEARED = "_clear_conv_cache"
@@ -92,6 +92,7 @@ def share_decoding(pipe: Any, checks: GenerationChecks, patches: PatchSet) -> No
         )
     patches.set_attribute(vae, "use_tiling", True)
     patches.set_attribute(vae, "_dbsp_decoding", True)
+    reject_copies(vae, patches)
     patches.set_attribute(vae, "decode", _Decoding(vae, vae.decode, AUTOENCODERS[kinds[0]], checks))
 
 

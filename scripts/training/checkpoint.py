@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from dbsp_core.utils.files import TEMPORARY
 from dbsp_kernels.errors import page
 from scripts.training.world import COLOURS, FLOORS, FRAMES, HEIGHT, MOTIONS, SHAPES, WIDTH, captions
 
@@ -69,7 +70,7 @@ def save_pipeline(
         tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, transformer=transformer, scheduler=scheduler
     ).to(torch.float16)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=TEMPORARY) as temporary:
         new = Path(temporary) / "new"
         pipeline.save_pretrained(new)
         (new / "README.md").write_text(card.text(parameters), encoding="utf-8")

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
+import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
+import torch
+from diffusers import WanPipeline
 
 import dbsp_diffusers
 import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet, around_calls
-from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.models.tiny_pipelines import fingerprint
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import outputs
+
+DENSE = {"mask": {"source": "dense", "block_q": 16, "block_k": 16}}
 
 
 class Pipe:
@@ -101,8 +110,6 @@ def test_class_is_restored_once_its_wrapped_pipes_are_dropped(cls):
 @pytest.mark.usefixtures("small_heap")
 @pytest.mark.parametrize("detached_first", [False, True])
 def test_pipeline_without_references_is_freed(tmp_path, detached_first):
-    from diffusers import WanPipeline
-
     before = dict(vars(WanPipeline))
     pipe = WanPipeline.from_pretrained(make_tiny("wan", tmp_path / "wan"), local_files_only=True)
     dbsp_para.parallelize_pipe(pipe, config={"report": str(tmp_path / "report"), "mask": {"source": "dense"}})
@@ -115,11 +122,87 @@ def test_pipeline_without_references_is_freed(tmp_path, detached_first):
     assert dict(vars(WanPipeline)) == before
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_transformer_is_not_copied_while_db_sp_is_enabled(make):
+@pytest.fixture
+def pipe(tmp_path):
+    """A tiny Wan2.2, with two transformers and settings of its own."""
+    return WanPipeline.from_pretrained(make_tiny("wan2.2", tmp_path / "wan2.2"), local_files_only=True)
+
+
+def torch_save(part):
+    torch.save(part, io.BytesIO())
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps, torch_save])
+def test_nothing_is_copied_while_db_sp_is_enabled(pipe, make):
+    parts = pipe, pipe.transformer, pipe.transformer_2, pipe.vae
+    session = dbsp_diffusers.enable(pipe, DENSE, vae=True)
+    for part in parts:
+        with pytest.raises(
+            UserError, match=f"cannot copy or pickle this {type(part).__name__} while db-SP is enabled"
+        ):
+            make(part)
+    assert dbsp_diffusers.session_of(pipe) is session
+    dbsp_diffusers.disable(pipe)
+    for part in parts:
+        make(part)
+    assert dbsp_diffusers.session_of(copy.copy(pipe)) is None
+
+
+def test_enable_and_disable_warn_of_nothing(pipe):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dbsp_diffusers.enable(pipe, DENSE, vae=True)
+        assert list(dbsp_diffusers.sessions_of(pipe)) == ["transformer", "transformer_2"]
+        dbsp_diffusers.disable(pipe)
+
+
+def test_transformer_with_two_names_is_enabled_once():
     transformer = make_tiny_transformer("wan")
-    dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
-    with pytest.raises(UserError, match="before `enable`, or after `disable`"):
-        make(transformer)
-    dbsp_diffusers.disable(transformer)
-    make(transformer)
+    before, pipe = fingerprint(transformer), SimpleNamespace(transformer=transformer, transformer_2=transformer)
+    session = dbsp_diffusers.enable(pipe, DENSE)
+    assert dbsp_diffusers.sessions_of(pipe) == {"transformer": session, "transformer_2": session}
+    outputs(transformer, tiny_inputs("wan"))
+    assert session.statistics()["calls"] == 2  # of its layers
+    dbsp_diffusers.disable(pipe)
+    assert fingerprint(transformer) == before
+
+
+@pytest.mark.parametrize("part", ["blocks", "rope"])
+def test_part_of_two_transformers_is_rejected(part):
+    first, second = make_tiny_transformer("wan"), make_tiny_transformer("wan", seed=4)
+    setattr(second, part, getattr(first, part))
+    before = fingerprint(first), fingerprint(second)
+    answer = "of this WanTransformer3DModel belongs to another transformer on which db-SP is enabled"
+    with pytest.raises(UserError, match=answer):
+        dbsp_diffusers.enable(SimpleNamespace(transformer=first, transformer_2=second), DENSE)
+    assert (fingerprint(first), fingerprint(second)) == before
+    dbsp_diffusers.enable(first, DENSE)
+    with pytest.raises(UserError, match=answer):
+        dbsp_diffusers.enable(second, DENSE)
+    dbsp_diffusers.disable(first)
+    dbsp_diffusers.enable(second, DENSE)
+    dbsp_diffusers.disable(second)
+    assert (fingerprint(first), fingerprint(second)) == before
+
+
+def test_disable_undoes_transformers_that_were_enabled_one_by_one():
+    transformers = make_tiny_transformer("wan"), make_tiny_transformer("wan", seed=4)
+    pipe = SimpleNamespace(transformer=transformers[0], transformer_2=transformers[1])
+    for transformer in transformers:
+        dbsp_diffusers.enable(transformer, DENSE)
+    dbsp_diffusers.disable(pipe)
+    assert dbsp_diffusers.sessions_of(pipe) == {}
+    assert [dbsp_diffusers.session_of(transformer) for transformer in transformers] == [None, None]
+
+
+def test_pipeline_is_not_enabled_twice():
+    pipe = SimpleNamespace(transformer=make_tiny_transformer("wan"))
+    session = dbsp_diffusers.enable(pipe, DENSE)
+    pipe.transformer = make_tiny_transformer("wan")
+    with pytest.raises(UserError, match="db-SP is enabled on this pipeline already"):
+        dbsp_diffusers.enable(pipe, DENSE)
+    assert dbsp_diffusers.session_of(pipe) is session
+    dbsp_diffusers.disable(pipe)
+    dbsp_diffusers.enable(pipe, DENSE)
+    dbsp_diffusers.disable(pipe)
+    assert dbsp_diffusers.session_of(pipe) is None

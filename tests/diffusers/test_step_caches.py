@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +21,9 @@ from dbsp_core import SequenceGroup, SequenceLayout
 from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks, StepCaches
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import CACHES, Denoising, cache_dit_config
+from tests.diffusers.models import wan22_cases
 from tests.support.gradients import in_float64
-from tests.support.models.tiny_pipelines import alone, fingerprint, latents, load
+from tests.support.models.tiny_pipelines import alone, attach_pipeline, fingerprint, latents, load
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import apart, assert_near, outputs, said
 from tests.support.shared import shared
@@ -225,6 +228,83 @@ def test_cached_pipeline_equals_one_process(pool, folder, cache, first):
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
     pool(2).run(run_cached_pipeline, folder, cache, first)
+
+
+def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object], first: bool) -> torch.Tensor:
+    """Returns the latents of Wan2.2's two transformers, which have one manager of cache-dit's, in float64."""
+    pipe, _ = wan22_cases.make_pipe("a14b", folder)
+    pipe.__class__ = type("WanPipelineUnderTest", (type(pipe),), {})  # cache-dit changes the class
+    pipe.to(torch.float64)
+    if first:
+        attach(pipe)
+    if cached:
+        _cache_pipeline(pipe, "cache-dit")
+    if not first:
+        attach(pipe)
+    made = wan22_cases.latents(pipe, {}, num_inference_steps=8, num_frames=5, max_sequence_length=16)
+    dbsp_diffusers.disable(pipe)
+    return made
+
+
+@shared
+def experts_alone(folder: str) -> list[torch.Tensor]:
+    """Returns what one process makes without the cache, and with it."""
+    attach = functools.partial(attach_pipeline, config={"mask": MASK})
+    return [cached_experts(folder, cached, attach, first=False) for cached in (False, True)]
+
+
+def run_cached_experts(rank: int, world: int, folder: str, first: bool) -> None:
+    uncached, expected = experts_alone(folder)
+    enable = functools.partial(dbsp_diffusers.enable, config={"mask": MASK})
+    assert_near(cached_experts(folder, True, enable, first), expected, uncached, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["after db-SP", "before db-SP"])
+def test_cache_that_two_transformers_share_equals_one_process(pool, folder, first):
+    pytest.importorskip("cache_dit")
+    pool(2).run(run_cached_experts, folder, first)
+
+
+def experts_of_one_manager() -> list[Denoising]:
+    """Returns steps of two transformers that cache-dit caches with one manager."""
+    import cache_dit
+
+    runs = [denoising(), denoising()]
+    parts = [run.transformer for run in runs]
+    adapter = cache_dit.BlockAdapter(
+        pipe=None,
+        transformer=parts,
+        blocks=[part.blocks for part in parts],
+        forward_pattern=[cache_dit.ForwardPattern.Pattern_2] * 2,
+        check_forward_pattern=False,
+        has_separate_cfg=False,
+    )
+    cache_dit.enable_cache(adapter, cache_config=cache_dit_config(THRESHOLDS[0]))
+    return runs
+
+
+def undo_one_by_one(rank: int, world: int, order: tuple[int, int]) -> None:
+    """Enables db-SP on each of two transformers with one cache by itself, and disables it in any order."""
+    runs, references = experts_of_one_manager(), experts_of_one_manager()
+    manager = runs[0].transformer._context_manager
+    assert runs[1].transformer._context_manager is manager
+    for run in runs:
+        dbsp_diffusers.enable(run.transformer, {"mask": {"source": "dense", "block_q": 16, "block_k": 8}})
+    for number in (None, *order):
+        if number is not None:
+            dbsp_diffusers.disable(runs[number].transformer)
+        for run, reference in zip(runs, references, strict=True):
+            (samples, computed), (expected, passes) = run.run(), reference.run()
+            assert computed == passes
+            assert min(computed) < max(computed)
+            assert_near(samples[-1], expected[-1], tolerance=1e-12)
+    assert "similarity" not in vars(manager)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "second"])
+def test_transformers_leave_a_cache_that_they_share_in_any_order(pool, order):
+    pytest.importorskip("cache_dit")
+    pool(2).run(undo_one_by_one, order)
 
 
 def _put_strange_hook(transformer: Any) -> None:
