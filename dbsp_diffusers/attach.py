@@ -34,6 +34,7 @@ from dbsp_diffusers.packed.forward import packing_of
 from dbsp_diffusers.patching import PatchSet, reject_copies
 from dbsp_diffusers.report_hook import report_calls
 from dbsp_diffusers.resolve import identify, log_config, resolve_config
+from dbsp_diffusers.sharding.attention import require_torch_attention
 from dbsp_diffusers.sharding.coverage import Coverage
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
@@ -149,6 +150,7 @@ def _attached(
 ) -> _Attaching:
     """Attaches db-SP on this rank alone. Raises UserError for what it cannot be attached to."""
     # 1. Settings and sessions.
+    require_torch_attention()
     transformers = _require_attachable(model)
     pipe = None if model in transformers.values() else model
     generations = Generations(pipe, framework.ranks)

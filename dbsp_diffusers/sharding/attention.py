@@ -68,6 +68,24 @@ def _(q: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
+def require_torch_attention() -> None:
+    """Raises UserError if torch's scaled_dot_product_attention was replaced for all modules of this process.
+
+    Libraries of kernels advise that. db-SP then finds no attention to replace, and the model's other attention would
+    compute with something that no setting names.
+    """
+    current: Any = F.scaled_dot_product_attention
+    if current is torch._C._nn.scaled_dot_product_attention:  # what torch itself puts there
+        return
+    module = getattr(current, "__module__", None) or type(current).__module__
+    name = getattr(current, "__qualname__", None) or type(current).__qualname__
+    raise UserError(
+        f"torch.nn.functional.scaled_dot_product_attention was replaced by {module}.{name}, expected torch's own; "
+        "leave it as torch has it, and choose kernels by the setting kernel, and for cross-attention by "
+        "transformer.set_attention_backend"
+    )
+
+
 class SdpaOverride(TorchFunctionMode):
     """Replaces torch's scaled_dot_product_attention of a sequence with itself by another function, as a context.
 
@@ -100,6 +118,10 @@ class SdpaOverride(TorchFunctionMode):
             return func(*args, **kwargs)
         if (call.get("attn_mask") is not None and not self._any_mask) or call.get("is_causal"):
             raise UserError("db-SP replaces attention without a mask of its own; this model passes one")
+        if call.get("dropout_p"):
+            raise UserError(
+                f"db-SP computes attention without dropout, got dropout_p={call['dropout_p']}; set it to 0"
+            )
         self.calls += 1
         q, k, v, scale = call["query"], call["key"], call["value"], call.get("scale")
         device = q.device.type

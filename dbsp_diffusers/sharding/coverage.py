@@ -16,6 +16,7 @@ from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.packed_samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
+from dbsp_diffusers.sharding.attention import require_torch_attention
 from dbsp_diffusers.sharding.step_caches import may_skip
 
 _CAUSE = (
@@ -55,6 +56,7 @@ class Coverage:
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        require_torch_attention()
         present = self._present()
         unknown = [attention for attention in present if attention not in self._layers]
         if unknown:

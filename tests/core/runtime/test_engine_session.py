@@ -4,6 +4,7 @@ padding anywhere at the end; against torch's own attention in one process."""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -97,6 +98,15 @@ def test_session_of_an_engine_equals_one_process(name, mask, strategy):
 
 
 VSA = VsaSource(64, 64, sparsity=0.7)
+
+
+def test_engines_compute_nothing_by_a_function_in_the_place_of_torchs_attention():
+    for layer in range(LAYERS):
+        reference(LAYOUTS["video"], KNOWN, layer)
+    with mock.patch.object(F, "scaled_dot_product_attention", side_effect=AssertionError("called")):
+        assert max(ThreadRanks(2).run(error_of, "video", KNOWN, "U1R2")) <= 1e-5
+
+
 H3, H3_SLOTS = EngineLayout((6, 9, 5), before=20, runs=(7, 8, 5)), 320
 """As MiniMax-H3 has it: text, audio and a reference in one sequence with the video, and padding after it."""
 

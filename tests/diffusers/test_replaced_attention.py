@@ -1,0 +1,174 @@
+"""Attention that users exchange for a whole process or model: db-SP's stays db-SP's, or that is an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry, attention_backend
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dbsp_diffusers
+from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
+from tests.support.outcomes import alone, assert_near, outputs, said
+
+CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
+REPLACED = "torch.nn.functional.scaled_dot_product_attention was replaced by "
+TORCHS = F.scaled_dot_product_attention
+
+
+def sageattn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Stands for a kernel that users put in the place of torch's attention for all modules."""
+    return torch.zeros_like(q)
+
+
+def falling_back(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Calls torch's attention in the end, as kernels do where they do not support a call."""
+    return TORCHS(*args, **kwargs)
+
+
+def replaced(function: Callable[..., torch.Tensor], here: bool = True) -> AbstractContextManager[object]:
+    return mock.patch.object(F, "scaled_dot_product_attention", function if here else TORCHS)
+
+
+@torch.no_grad()
+def replaced_before(rank: int, world: int, kernel: Callable[..., torch.Tensor], ranks: list[int]) -> None:
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    dense, before = outputs(transformer, inputs), set(vars(transformer))
+    with replaced(kernel, rank in ranks):
+        answer = said(lambda: dbsp_diffusers.enable(transformer, CONFIG))
+    who = "" if len(ranks) == world else f"rank(s) {ranks}: "
+    assert answer.startswith(f"UserError: {who}{REPLACED}{kernel.__module__}.{kernel.__qualname__}"), answer
+    assert set(vars(transformer)) == before, "nothing is left attached"
+    assert_near(outputs(transformer, inputs), dense)
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all ranks", "one rank"])
+@pytest.mark.parametrize("kernel", [sageattn, falling_back])
+def test_torch_attention_replaced_before_enable_raises_on_all_ranks(pool, kernel, ranks):
+    pool(2).run(replaced_before, kernel, ranks)
+
+
+@torch.no_grad()
+def replaced_after(rank: int, world: int, name: str) -> None:
+    transformer, inputs = make_tiny_transformer(name), tiny_inputs(name)
+    expected = alone(transformer, inputs, CONFIG)
+    dbsp_diffusers.enable(transformer, CONFIG)
+    with replaced(sageattn):
+        answer = said(lambda: transformer(**inputs))
+    assert answer.startswith(f"UserError: {REPLACED}"), answer
+    assert_near(outputs(transformer, inputs), expected)
+    dbsp_diffusers.disable(transformer)
+
+
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_torch_attention_replaced_after_enable_raises_at_the_pass(pool, name):
+    pool(2).run(replaced_after, name)
+
+
+@contextmanager
+def environment_variable() -> Iterator[None]:
+    """Sets the backend of models without one of their own, as diffusers' import does by DIFFUSERS_ATTN_BACKEND."""
+    with attention_backend("_native_math"):
+        assert _AttentionBackendRegistry.get_active_backend()[0].value == "_native_math"
+        yield
+
+
+@contextmanager
+def without_fused_kernels() -> Iterator[None]:
+    """Turns torch's fused attention off for the process."""
+    kinds = "flash", "mem_efficient", "cudnn"
+    before = {kind: getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds}
+    try:
+        for kind in kinds:
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+        yield
+    finally:
+        for kind, enabled in before.items():
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(enabled)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "DIFFUSERS_ATTN_BACKEND": environment_variable,
+    "sdpa_kernel": lambda: sdpa_kernel(SDPBackend.MATH),
+    "enable_flash_sdp": without_fused_kernels,
+}
+
+
+@torch.no_grad()
+def under_setting(rank: int, world: int, name: str, setting: str, first: bool) -> None:
+    transformer, inputs = make_tiny_transformer(name), tiny_inputs(name)
+    dense, expected = outputs(transformer, inputs), alone(transformer, inputs, CONFIG)
+    if not first:
+        dbsp_diffusers.enable(transformer, CONFIG)
+    with SETTINGS[setting]():
+        if first:
+            dbsp_diffusers.enable(transformer, CONFIG)
+        assert_near(outputs(transformer, inputs), expected, dense)
+    dbsp_diffusers.disable(transformer)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("name", ["wan", "cogvideox"])
+def test_process_wide_setting_leaves_attention_with_db_sp(pool, name, setting, first):
+    pool(2).run(under_setting, name, setting, first)
+
+
+class UserProcessor:
+    """An attention processor with dropout, which diffusers' own never ask for."""
+
+    def __call__(self, attn: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        q, k, v = (
+            layer(hidden_states).unflatten(2, (attn.heads, -1)).transpose(1, 2)
+            for layer in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).transpose(1, 2).flatten(2)
+
+
+@torch.no_grad()
+def processor_with_dropout(rank: int, world: int, first: bool) -> None:
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    if not first:
+        dbsp_diffusers.enable(transformer, CONFIG)
+    for block in transformer.blocks:
+        block.attn1.processor = UserProcessor()
+    if first:
+        dbsp_diffusers.enable(transformer, CONFIG)
+    answer = said(lambda: transformer(**inputs))
+    assert answer.startswith("UserError: db-SP computes attention without dropout, got dropout_p=0.5"), answer
+    dbsp_diffusers.disable(transformer)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_dropout_of_a_users_processor_raises(pool, first):
+    pool(2).run(processor_with_dropout, first)
+
+
+def through_xformers(attn: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Stands for the processors that `enable_xformers_memory_efficient_attention` sets: they call their own kernel."""
+    return attn.to_v(hidden_states)
+
+
+@torch.no_grad()
+def other_processors(rank: int, world: int, first: bool) -> None:
+    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
+    if not first:
+        dbsp_diffusers.enable(transformer, CONFIG)
+    for block in transformer.blocks:
+        block.attn1.processor = through_xformers
+    if first:
+        dbsp_diffusers.enable(transformer, CONFIG)
+    answer = said(lambda: transformer(**inputs))
+    assert "attention reached torch's scaled_dot_product_attention 0 times" in answer, answer
+    dbsp_diffusers.disable(transformer)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_processor_with_a_kernel_of_its_own_raises(pool, first):
+    pool(2).run(other_processors, first)
