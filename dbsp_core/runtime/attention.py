@@ -15,6 +15,7 @@ from dbsp_core.comm.consistency import (
     DEBUG_DIFFERS,
     DIMENSIONS,
     CheckedInputs,
+    ConcurrencyGuard,
     check_consistent,
     input_kind,
     outside_transforms,
@@ -113,7 +114,8 @@ class DualBalancedAttention:
             MASKS_DIFFER: mask.fingerprint if debug else 0,
             PLANS_DIFFER: plan.fingerprint,
         }
-        check_consistent(group, problem, fingerprints)
+        with ConcurrencyGuard(group):
+            check_consistent(group, problem, fingerprints)
         prepared = PreparedAttention.from_plan(
             plan, mask, layout, group, kernel, device=device, n_local=n_local, fingerprint=debug
         )
@@ -147,13 +149,14 @@ class DualBalancedAttention:
         heads, tokens = prepared.plan.heads, prepared.n_local
         why = f"the plan has {heads} heads and rank {group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, prepared.no_gradients)
-        if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
-            found = None if problem is None else UserError(problem)
-            check_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
-        elif problem is not None:
-            raise UserError(problem)
-        check = partial(check_gradient, group) if self.debug else None
-        return attend(prepared, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, check)
+        with ConcurrencyGuard(group):
+            if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
+                found = None if problem is None else UserError(problem)
+                check_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
+            elif problem is not None:
+                raise UserError(problem)
+            check = partial(check_gradient, group) if self.debug else None
+            return attend(prepared, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, check)
 
 
 def _require_slots(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
@@ -219,11 +222,12 @@ def dual_balanced_attention(
         own_layout = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
         return make_plan(mask, parsed, planner, layout=own_layout, keys=keys, precision=precision), own_layout
 
-    with outside_transforms():  # planning is no part of what is differentiated
-        plan, layout = run_consistently(
-            group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
-        )
-        attention = DualBalancedAttention.prepare(
-            plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
-        )
-    return attention(q, k, v, scale=scale)
+    with ConcurrencyGuard(group):
+        with outside_transforms():  # planning is no part of what is differentiated
+            plan, layout = run_consistently(
+                group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
+            )
+            attention = DualBalancedAttention.prepare(
+                plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
+            )
+        return attention(q, k, v, scale=scale)

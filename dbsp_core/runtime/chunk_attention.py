@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import input_kind
+from dbsp_core.comm.consistency import ConcurrencyGuard, input_kind
 from dbsp_core.comm.exchange import LocalKeys, mean_of_tokens
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
@@ -90,9 +90,10 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.check_gradient is not None:
-            ctx.check_gradient(dout)
-        grads = attention_backward(ctx.prepared, ctx.saved_tensors, dout, ctx.scale, ctx.kernel)
+        with ConcurrencyGuard(ctx.prepared.group):
+            if ctx.check_gradient is not None:
+                ctx.check_gradient(dout)
+            grads = attention_backward(ctx.prepared, ctx.saved_tensors, dout, ctx.scale, ctx.kernel)
         return (*grads, None, None, None, None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -168,35 +167,6 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
     dist.barrier(group.group)
     errors = [session.attend(900.0 - step) for step in range(3)]
     return session.inner.passes.last.size.keeper.calls - left, errors
-
-
-def from_two_threads(rank: int, world: int) -> str:
-    """Attends in a second thread while the first one is within an attention. Returns the second one's error."""
-    session, other = (Session({}, f"U{world}R1").inner for _ in range(2))
-    q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH)
-    other.begin(Video(THW))
-    inside, messages = threading.Event(), []
-    exchange = SequenceGroup.all_to_all
-
-    def all_to_all(*args: Any) -> torch.Tensor:
-        if not inside.is_set():
-            inside.set()
-            second.join()
-        return exchange(*args)
-
-    def attend() -> None:
-        inside.wait()
-        try:
-            other.attend(0, q, q, q)
-        except ValueError as error:
-            messages.append(f"{type(error).__name__}: {error}")
-
-    second = threading.Thread(target=attend)
-    second.start()
-    with mock.patch.object(SequenceGroup, "all_to_all", all_to_all):
-        session.attend(0, q, q, q)
-    other.attend(0, q, q, q)  # one after the other, they go on
-    return "".join(messages)
 
 
 @dataclass(frozen=True)
@@ -397,9 +367,6 @@ class TestInputs:
     @pytest.mark.parametrize("debug", [False, True])
     def test_recomputation_after_a_pass_of_another_size_is_exact(self, threads, debug):
         assert threads(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
-
-    def test_two_threads_at_once_raise(self, pool):
-        assert all("UserError: two threads use db-SP" in message for message in pool(2).run(from_two_threads))
 
 
 @pytest.mark.parametrize("odd", [0, 2])
