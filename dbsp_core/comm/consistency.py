@@ -308,17 +308,19 @@ def outside_transforms() -> AbstractContextManager[object]:
 
 
 TWO_THREADS = (
-    "two threads use db-SP on the same ranks at once, which would answer each other's calls; let one run at a time, "
-    "or give each a process group of its own"
+    "two threads run db-SP collectives on one process group; serialize the calls, or use one group per thread"
 )
-_LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = weakref.WeakKeyDictionary()
+_LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class ConcurrencyGuard:
-    """Keeps a second thread out while one is within a call on a group's ranks, whichever sessions they use."""
+    """Keeps a second thread out while one is within a call on a process group, whatever of db-SP they call.
+
+    A call may contain others of its thread. Backward has a thread of its own, and is guarded while it exchanges.
+    """
 
     def __init__(self, group: SequenceGroup) -> None:
-        process_group, lock = group.group, threading.Lock()
+        process_group, lock = group.group, threading.RLock()
         self._lock = lock if process_group is None else _LOCKS.setdefault(process_group, lock)
 
     def __enter__(self) -> None:

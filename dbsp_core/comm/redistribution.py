@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import DEBUG_DIFFERS, check_consistent
+from dbsp_core.comm.consistency import DEBUG_DIFFERS, ConcurrencyGuard, check_consistent
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -181,9 +181,10 @@ class Redistribution:
         self, tensors: Sequence[torch.Tensor], dim: int | Sequence[int], back: bool
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         dims = (dim,) * len(tensors) if isinstance(dim, int) else tuple(dim)
-        self._check(tensors, dims, back)
-        leading = [tensor.movedim(own, 0) for tensor, own in zip(tensors, dims, strict=True)]
-        found = _Redistributed.apply(self, back, *leading)
+        with ConcurrencyGuard(self.group):
+            self._check(tensors, dims, back)
+            leading = [tensor.movedim(own, 0) for tensor, own in zip(tensors, dims, strict=True)]
+            found = _Redistributed.apply(self, back, *leading)
         out = tuple(tensor.movedim(0, own) for tensor, own in zip(found, dims, strict=True))
         return out[0] if len(out) == 1 else out
 
@@ -258,5 +259,7 @@ class _Redistributed(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         needed = [index for index, wanted in enumerate(ctx.needs_input_grad[2:]) if wanted]
         way = ctx.redistribution._way(not ctx.back, grads[needed[0]].device)
-        found = dict(zip(needed, way.run([grads[index] for index in needed], ctx.redistribution.group), strict=True))
+        group = ctx.redistribution.group
+        with ConcurrencyGuard(group):
+            found = dict(zip(needed, way.run([grads[index] for index in needed], group), strict=True))
         return (None, None, *(found.get(index) for index in range(len(grads))))

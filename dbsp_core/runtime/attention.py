@@ -96,22 +96,6 @@ class DualBalancedAttention:
                 kernel doesn't support the plan.
         """
         group = SequenceGroup.from_group(group)
-        with ConcurrencyGuard(group):
-            return cls._made(plan, mask, layout, group, n_local, torch.device(device), kernel, debug)
-
-    @classmethod
-    def _made(
-        cls,
-        plan: Plan,
-        mask: BlockMask,
-        layout: SequenceLayout,
-        group: SequenceGroup,
-        n_local: int | None,
-        device: torch.device,
-        kernel: str,
-        debug: bool,
-    ) -> DualBalancedAttention:
-        """Does what `prepare` says."""
         plan.strategy.require_world(group.size)
         prepared, problem = None, None
         try:
@@ -122,7 +106,9 @@ class DualBalancedAttention:
             if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
             where = plan, mask, layout, group, kernel
-            prepared = PreparedAttention.from_plan(*where, device=device, n_local=n_local, fingerprint=debug)
+            prepared = PreparedAttention.from_plan(
+                *where, device=torch.device(device), n_local=n_local, fingerprint=debug
+            )
         except Exception as error:  # any error: this rank must not stop alone
             problem = error
         fingerprints = {
@@ -132,7 +118,8 @@ class DualBalancedAttention:
             MASKS_DIFFER: mask.fingerprint if debug else 0,
             PLANS_DIFFER: plan.fingerprint,
         }
-        check_consistent(group, problem, fingerprints)
+        with ConcurrencyGuard(group):
+            check_consistent(group, problem, fingerprints)
         if prepared is None:
             raise RuntimeError("nothing is prepared, and no rank has said why")
         return cls(prepared, debug)
@@ -161,25 +148,21 @@ class DualBalancedAttention:
         Raises:
             UserError: Before any collective, where shapes, dtypes or the kernel don't fit.
         """
-        with ConcurrencyGuard(self.prepared.group):
-            return self._attend(q, k, v, scale)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-        """Does what `__call__` says."""
         prepared, group = self.prepared, self.prepared.group
         heads, tokens = prepared.plan.heads, prepared.n_local
         why = f"the plan has {heads} heads and rank {group.rank} holds {tokens} tokens"
         problem = problem_of_inputs(q, k, v, heads, tokens, why, prepared.no_gradients)
         check = partial(check_gradient, group) if self.debug else None
         scale_or_usual = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
-        if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
-            found = None if problem is None else UserError(problem)
-            check_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
-            with raised_on_all(group) as meeting:  # done for the first time, it may fail on one rank alone
-                return attend(replace(prepared, group=meeting), q, k, v, scale_or_usual, check)
-        if problem is not None:
-            raise UserError(problem)
-        return attend(prepared, q, k, v, scale_or_usual, check)
+        with ConcurrencyGuard(group):
+            if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
+                found = None if problem is None else UserError(problem)
+                check_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
+                with raised_on_all(group) as meeting:  # done for the first time, it may fail on one rank alone
+                    return attend(replace(prepared, group=meeting), q, k, v, scale_or_usual, check)
+            if problem is not None:
+                raise UserError(problem)
+            return attend(prepared, q, k, v, scale_or_usual, check)
 
 
 def _require_slots(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
@@ -250,6 +233,7 @@ def dual_balanced_attention(
             plan, layout = run_consistently(
                 group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
             )
-            make = outside_inference(DualBalancedAttention._made)
-            attention = make(plan, mask, layout, group, q.shape[-2], q.device, kernel, debug)
-        return outside_inference(attention._attend)(q, k, v, scale)
+            attention = DualBalancedAttention.prepare(
+                plan, mask, layout, group, n_local=q.shape[-2], device=q.device, kernel=kernel, debug=debug
+            )
+        return attention(q, k, v, scale=scale)

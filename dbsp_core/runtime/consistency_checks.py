@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from dbsp_core.comm.consistency import check_consistent, input_kind, needs_gradients
+from dbsp_core.comm.consistency import ConcurrencyGuard, check_consistent, input_kind, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup, node_fingerprints, number_nodes
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -93,12 +93,13 @@ def check_settings(
         **version_fingerprints(debug),
     }
     report = any(session.config.report is not None for session in sessions)
-    rows = check_consistent(
-        group.control(),
-        problem,
-        {**(more or {}), **fingerprints},
-        numbers=[int(report), *node_fingerprints(), *numbers],
-    )
+    with ConcurrencyGuard(group):
+        rows = check_consistent(
+            group.control(),
+            problem,
+            {**(more or {}), **fingerprints},
+            numbers=[int(report), *node_fingerprints(), *numbers],
+        )
     nodes = number_nodes(group, [row[1:4] for row in rows])
     for session in sessions:
         first = group.rank - session.group.rank

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from dbsp_core.comm.consistency import ConcurrencyGuard
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -210,8 +211,10 @@ class EngineSession:
             (q, k, v), text = self._without_text((q, k, v))
         own = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
         gate = None if gate is None else gate.transpose(1, 2)
-        out = self.session.attend(layer, *(one.transpose(1, 2) for one in own), scale=scale, gate=gate).transpose(1, 2)
-        return out if text is None else self._with_all_text(out, text[0].shape[1])
+        with ConcurrencyGuard(self.session.group):
+            out = self.session.attend(layer, *(one.transpose(1, 2) for one in own), scale=scale, gate=gate)
+            out = out.transpose(1, 2)
+            return out if text is None else self._with_all_text(out, text[0].shape[1])
 
     def _without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
         """Splits one rank's [B, slots + shard, H, D], or [B, shard + slots, H, D], into those of shard and text."""
@@ -226,7 +229,8 @@ class EngineSession:
 
         Ranks vote from host to host: no device is waited for.
         """
-        return all(bool(one) for (one,) in self.session.group.gather_integers([answer]))
+        with ConcurrencyGuard(self.session.group):
+            return all(bool(one) for (one,) in self.session.group.gather_integers([answer]))
 
     def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Joins a rank's shard and its part of the text."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -21,15 +19,11 @@ from dbsp_cli.mask_tools.info import MaskSeries, drift_of
 from dbsp_core import (
     BlockGrid,
     BlockMask,
-    DualBalancedAttention,
     SequenceGroup,
-    dual_balanced_attention,
-    make_plan,
 )
 from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.config import DbspConfig
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES
@@ -177,53 +171,6 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
     dist.barrier(group.group)
     errors = [session.attend(900.0 - step) for step in range(3)]
     return session.inner.passes.last.size.keeper.calls - left, errors
-
-
-def from_two_threads(rank: int, world: int, entry: str) -> str:
-    """Attends in a second thread while the first one is within an attention. Returns the second one's error.
-
-    entry: what both threads call: sessions, executors, the function, or the first one's backward
-    """
-    first, second = (_attention_by(entry, world) for _ in range(2))
-    inside, messages = threading.Event(), []
-    exchange = SequenceGroup.start_all_to_all
-
-    def start_all_to_all(*args: Any) -> Any:
-        if not inside.is_set():
-            inside.set()
-            thread.join()
-        return exchange(*args)
-
-    def attend() -> None:
-        inside.wait()
-        try:
-            second()
-        except ValueError as error:
-            messages.append(f"{type(error).__name__}: {error}")
-
-    thread = threading.Thread(target=attend)
-    thread.start()
-    with mock.patch.object(SequenceGroup, "start_all_to_all", start_all_to_all):
-        first()
-    second()  # one after the other, they go on
-    return "".join(messages)
-
-
-def _attention_by(entry: str, world: int) -> Callable[[], object]:
-    """Returns a call that ranks make together."""
-    if entry in ("session", "backward"):
-        session = Session({}, f"U{world}R1").inner
-        q = torch.zeros(1, HEADS, session.begin(Video(THW)).shard, WIDTH, requires_grad=entry == "backward")
-        if entry == "session":
-            return lambda: session.attend(0, q, q, q)
-        return functools.partial(session.attend(0, q, q, q).sum().backward, retain_graph=True)
-    grid = BlockGrid(64, 0, 16, 16)
-    mask, q = BlockMask.dense(HEADS, grid), torch.zeros(1, HEADS, 64 // world, WIDTH)
-    if entry == "function":
-        return lambda: dual_balanced_attention(q, q, q, mask, f"U{world}R1")
-    layout = SequenceLayout.contiguous(64, world)
-    plan = make_plan(mask, Strategy(world, 1), layout=layout)
-    return functools.partial(DualBalancedAttention.prepare(plan, mask, layout, None), q, q, q)
 
 
 @dataclass(frozen=True)
@@ -424,10 +371,6 @@ class TestInputs:
     @pytest.mark.parametrize("debug", [False, True])
     def test_recomputation_after_a_pass_of_another_size_is_exact(self, threads, debug):
         assert threads(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
-
-    @pytest.mark.parametrize("entry", ["session", "backward", "executor", "function"])
-    def test_two_threads_at_once_raise(self, pool, entry):
-        assert all("UserError: two threads use db-SP" in message for message in pool(2).run(from_two_threads, entry))
 
 
 @pytest.mark.parametrize("odd", [0, 2])

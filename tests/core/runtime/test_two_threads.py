@@ -1,0 +1,197 @@
+"""Two threads of a process on one process group: the second is rejected while the first is within a call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbsp_core import (
+    BlockGrid,
+    BlockMask,
+    DualBalancedAttention,
+    Redistribution,
+    SequenceGroup,
+    SequenceLayout,
+    dual_balanced_attention,
+    make_plan,
+)
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.engine_session import EngineSession
+from dbsp_core.runtime.session import AttentionSession
+
+HEADS, WIDTH, THW = 4, 8, (2, 4, 4)
+TOKENS = 32
+GRID = BlockGrid(TOKENS, 0, 4, 4)
+COLLECTIVES = "start_all_to_all", "all_gather", "gather_integers"
+Call = Callable[[], object]
+
+
+def tokens(world: int, gradients: bool = False) -> torch.Tensor:
+    return torch.ones(1, HEADS, TOKENS // world, WIDTH, requires_grad=gradients)
+
+
+def executor(group: dist.ProcessGroup | None, world: int) -> DualBalancedAttention:
+    mask, layout = BlockMask.dense(HEADS, GRID), SequenceLayout.contiguous(TOKENS, world)
+    return DualBalancedAttention.prepare(make_plan(mask, Strategy(world, 1), layout=layout), mask, layout, group)
+
+
+def of_executor(group: Any, world: int) -> Call:
+    attention, q = executor(group, world), tokens(world)
+    attention(q, q, q)  # ranks compare at the first call alone
+    return lambda: attention(q, q, q)
+
+
+def of_preparation(group: Any, world: int) -> Call:
+    return lambda: executor(group, world)
+
+
+def of_function(group: Any, world: int) -> Call:
+    mask, q = BlockMask.dense(HEADS, GRID), tokens(world)
+    return lambda: dual_balanced_attention(q, q, q, mask, f"U{world}R1", group=group)
+
+
+def of_backward(group: Any, world: int) -> Call:
+    attention, q = executor(group, world), tokens(world, gradients=True)
+    loss = attention(q, q, q).sum()
+    return lambda: loss.backward(retain_graph=True)
+
+
+def redistribution(group: Any, world: int) -> Redistribution:
+    layouts = SequenceLayout.contiguous(TOKENS, world), SequenceLayout.striped(GRID, Strategy(1, world))
+    return Redistribution.between(*layouts, SequenceGroup.from_group(group))
+
+
+def of_redistribution(group: Any, world: int) -> Call:
+    tensor, between = torch.ones(TOKENS // world, WIDTH), redistribution(group, world)
+    between.there(tensor)
+    return lambda: between.there(tensor)
+
+
+def of_its_backward(group: Any, world: int) -> Call:
+    loss = redistribution(group, world).there(torch.ones(TOKENS // world, WIDTH, requires_grad=True)).sum()
+    return lambda: loss.backward(retain_graph=True)
+
+
+def session(group: Any, world: int) -> AttentionSession:
+    return AttentionSession(DbspConfig(), SequenceGroup.from_group(group), Strategy(world, 1), HEADS, 1)
+
+
+def of_session(group: Any, world: int) -> Call:
+    made, q = session(group, world), tokens(world)
+    made.begin(Video(THW))
+    return lambda: made.attend(0, q, q, q)
+
+
+def of_making_a_session(group: Any, world: int) -> Call:
+    return lambda: session(group, world)
+
+
+def of_vote(group: Any, world: int) -> Call:
+    made = EngineSession(SequenceGroup.from_group(group), Strategy(world, 1), HEADS, 1, "dense")
+    return lambda: made.all_agree(True)
+
+
+ENTRIES: dict[str, Callable[[Any, int], Call]] = {
+    "executor": of_executor,
+    "prepare": of_preparation,
+    "function": of_function,
+    "backward": of_backward,
+    "redistribution": of_redistribution,
+    "backward of redistribution": of_its_backward,
+    "session": of_session,
+    "making a session": of_making_a_session,
+    "vote": of_vote,
+}
+
+
+def in_second_thread(first: Call, second: Call) -> str:
+    """Makes the second call in another thread while the first is at its first collective; returns what it raises."""
+    inside, messages = threading.Event(), []
+
+    def call() -> None:
+        inside.wait()
+        try:
+            second()
+        except Exception as error:
+            messages.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=call)
+
+    def paused(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is not thread and not inside.is_set():
+                inside.set()
+                thread.join()
+            return collective(*args, **kwargs)
+
+        return run
+
+    with ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(mock.patch.object(SequenceGroup, name, paused(getattr(SequenceGroup, name))))
+        thread.start()
+        first()
+    assert inside.is_set(), "the first call has no collective"
+    thread.join()
+    return "".join(messages)
+
+
+def on_one_group(rank: int, world: int, names: tuple[str, str]) -> str:
+    first, second = (ENTRIES[name](None, world) for name in names)
+    message = in_second_thread(first, second)
+    second()  # one after the other, they go on
+    return message
+
+
+def on_two_groups(rank: int, world: int, names: tuple[str, str]) -> str:
+    first, second = (ENTRIES[name](dist.new_group(), world) for name in names)
+    return in_second_thread(first, second)
+
+
+@pytest.mark.parametrize("first", ["executor", "session"])
+@pytest.mark.parametrize("second", ENTRIES)
+def test_second_thread_on_one_process_group_is_rejected(pool, first, second):
+    expected = "UserError: two threads run db-SP collectives on one process group; serialize"
+    for message in pool(2).run(on_one_group, (first, second)):
+        assert message.startswith(expected), message
+
+
+@pytest.mark.parametrize("first", ENTRIES)
+def test_second_thread_is_rejected_while_the_first_is_within_any_call(pool, first):
+    for message in pool(2).run(on_one_group, (first, "executor")):
+        assert message.startswith("UserError: two threads run db-SP collectives"), message
+
+
+@pytest.mark.parametrize("names", [("executor", "session"), ("session", "backward")], ids=" and ".join)
+def test_threads_with_a_process_group_each_go_on(pool, names):
+    assert pool(2).run(on_two_groups, names) == [""] * 2
+
+
+def gradients_by_thread(rank: int, world: int) -> bool:
+    """Returns whether backward in another thread than forward gives what it gives in the same."""
+    attention, found = executor(None, world), []
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        q = torch.randn(tokens(world).shape, generator=generator.manual_seed(rank)).requires_grad_()
+        loss = attention(q, q, q).square().sum()
+        if found:
+            thread = threading.Thread(target=loss.backward)
+            thread.start()
+            thread.join()
+        else:
+            loss.backward()
+        found.append(q.grad)
+    return torch.equal(*found)
+
+
+def test_backward_may_run_in_another_thread_than_forward(pool):
+    assert pool(2).run(gradients_by_thread) == [True] * 2
