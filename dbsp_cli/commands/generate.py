@@ -59,18 +59,18 @@ def generate_command(
     count = 1 if joined else processes_here(nproc)
     rank_info = joined or RankInfo(world=count, local_world=count)
     generation = resolve(request, rank_info)
-    if rank_info.rank == 0 and (dry_run or not joined):
+    all_is_there = not joined and not generation.left  # ranks that are there decide together
+    if count > 1 and not (dry_run or all_is_there):
+        raise typer.Exit(run_ranks(count, sys.argv[1:]))  # whose rank 0 says the warnings
+    if rank_info.rank == 0:
         for line in generation.warnings:
             print(f"{NOTICE}{line}", file=sys.stderr)
     if dry_run:
         _say_what_would_be_made(generation, rank_info)
-        return
-    if not joined and not generation.left:  # ranks that are there decide together
+    elif all_is_there:
         _say_that_all_is_there(generation)
-        return
-    if count > 1:
-        raise typer.Exit(run_ranks(count, sys.argv[1:]))
-    _make(generation, rank_info)
+    else:
+        _make(generation, rank_info)
 
 
 def _make(generation: Generation, rank_info: RankInfo) -> None:

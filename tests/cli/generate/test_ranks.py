@@ -14,6 +14,7 @@ from dbsp_cli.generate.ranks import RankInfo, processes_here
 from dbsp_cli.generate.videos import outputs_left
 from dbsp_core.comm.groups import BROKE_OFF
 from dbsp_core.utils.errors import UserError
+from tests.cli.generate.conftest import VARIABLES
 from tests.cli.generate.test_requests import decided
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -218,3 +219,45 @@ def test_the_rank_that_failed_first_is_named_with_its_last_words(tmp_path, capsy
         log.write_text(text)
     assert ranks._explain({rank: SimpleNamespace(exitcode=one) for rank, one in codes.items()}, tmp_path) == code
     assert capsys.readouterr().err == explained
+
+
+def ranks_of(launcher: str) -> list[dict[str, str]]:
+    """Returns the environments of the processes that a launcher starts: the command itself, or two ranks."""
+    if launcher == "torchrun":
+        both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        return [both | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    if launcher == "srun":
+        both = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_STEP_NUM_NODES": "1"}
+        return [both | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    return [{}]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("launcher", ["one process", "ranks started here", "torchrun", "srun"])
+@pytest.mark.parametrize("option", ["", "--dry-run", "--resume"])
+def test_rank_0_says_warnings_once_in_every_way_of_starting(dbsp, monkeypatch, tmp_path, launcher, option):
+    """Runs the command as each rank in turn, which makes nothing; `--resume` finds the video there."""
+    out, started = tmp_path / "ball.mp4", []
+    line = ["generate", "--config", "tiny-wan", "--prompt", "a ball", "--out", out]
+    line += ["--set", "dense_schedule.first_steps=99", *filter(None, [option])]
+    line += ["--nproc", "2"] if launcher == "ranks started here" else []
+    if option == "--resume":
+        out.touch()
+    monkeypatch.setattr("dbsp_cli.commands.generate.run_ranks", lambda count, _: started.append(count) or 0)
+    monkeypatch.setattr("dbsp_cli.generate.videos.make_videos", lambda _: {})
+
+    def errors_of(environments: list[dict[str, str]]) -> str:
+        errors = []
+        for environment in environments:
+            with monkeypatch.context() as patched:
+                for name, value in (dict.fromkeys(VARIABLES, "") | environment).items():
+                    patched.setenv(name, value)
+                code, _, err = dbsp(*line)
+                assert code == 0, err
+                errors.append(err)
+        return "".join(errors)
+
+    said = errors_of(ranks_of(launcher))
+    said += errors_of(ranks_of("torchrun")) if started else ""
+    assert bool(started) == (launcher == "ranks started here" and not option)
+    assert said.count("dbsp: dense_schedule makes all") == 1, said
