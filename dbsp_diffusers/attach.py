@@ -237,15 +237,15 @@ def _choose_strategy(framework: Framework, config: DbspConfig) -> Strategy | Non
 def _require_attachable(model: Any) -> dict[str, Any]:
     """Returns a model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
     transformers = transformers_of(model)
-    if STATE in vars(model) and model not in transformers.values():
-        raise UserError(
-            "db-SP is enabled on this pipeline already, maybe on a transformer that it had before; call "
-            "dbsp_diffusers.disable(pipe) first"
-        )
     for transformer in transformers.values():
         if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
             raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
         _require_not_parallelized(transformer, architecture_of(transformer).attentions_of(transformer))
+    if STATE in getattr(model, "__dict__", {}) and model not in transformers.values():
+        raise UserError(
+            "db-SP is enabled on this pipeline already, maybe on a transformer that it had before; call "
+            "dbsp_diffusers.disable(pipe) first"
+        )
     return transformers
 
 

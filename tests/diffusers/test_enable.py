@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import dbsp_diffusers
 from dbsp_core.comm.exchange import Route
+from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import left_alive
 from tests.support.models import tiny_pipelines
@@ -113,14 +114,14 @@ def compared_before_attention(
 ) -> dict[str, int]:
     """Returns what ranks send from `enable` to the first q, or from a second call to its first q, by name."""
     group, pipe = dist.new_group(list(range(world))), load("wan", folder)
-    sent = mock.patch.object(Route, "dispatch", side_effect=RuntimeError("far enough"))
+    sent = mock.patch.object(Route, "dispatch", side_effect=CommunicationError("far enough"))
     if again:
         dbsp_diffusers.enable(pipe, settings, group=group)
         latents(pipe, seed=None, **BRIEF)
     with collectives() as seen, sent:
         if not again:
             dbsp_diffusers.enable(pipe, settings, group=group)
-        assert said(lambda: latents(pipe, seed=None, **BRIEF)) == "RuntimeError: far enough"
+        assert said(lambda: latents(pipe, seed=None, **BRIEF)) == "CommunicationError: far enough"
     dbsp_diffusers.disable(pipe)
     return dict(seen)
 

@@ -181,9 +181,9 @@ WINDOW = {"source": "window", "window": [1, 3, 3], "block_q": 16, "block_k": 16}
 @pytest.mark.parametrize(
     ("groups", "use", "args"),
     [
-        (1, loss, ("U1R2", True)),
-        (1, loss, ("U2R1", False)),
-        (1, executor, ()),
+        (2, loss, ("U1R2", True)),
+        (2, loss, ("U2R1", False)),
+        (2, executor, ()),
         (1, redistribution, ()),
         (1, gathered, ()),
         (2, session, (WINDOW,)),
