@@ -74,7 +74,7 @@ _DRIFTS = (NOT_NUMBERS, LATENTS_DRIFT, CONDITIONS_DRIFT)
 
 
 class Drift:
-    """What a rank's tensors have shown within a generation, told to all ranks without a host wait.
+    """Tells all ranks what the tensors of each have shown within a generation, without a host wait.
 
     Each pass notes it on the device, and gathers what all ranks have noted. Two passes later that has long arrived on
     the host, the same on all ranks, and is raised there.

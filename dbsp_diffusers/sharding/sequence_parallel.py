@@ -42,7 +42,7 @@ Kwargs = dict[str, Any]
 
 @dataclass(frozen=True)
 class _PassSharding:
-    """How one forward pass is sharded.
+    """Shards and attention of one forward pass.
 
     Attributes:
         attention: What computes its attention.
@@ -133,7 +133,7 @@ class _SequenceSharding:
 
     @property
     def _now(self) -> _PassSharding:
-        """How the pass is sharded that runs, or a part of which is computed again."""
+        """Sharding of the pass that runs, or of the one a part of which is computed again."""
         sharding: _PassSharding | None = self._session.passes.now.sharding
         if sharding is None:
             raise RuntimeError("a part of the transformer was called outside its forward pass")
