@@ -24,7 +24,7 @@ from scripts.reproduce.authors.measured import SEED, STRATEGIES, attention_ms, f
 from scripts.reproduce.authors.runs import dense_s
 from scripts.reproduce.common import arguments
 from scripts.reproduce.lockstep import plan_ring, predict_ring
-from scripts.reproduce.simulate import RunConfig, simulate_layer
+from scripts.reproduce.modelled import RunConfig, simulate_layer
 from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result

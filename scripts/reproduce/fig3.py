@@ -15,8 +15,15 @@ from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.fit import in_scripts
 from scripts.reproduce.authors.measured import DBSP, PARO
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
-from scripts.reproduce.simulate import RunConfig
+from scripts.reproduce.modelled import (
+    MODELLED,
+    PAPER_SCALING,
+    RunConfig,
+    machine,
+    model_masks,
+    modelled_arguments,
+    video,
+)
 from scripts.results.colours import PLANNERS, STRATEGIES
 from scripts.results.figures import STAR, grouped_bars, in_words, legend_below, panels
 from scripts.results.result import Result

@@ -19,8 +19,7 @@ from dbsp_core import Strategy
 from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.measured import speedups
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.modelled import machine, model_masks, modelled_arguments, video
-from scripts.reproduce.simulate import RunConfig
+from scripts.reproduce.modelled import RunConfig, machine, model_masks, modelled_arguments, video
 from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels

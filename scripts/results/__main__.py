@@ -17,10 +17,10 @@ from scripts.results.evidence import changes_since, read_evidence, record_run
 from scripts.results.result import FOLDER, Result
 
 MODULES = (
-    *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "clusters", "fig3", "fig8", "fig9", "fig10")),
+    *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "fig3", "fig8", "fig9", "fig10")),
     "scripts.bench.reuse",
     *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
-    *(f"scripts.reproduce.knapformer.{name}" for name in ("wir", "throughput", "gamma", "streams")),
+    *(f"scripts.reproduce.knapformer.{name}" for name in ("throughput", "streams")),
     *(f"scripts.training.trained_model.{name}" for name in ("quality", "rounding")),
 )
 """Each has its results as values of its own."""

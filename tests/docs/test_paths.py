@@ -60,7 +60,7 @@ def test_what_is_not_there_is_found():
     gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
     text = "`{}` ./{} `{}` python -m {} ".format(*gone)
     kept = "`dbsp_core/runtime/chunk_attention.py` ./scripts/demo `runtime/chunk_attention.py` `runtime/`"
-    there = f"{kept} python -m scripts.bench.nodes --json"
+    there = f"{kept} python -m scripts.bench.planner --json"
     assert missing(text + there) == gone
 
 
