@@ -1,4 +1,4 @@
-"""Help of all scripts; checks of engines' tests, seeded faults and private names of frameworks."""
+"""Help of all scripts; seeded faults and private names of frameworks."""
 
 from __future__ import annotations
 
@@ -8,27 +8,10 @@ from collections import Counter
 import pytest
 
 from scripts.checks.csv_table import update_table
-from scripts.checks.engines import tests_run
 from scripts.checks.private_names import PrivateName, message, private_names
 from scripts.checks.seeded_faults import REPO, copied, faults, tried
 from tests.support.programs import output_of
 from tests.support.repository import ROOT
-
-REPORT = """<testsuites><testsuite>
-<testcase name="test_exact[U2R1]"/><testcase name="test_exact[U1R2]"><failure message="off"/></testcase>
-<testcase name="test_exact[U2R2]"><error message="hang"/></testcase>
-<testcase name="test_rejected"><skipped message="no GPU"/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_cases_are_counted_by_test_and_outcome(tmp_path, monkeypatch):
-    report = tmp_path / "engine.xml"
-    report.write_text(REPORT, encoding="utf-8")
-    monkeypatch.setattr(tests_run, "version", lambda engine: f"1.0 of {engine}")
-    assert tests_run.rows_of("sglang", report) == [
-        {"engine": "sglang", "version": "1.0 of sglang", "test": name, "passed": one, "failed": two, "skipped": three}
-        for name, one, two, three in (("test_exact", 1, 2, 0), ("test_rejected", 0, 0, 1))
-    ]
 
 
 @pytest.mark.parametrize("concept", faults())
@@ -93,7 +76,7 @@ def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
 
 OF_CHECKS = (
     *("gpu.compilation", "private_names"),
-    *("engines.sglang_command", "engines.vllm_omni_command", "engines.tests_run"),
+    *("engines.sglang_command", "engines.vllm_omni_command"),
 )
 PARTS = {f"scripts.checks.{name}" for name in OF_CHECKS}
 """Processes that other programs start."""
