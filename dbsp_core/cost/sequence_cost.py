@@ -6,19 +6,16 @@ Arithmetic on counts and on constants from a file: every rank that has both comp
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.cost.prediction import AttentionShape, block_s, predict
+from dbsp_core.cost.prediction import block_s
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype
-from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
@@ -114,68 +111,6 @@ def _grid_and_rows(
         mask = source.mask(request)
         known[request] = mask.grid, mask.counts.rows
     return known[request]
-
-
-def fastest_bags(
-    plan: Callable[[BagTopology], SequencePlan],
-    work: SequenceWork,
-    layer: LayerSize,
-    hardware: Hardware,
-    world: int,
-    node_size: int,
-    slack: float = 0.0,
-) -> SequencePlan:
-    """Plans every topology of `BagTopology.candidates`, and returns the plan whose slowest bag takes least.
-
-    With `slack`, that is the first plan that takes at most this share more than the best. Small bags come first.
-
-    Args:
-        plan: Assigns the sequences to bags; raises UserError where no bag can hold a sequence.
-        work: See `slowest_bag_s`, as for layer and hardware.
-        world: Number of ranks.
-        node_size: Number of ranks on each node.
-        slack: What smaller bags may cost, as their exchanges are smaller, if the constants know nothing of exchanges.
-
-    Raises:
-        UserError: If no topology can hold the sequences.
-    """
-    plans: list[SequencePlan] = []
-    rejected: UserError | None = None
-    for topology in BagTopology.candidates(world, node_size):
-        try:
-            plans.append(plan(topology))
-        except UserError as error:
-            rejected = error
-    if rejected is not None and not plans:
-        raise rejected
-    seconds = [slowest_bag_s(one, work, layer, hardware, node_size) for one in plans]
-    most = min(seconds) * (1 + slack)
-    return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= most)
-
-
-def slowest_bag_s(
-    plan: SequencePlan, work: SequenceWork, layer: LayerSize, hardware: Hardware, node_size: int
-) -> float:
-    """Returns seconds of one layer's forward pass in the slowest bag: of attention, by `predict`, and of all else.
-
-    Heads and rows are shared within each bag (Ulysses).
-    """
-    topology, slowest_s = plan.topology, 0.0
-    tokens = plan.runs.by_rank(topology.world)
-    shape = AttentionShape(1, layer.heads, layer.head_dim, layer.element_bytes)
-    for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
-        own = np.flatnonzero(plan.bag == bag)
-        if not len(own):
-            continue
-        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        grid, layout = BlockGrid.packed([work.grids[one] for one in own]), bag_layout(plan, work.tokens, bag)
-        attention = plan_from_counts(
-            rows, grid, Strategy(ranks, 1), layout=layout, compare=False, precision=layer.comm_dtype.name
-        )
-        nodes = (np.arange(first, first + ranks) // node_size).tolist()
-        linear_s = tokens[first : first + ranks].max() * layer.token_flops / hardware.constants.linear_flops_per_s
-        slowest_s = max(slowest_s, float(linear_s) + predict(attention, shape, hardware, nodes, layout).total_s)
-    return slowest_s
 
 
 def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
