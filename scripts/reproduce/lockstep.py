@@ -176,11 +176,6 @@ class RingTimes:
         """Compute of all ring steps of the rank that is done last, as if it waited for nothing."""
         return sum(compute for compute, _ in self.steps)
 
-    @property
-    def exposed_s(self) -> float:
-        """What that rank waits: for transfers that compute does not hide, and for its neighbours."""
-        return self.attention_s - self.compute_s
-
 
 @dataclass(frozen=True)
 class RingPrediction(Prediction):
