@@ -56,9 +56,9 @@ def measure(options) -> list[Row]:
         for gpus in (1, 2, 4, 8):
             strategy = Strategy(gpus, 1) if ulysses else Strategy(1, gpus)
             known = in_scripts(hardware, DBSP if planner == "dbsp" else PARO, MODEL)
-            found = video(RunConfig(strategy, planner), masks, model, known)
-            attention = found.attention_s - (found.pack_s if gpus == 1 else 0)  # one GPU packs nothing
-            whole = attention + found.other_s
+            modelled = video(RunConfig(strategy, planner), masks, model, known)
+            attention = modelled.attention_s - (modelled.pack_s if gpus == 1 else 0)  # one GPU packs nothing
+            whole = attention + modelled.other_s
             alone = whole if gpus == 1 else alone
             stated = PAPER_SCALING.get(str(strategy)) if planner == "contiguous" else None
             paper = f"{stated}" if stated else "> 15 minutes (§1); 16.0 by §3.1 and Fig. 8" if gpus == 1 else "–"
@@ -67,9 +67,9 @@ def measure(options) -> list[Row]:
                 Row(
                     line,
                     gpus,
-                    found.rho,
+                    modelled.rho,
                     attention,
-                    found.other_s,
+                    modelled.other_s,
                     whole,
                     share,
                     alone / whole,

@@ -57,10 +57,10 @@ def measure(options) -> list[Row]:
             masks = model_masks(MODEL, options, **{key: value})
             base = video(RunConfig(strategy, "contiguous"), masks, model, hardware)
             for planner in PLANNERS:
-                one = video(RunConfig(strategy, planner), masks, model, hardware)
-                gain = base.attention_s / one.attention_s
+                balanced = video(RunConfig(strategy, planner), masks, model, hardware)
+                gain = base.attention_s / balanced.attention_s
                 label = f"modelled, synthetic masks, {hardware.name}"
-                rows.append(Row(name, planner, f"{key}={value:g}", base.rho / one.rho, gain, label))
+                rows.append(Row(name, planner, f"{key}={value:g}", base.rho / balanced.rho, gain, label))
     return rows
 
 

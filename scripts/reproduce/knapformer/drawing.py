@@ -84,8 +84,8 @@ class DrawnSequences:
     @property
     def tokens(self) -> np.ndarray:
         """int64[n]: text and video together."""
-        found: np.ndarray = self.text + self.thw.prod(axis=1)
-        return found
+        tokens: np.ndarray = self.text + self.thw.prod(axis=1)
+        return tokens
 
     def __len__(self) -> int:
         return len(self.text)

@@ -46,9 +46,9 @@ def measure(options) -> list[Row]:
     rows = []
     for stream, text in STREAMS.items():
         steps = [drawn(stream, seed) for seed in range(options.draws)]
-        tokens = np.concatenate([one.tokens for one in steps])
+        tokens = np.concatenate([sequences.tokens for sequences in steps])
         cost = pair_cost().picoseconds(tokens, tokens**2)
-        loader, first = np.concatenate([one.loader for one in steps]), 0
+        loader, first = np.concatenate([sequences.loader for sequences in steps]), 0
         for code in parse_streams(text):
             mine = (loader >= first) & (loader < first + code.gpus)
             first += code.gpus

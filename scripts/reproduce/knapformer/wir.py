@@ -75,7 +75,7 @@ def measure(options) -> Iterator[Row]:
         if (stream, mask) not in made:
             steps = [drawn(stream, seed) for seed in range(options.draws if mask == "dense" else options.sparse_draws)]
             count = dense_work if mask == "dense" else sparse_work
-            made[stream, mask] = [(one, count(one)) for one in steps]
+            made[stream, mask] = [(sequences, count(sequences)) for sequences in steps]
         for balancer in ("knapsack",) if bags == "none" else ("knapsack", "dbsp"):
             equation, counted = [], []
             for sequences, work in made[stream, mask]:
@@ -92,10 +92,10 @@ def measure(options) -> Iterator[Row]:
                 GAMMA,
                 "–" if paper is None else f"{paper.wir:.2f}",
                 float(np.mean(equation)) if mask == "dense" else "–",
-                float(np.mean([one.wir for one in counted])),
-                max(one.wir for one in counted),
-                max(one.rho for one in counted),
-                float(np.mean([one.moved / one.tokens.sum() for one in counted])),
+                float(np.mean([metrics.wir for metrics in counted])),
+                max(metrics.wir for metrics in counted),
+                max(metrics.rho for metrics in counted),
+                float(np.mean([metrics.moved / metrics.tokens.sum() for metrics in counted])),
                 "counted, drawn sequences, modelled cost",
             )
 
