@@ -22,7 +22,6 @@ from dbsp_core.planning.comm_dtype import COMM_DTYPES
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
 from scripts.reproduce.knapformer.counted import dense_sequences, evaluate, gamma_corrected, moved_tokens, work_of
-from scripts.reproduce.knapformer.gamma import gamma_of
 from scripts.reproduce.knapformer.shared import FLUX
 from tests.core.cost.latency_cases import machine
 from tests.support.generators import random_bits
@@ -81,6 +80,12 @@ def test_int8_shrinks_bytes_of_bags_except_outputs():
         for comm_dtype in COMM_DTYPES.values()
     ]
     assert sent[1] / sent[0] == pytest.approx((3 * 20 + 32) / (4 * 32))
+
+
+def gamma_of(layer, hardware):
+    """Returns KnapFormer's γ (Eq. 2): seconds per FLOP of attention over seconds per FLOP of everything else."""
+    constants = hardware.constants
+    return block_s(1, 1, layer.head_dim, constants) / (4 * layer.head_dim) * constants.linear_flops_per_s
 
 
 def test_gamma_follows_from_the_constants():

@@ -14,7 +14,7 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
 from scripts.reproduce.knapformer.counted import gamma_corrected, moved_tokens
-from scripts.reproduce.knapformer.drawing import Stream, StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.drawing import Stream, draw, parse_streams
 
 STREAMS = {
     "low": "g32b32i256",
@@ -68,15 +68,14 @@ class TestStreams:
 
     def test_drawn_sequences_have_the_streams_sizes_and_depend_on_the_seed_alone(self):
         streams = parse_streams("g2b3i512,g1b0i256,g1b2i256f17s1")
-        assumptions = StreamAssumptions(text=(5, 7), area=(0.9, 1.1))
-        one, same, other = (draw(streams, 8, seed, assumptions) for seed in (3, 3, 4))
+        one, same, other = (draw(streams, 8, seed) for seed in (3, 3, 4))
         assert one.loader.tolist() == [0] * 3 + [1] * 3 + [3] * 2 + [4] * 3 + [5] * 3 + [7] * 2
-        assert one.text.min() >= 5
-        assert one.text.max() <= 7
+        assert one.text.min() >= 0
+        assert one.text.max() <= 392
         assert one.thw[:, 0].tolist() == [1] * 6 + [5] * 2 + [1] * 6 + [5] * 2
         area = one.thw[:, 1] * one.thw[:, 2] / np.where(one.thw[:, 0] == 1, 1024, 256)
-        assert area.min() > 0.88
-        assert area.max() < 1.12
+        assert area.min() > 0.94
+        assert area.max() < 1.06
         assert len({tuple(grid) for grid in one.thw[:3]}) == 1, "one aspect ratio for a batch"
         assert np.array_equal(one.tokens, same.tokens)
         assert not np.array_equal(one.tokens, other.tokens)
@@ -84,24 +83,14 @@ class TestStreams:
     @pytest.mark.parametrize(
         ("codes", "world", "message"),
         [
-            ("g8b1i256f1s2", 8, "not of the form g"),
-            ("g0b1i256", 8, "at least one GPU"),
-            ("g8b1i8", 8, "16 pixels"),
-            ("g8b1i256f0", 8, "one frame"),
+            ("g8b1i256f1s2", 8, "expected streams as g4b1i512f85s1, got"),
             ("g8b1i256", 12, "for 8 GPUs, which do not divide 12"),
             ("g8b0i256", 8, "there are no sequences"),
         ],
     )
     def test_streams_without_sequences_raise(self, codes, world, message):
         with pytest.raises(UserError, match=message):
-            draw(parse_streams(codes), world, 0, StreamAssumptions())
-
-    @pytest.mark.parametrize(
-        "values", [{"text": (5, 4)}, {"text": (-1, 4)}, {"area": (0.0, 1.0)}, {"area": (2.0, 1.0)}]
-    )
-    def test_assumptions_that_are_no_ranges_are_rejected(self, values):
-        with pytest.raises(UserError, match="a least and a most"):
-            StreamAssumptions(**values)
+            draw(parse_streams(codes), world, 0)
 
 
 def test_cost_is_whole_picoseconds_of_tokens_and_blocks():
@@ -205,7 +194,7 @@ def test_large_costs_do_not_overflow():
 def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
     """Requires 1.005 at most."""
     for seed in range(5):
-        found = draw(parse_streams(STREAMS[stream]), 32, seed, StreamAssumptions())
+        found = draw(parse_streams(STREAMS[stream]), 32, seed)
         tokens = found.tokens
         cost = gamma_corrected(3072, gamma).picoseconds(tokens, tokens**2)
         load = loads(plan_sequences(cost, tokens, found.loader, BagTopology((8,) * 4)), cost)
