@@ -154,7 +154,7 @@ def test_a_published_model_on_a_cpu_is_warned_of(tmp_path, monkeypatch, gpu, mod
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
     config = "tiny-wan" if model == "tiny-wan" else None
     warnings = decided(tmp_path, config=config, model=model, changes=()).warnings
-    expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan-trained is for trying out"
+    expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out"
     assert [one for one in warnings if "no GPU" in one] == [expected] * said
 
 

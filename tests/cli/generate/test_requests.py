@@ -18,7 +18,7 @@ from dbsp_cli.generate.loras import Lora
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
-from dbsp_cli.tiny_models import TRAINED_WAN, make_tiny, unknown_words
+from dbsp_cli.tiny_models import make_tiny, trained_weights, unknown_words
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_writer import save_mask
@@ -76,13 +76,11 @@ class TestPrompts:
     def test_words_that_a_model_cannot_know_are_named(self, tmp_path, prompt, unknown):
         copy = tmp_path / "mine" / "tokenizer"
         copy.mkdir(parents=True)
-        shutil.copy(TRAINED_WAN / "tokenizer" / "tokenizer.json", copy)
+        shutil.copy(trained_weights() / "tokenizer" / "tokenizer.json", copy)
         expected = None
         if unknown:
-            expected = (
-                f"the prompt has words that this model has never seen: {unknown}; it knows a, ball, behind, blue"
-            )
-        for folder in (TRAINED_WAN, tmp_path / "mine"):
+            expected = f"this model has never seen these words of the prompt: {unknown}; use a, ball, behind, blue"
+        for folder in (trained_weights(), tmp_path / "mine"):
             said = unknown_words(folder, prompt)
             assert (said and said[: len(expected or "")]) == expected
         assert unknown_words(tmp_path, prompt) is None
