@@ -89,7 +89,7 @@ COMMANDS = (
     "plan masks/one-True.safetensors --gpus 4 --strategy U2R2 --planner dbsp --keys needed",
     "plan masks/one-False.safetensors --gpus 4 --strategy all --planner all --json",
     "masks info masks/grouped-True.safetensors --gpus 2",
-    "masks info masks/one-True.safetensors --gpus 2 --quality --json",
+    "masks info masks/one-True.safetensors --gpus 2 --json",
     f"masks convert foreign/sparse.pt out.safetensors key=sparse {SIZES} orders=hwt,thw text_tokens=0 groups=0-4",
     f"masks convert foreign/arrays.npz out.safetensors key=mask {SIZES} tail_dense=true joined_text=true crop=true",
     "masks convert recording out.safetensors step=1 branch=0",
