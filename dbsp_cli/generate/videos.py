@@ -19,6 +19,7 @@ from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation
 from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
+from dbsp_cli.video_quality import VIDEO
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
@@ -114,6 +115,9 @@ def _make_videos(
         if dist.get_rank() == 0:
             _write(pictures, output.path, settings.fps or 16)
             reports[output] = None if observer is None else observer.report
+            folder = generation.report_of(output)
+            if folder is not None and reports[output] is not None:
+                _keep_with_report(output.path, folder / VIDEO)
     return reports
 
 
@@ -157,6 +161,21 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
     except OSError as error:
         raise OSError(f"the video cannot be moved to its path ({error}); it is kept: {made}") from error
     folder.rmdir()
+
+
+def _keep_with_report(video: Path, kept: Path) -> None:
+    """Links a video into its report's folder, for `dbsp report A B`: a later video at its path leaves this one."""
+    temporary = kept.with_name(f"{TEMPORARY}{kept.name}")
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(os.path.realpath(video), temporary)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(video, temporary)
+        temporary.replace(kept)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        log.warning("no video in the report's folder: %s", error)
 
 
 def _whole(video: Path) -> bool:

@@ -141,6 +141,7 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
     sampled = spread_out(series.layers, _SAMPLED_LAYERS)
     masks = [series.first(layer) for layer in sampled]
     densities = densities_of(series, series.layers)
+    balance = balance_of(masks, gpus)
     drift = [drift_of(series, layer, str(Strategy(gpus, 1)), _PLANNER, DbspConfig.reuse) for layer in sampled]
     warnings = [f"the recording stopped before the run did: {series.stopped}"] if series.stopped else []
     idle = {layer: int((mask.counts.rows == 0).sum()) for layer, mask in zip(sampled, masks, strict=True)}
@@ -155,7 +156,7 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
         first=masks[0],
         series=series,
         densities=densities,
-        balance=balance_of(masks, gpus),
+        balance=balance,
         drift=[layer for layer in drift if layer.iou],
         warnings=warnings,
     )
