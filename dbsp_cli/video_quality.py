@@ -67,7 +67,7 @@ def compare_latents(a: Path, b: Path) -> float:
 def _frames(folder: Path) -> Iterator[np.ndarray]:
     """Yields frames, float64[H, W, 3] in [0, 1]. Raises UserError where there is no one video."""
     try:
-        import imageio.v2 as imageio
+        import imageio.v3 as imageio
         from PIL import Image
     except ImportError as error:
         raise UserError(f"{error.name} is needed to compare videos; {install_command('diffusers')}") from error
@@ -78,8 +78,8 @@ def _frames(folder: Path) -> Iterator[np.ndarray]:
     path = videos[0] if videos else pictures[0]
     try:
         if videos:
-            with imageio.get_reader(path, "ffmpeg") as reader:  # type: ignore[arg-type]
-                yield from (np.asarray(frame, dtype=np.float64) / 255 for frame in reader)
+            frames = imageio.imiter(path, plugin="FFMPEG")
+            yield from (np.asarray(frame, dtype=np.float64) / 255 for frame in frames)
             return
         for path in pictures:
             with Image.open(path) as picture:

@@ -19,8 +19,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from dbsp_cli.mask_tools.convert import ConvertOptions, convert_masks, even_groups
-from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS
+from dbsp_cli.mask_tools.convert import PARO_ORDERS, ConvertOptions, convert_masks, even_groups
 from dbsp_core import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from scripts.checks.upstream.upstream_refs.finding import Finding, compared, make_importable
