@@ -152,7 +152,6 @@ MISTAKES = [
     (["tiny", "wan", "."], "is not a checkpoint folder"),
     (["bench", "wan2.1-t2v-14c"], "did you mean 'wan2.1-t2v-14b'?"),
     (["bench", "tiny-wan", "--out", "."], "is a folder; give the name of a file"),
-    (["bench", "tiny-wan", "--out", "x.png", "--picture", "x.png"], "are the same path"),
     *(
         (command, "are the same path")
         for command in (
