@@ -74,7 +74,7 @@ class GenerationRequest:
         videos: Number of videos for each prompt.
         changes: "key=value", with dots in the key.
         features: Changes to the pipeline in addition to db-SP.
-        out: Files to write; may have the fields `{index}`, `{seed}` and `{prompt}`.
+        out: Files to write; may have the fields `{index}` and `{seed}`.
         resume: True if files that are there already are left out.
     """
 
