@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dbsp_cli.measure import imbalanced_mask
+from dbsp_cli.commands.bench import imbalanced_mask
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy

@@ -168,8 +168,6 @@ def test_commands_read_packed_sequences(tmp_path, dbsp):
     assert picture.read_bytes().startswith(b"\x89PNG")
     code, out, _ = dbsp("masks", "info", path, "--gpus", 2)
     assert "of 3 packed sequences" in out
-    code, _, err = dbsp("masks", "info", path, "--quality")
-    assert (code, "masks of one sequence" in err) == (2, True)
 
 
 def test_layouts_of_packed_sequences():
