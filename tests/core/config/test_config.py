@@ -221,7 +221,7 @@ BAD_FILES = {
     ":4: mask file /no/dense_steps does not exist": (
         b"mask:\n  source: paro\n  dense_steps: 3\n  path: /no/dense_steps"
     ),
-    ":2: this is not YAML that ends": b"a: 1\nmask: &m {source: *m}",
+    "is not YAML: maximum recursion depth exceeded": b"a: 1\nmask: &m {source: *m}",
 }
 """Messages, with the files that give them."""
 
