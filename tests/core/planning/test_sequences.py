@@ -47,14 +47,6 @@ class TestTopology:
         assert topology.bag_of_rank.tolist() == [bag for bag, size in enumerate(ranks) for _ in range(size)]
         assert BagTopology.parse(str(topology), world) == topology
 
-    def test_candidates_cover_the_cluster(self):
-        found = list(BagTopology.candidates(32))
-        assert len(set(found)) == len(found)
-        assert all(one.world == 32 for one in found)
-        names = {str(one) for one in found}
-        assert {"g1n32", "g2n16", "g4n8", "g8n4", "g16n2", "g32n1", "g2n8+g4n4"} <= names
-        assert [str(one) for one in BagTopology.candidates(6, 8)] == ["g1n6", "g2n3"]
-
     @pytest.mark.parametrize("text", ["", "g8", "g8n", "8n4", "g0n4", "g8n0", "g8n4,g4n8", "g8n4+"])
     def test_other_text_is_rejected(self, text):
         with pytest.raises(UserError, match=r"not of the form gGnN.*for example g8n4"):
