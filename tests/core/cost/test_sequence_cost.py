@@ -17,10 +17,9 @@ from dbsp_core.cost.sequence_cost import (
     whole_layout,
 )
 from dbsp_core.planning.bags import BagTopology
-from dbsp_core.planning.comm_dtype import COMM_DTYPES
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
-from scripts.reproduce.knapformer.counted import dense_sequences, evaluate, gamma_corrected, moved_tokens, work_of
+from scripts.reproduce.knapformer.counted import evaluate, gamma_corrected, moved_tokens, work_of
 from scripts.reproduce.knapformer.gamma import gamma_of
 from scripts.reproduce.knapformer.shared import FLUX
 from tests.core.cost.latency_cases import machine
@@ -70,17 +69,6 @@ def test_counted_work_and_bytes_equal_those_of_packed_plans(bags):
     assert found.blocks.sum() == work.blocks.sum()
     assert np.array_equal(found.picoseconds, cost.picoseconds(found.tokens, found.blocks))
     assert found.moved == moved_tokens(plan.runs, loader, 1)[0]
-
-
-def test_int8_shrinks_bytes_of_bags_except_outputs():
-    grid, cost = BlockGrid(960, 0, 16, 16), SequenceCost(1e-15, 0.0)
-    work, loader = dense_sequences([grid, grid], HEADS), np.array([0, 1])
-    plan = planned(work, loader, BagTopology.parse("g2n1", 2), cost)
-    sent = [
-        evaluate(plan, work, loader, cost, LayerSize(HEADS, 16, 1e6, comm_dtype=comm_dtype)).sent_bytes.sum()
-        for comm_dtype in COMM_DTYPES.values()
-    ]
-    assert sent[1] / sent[0] == pytest.approx((3 * 20 + 32) / (4 * 32))
 
 
 def test_gamma_follows_from_the_constants():

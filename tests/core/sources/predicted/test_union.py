@@ -9,8 +9,8 @@ import torch
 
 from dbsp_core import BlockMask
 from dbsp_core.config import DbspConfig
-from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, SpargeSource, UnionSource, WindowSource
-from dbsp_core.sources.spec import mask_in_words, mask_settings
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource
+from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import Session
 from tests.core.sources.predicted.sparge_cases import SpargeCase, assert_identical_bits, predict_together
@@ -106,21 +106,6 @@ def test_union_equals_its_parts_joined(case):
         found = source.mask(request, LocalQK.alone(q, k)) if predicted else source.mask(request)
         assert torch.equal(found.bits, joined(parts, case.batch if predicted else 1).bits)
         assert max(part.density for part in parts) + 0.01 < found.density < 0.95, "no part may hold the others"
-
-
-def test_written_in_yaml_and_in_one_word_it_is_the_same():
-    text = "window:tile=[1,8,8],shifted=false+sparge:cdf=0.9,token_order=tile:1x8x8"
-    source = DbspConfig.load(text).mask
-    predicted = SpargeSource(cdf=0.9, token_order="tile:1x8x8")
-    assert source == UnionSource((WindowSource(tile=(1, 8, 8), shifted=False), predicted))
-    values = DbspConfig.load(text).to_values()["mask"]
-    assert values["source"] == "union"
-    assert DbspConfig.load({"mask": values}).mask == source
-    assert DbspConfig.load({"mask": mask_settings(mask_in_words(source))}).mask == source
-    nested = {"source": "union", "of": [{"source": "dense"}, mask_settings(text)]}
-    assert [type(part).__name__ for part in DbspConfig.load({"mask": nested}).mask.of] == [
-        *("DenseSource", "WindowSource", "SpargeSource")
-    ]
 
 
 @pytest.mark.parametrize(
