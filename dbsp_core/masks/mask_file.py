@@ -40,7 +40,7 @@ def mask_values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray
     """
     parts = [part.bits.cpu().numpy() for part in BlockMask(bits, grid.with_orders((CANONICAL,))).parts]
     values = [np.packbits(part, axis=-1) if packed else part.astype(np.uint8) for part in parts]
-    return np.concatenate([one.ravel() for one in values]) if grid.packed_from else values[0]
+    return np.concatenate([value.ravel() for value in values]) if grid.packed_from else values[0]
 
 
 def mask_bits(values: np.ndarray, grid: BlockGrid, heads: int, packed: bool) -> torch.Tensor:

@@ -81,7 +81,8 @@ class MaskLayout:
             texts["thw"] = ",".join(map(str, self.grid.thw))
         if self.grid.packed_from:
             own = [
-                {"tokens": one.tokens, "text_tokens": one.text_tokens, "thw": one.thw} for one in self.grid.sequences
+                {"tokens": sequence.tokens, "text_tokens": sequence.text_tokens, "thw": sequence.thw}
+                for sequence in self.grid.sequences
             ]
             texts["sequences"] = json.dumps(own)
         if self.groups is not None:

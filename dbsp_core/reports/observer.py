@@ -262,7 +262,7 @@ def _timestamp(device: torch.device) -> Timestamp:
 
 def run_observer(session: AttentionSession) -> RunObserver | None:
     """Returns the session's observer, if a report is wanted."""
-    return next((one for one in session.observers if isinstance(one, RunObserver)), None)
+    return next((observer for observer in session.observers if isinstance(observer, RunObserver)), None)
 
 
 def _kernels_of(prepared: PreparedAttention, q: torch.Tensor) -> list[str]:

@@ -137,7 +137,7 @@ def expected_of(case: PackedCase, mask: BlockMask, tensors: list[torch.Tensor]) 
 
 def attention_of_each(mask: BlockMask, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Returns dense attention of each sequence with its own mask."""
-    own = zip(*(one.split([part.grid.tokens for part in mask.parts], dim=2) for one in tensors), strict=True)
+    own = zip(*(tensor.split([part.grid.tokens for part in mask.parts], dim=2) for tensor in tensors), strict=True)
     found = [
         dense_attention(*qkv, part, queries=torch.arange(part.grid.tokens))
         for qkv, part in zip(own, mask.parts, strict=True)

@@ -144,7 +144,7 @@ def test_bad_files_of_packed_sequences(tmp_path, key, value, message):
 
 def test_layouts_of_packed_sequences():
     grid = BlockGrid.packed([mask.grid for mask in packed_sequences()])
-    lengths = [one.tokens for one in grid.sequences]
+    lengths = [sequence.tokens for sequence in grid.sequences]
     loaders = SequenceLayout.whole_sequences(lengths, [2, 0, 2], 4)
     assert loaders.shard == 129 + 89
     assert [len(loaders.tokens_at(rank)[0]) for rank in range(4)] == [21, 0, 129 + 89, 0]
