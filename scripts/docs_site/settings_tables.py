@@ -72,6 +72,8 @@ def _descriptions(cls: type) -> dict[str, str]:
 
 
 def _default(one: Field[Any]) -> str:
+    if one.default is MISSING and one.default_factory is MISSING:
+        return "required"
     if one.default is MISSING or one.default is None:
         return "none"
     return f"`{str(one.default).lower() if isinstance(one.default, bool) else one.default}`"

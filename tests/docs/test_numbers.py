@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from dbsp_diffusers.models import ARCHITECTURES, UNSUPPORTED
+from dbsp_diffusers.models import ARCHITECTURES
 from tests.docs.results import rows, table
 from tests.support.repository import ROOT
 
@@ -64,13 +64,6 @@ def test_each_known_class_has_a_row():
     assert sorted(named) == sorted(ARCHITECTURES)
     assert all(pipelines for _, pipelines, _ in classes)
     assert said(r"(\d+) transformer classes") == [len(ARCHITECTURES)]
-
-
-def test_rejected_classes_have_their_reasons():
-    reasons = {name.strip("`"): why for name, why in table("docs/diffusers.md", "| class in diffusers | why |")}
-    assert reasons.items() <= UNSUPPORTED.items()
-    videos = {name for name in UNSUPPORTED if name.endswith("3DModel") and "image" not in UNSUPPORTED[name]}
-    assert videos <= reasons.keys()
 
 
 def test_seconds_per_video():

@@ -138,7 +138,7 @@ MISTAKES = {
     "reuse=nan must be at least 1": {"reuse": float("nan")},
     "must be float, got True": {"reuse": True},
     "bags '8x4' are not of the form gGnN": {"bags": "8x4"},
-    "bags.max_tokens=0 must be at least 1": {"bags": {"max_tokens": 0}},
+    "bags.max_tokens=0 must be at least 1": {"bags": {"topology": "g1n2", "max_tokens": 0}},
     "is for ranks that share all sequences; leave it out, or bags": {"bags": "g2n2", "report": "out"},
     "must be str, got None": {"planner": None},
     "'generate' in 'transformer_2' is for both transformers; set it one level up": {

@@ -185,10 +185,9 @@ class BagSessions:
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
         loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)
-
-        # 2. The bag of each.
+        # 2. The bag of each. Where all ranks have all sequences, these are not bound to a unit.
         topology = BagTopology.parse(bags.topology, world)
-        if loaders is None:  # where all ranks have all sequences, these are not bound to a unit
+        if loaders is None:
             topology = BagTopology(tuple(topology.ranks.tolist()))
         return plan_sequences(picoseconds, work.tokens, loader, topology, bags.max_tokens), work
 
