@@ -1,17 +1,16 @@
-"""Costs of several sequences on a machine, and the bags in which they take the least time.
+"""Costs of several sequences on a machine, and their layouts in bags.
 
 Arithmetic on counts and on constants from a file: every rank that has both computes identical numbers.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.cost.machine import Constants, Hardware
+from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import block_s
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import BlockGrid
@@ -19,6 +18,9 @@ from dbsp_core.planning.comm_dtype import MODEL, CommDtype
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
+
+_FLOPS_PER_S = 1e15
+"""Assumed without a machine's constants, for tokens and blocks alike: only their proportion counts."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +40,10 @@ class LayerSize:
     comm_dtype: CommDtype = MODEL
 
 
-_FREE = {one.name: math.inf if one.name.endswith("_per_s") else 0.0 for one in fields(Constants)}
-FLOP_COUNTS = Hardware(
-    name="FLOP counts",
-    device="any",
-    dtype="bfloat16",
-    constants=Constants(**_FREE | {"flops_per_s": 1e15, "linear_flops_per_s": 1e15, "overlap": 1.0}),
-    sources=dict.fromkeys(_FREE, "assumed"),
-)
-"""Costs of sequences without a machine's constants: attention and all else by FLOP, and exchanges for nothing."""
-
-
-def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block_k: int = 64) -> SequenceCost:
-    """Returns seconds per token and per active block by the machine's constants."""
+def sequence_cost(layer: LayerSize, hardware: Hardware | None, block_q: int = 64, block_k: int = 64) -> SequenceCost:
+    """Returns seconds per token and per active block by the machine's constants, or in proportion to FLOP without."""
+    if hardware is None:
+        return SequenceCost(layer.token_flops / _FLOPS_PER_S, 4 * block_q * block_k * layer.head_dim / _FLOPS_PER_S)
     known = hardware.at_blocks(block_q, block_k)
     token_s = layer.token_flops / known.linear_flops_per_s + layer.heads * known.row_s / block_q
     return SequenceCost(token_s, block_s(block_q, block_k, layer.head_dim, known))
@@ -130,8 +123,8 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
     sequences, runs = np.flatnonzero(plan.bag == bag), plan.runs
     if not len(sequences):
         raise UserError(f"bag {bag} of {plan.topology} has no sequences, hence no layout; leave it out")
-    own = np.flatnonzero(np.isin(runs.sequence, sequences))
-    number = np.searchsorted(sequences, runs.sequence[own])
-    rank = runs.rank[own] - plan.topology.first_rank[bag]
-    rank, local = TokenRuns(number, runs.start[own], runs.length[own], rank).positions(tokens[sequences])
+    in_bag = np.flatnonzero(np.isin(runs.sequence, sequences))
+    number = np.searchsorted(sequences, runs.sequence[in_bag])
+    rank = runs.rank[in_bag] - plan.topology.first_rank[bag]
+    rank, local = TokenRuns(number, runs.start[in_bag], runs.length[in_bag], rank).positions(tokens[sequences])
     return SequenceLayout(rank, local, int(plan.topology.ranks[bag]), int(local.max()) + 1)

@@ -15,7 +15,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import hardware_for
 from dbsp_core.cost.sequence_cost import (
-    FLOP_COUNTS,
     LayerSize,
     SequenceWork,
     WorkOfSizes,
@@ -182,7 +181,7 @@ class BagSessions:
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        hardware = hardware_for(config.machine, device.type, config.kernel) or FLOP_COUNTS
+        hardware = hardware_for(config.machine, device.type, config.kernel)
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
         loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)

@@ -28,7 +28,7 @@ class TokenMap:
     Attributes:
         sequence: int64[n], by slot, the sequence of the token there.
         position: int64[n], by slot, the index of the token in its sequence, text first; 0 at padding.
-        everyone: bool[ranks, sequences], which rank has tokens of which sequence.
+        owners: bool[ranks, sequences], which rank has tokens of which sequence.
         text, video: The slots of each stream; without text in the sequence all are of video.
     """
 

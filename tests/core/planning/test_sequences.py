@@ -14,7 +14,7 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
 from scripts.reproduce.knapformer.counted import gamma_corrected, moved_tokens
-from scripts.reproduce.knapformer.drawing import Stream, draw, parse_streams
+from scripts.reproduce.knapformer.drawing import draw, parse_streams
 
 STREAMS = {
     "low": "g32b32i256",
@@ -57,40 +57,6 @@ class TestTopology:
             UserError, match="units of 32 ranks, which do not divide 12; 12 fit g1n12, g2n6, g3n4, g4n3"
         ):
             BagTopology.parse("g8n4", 12)
-
-
-class TestStreams:
-    def test_codes(self):
-        assert parse_streams("g4b1i512f85s1, g2b3i256") == (Stream(4, 1, 512, 85, True), Stream(2, 3, 256, 1, False))
-        assert parse_streams("g1b10i256f4s0,g1b1i256f85")[1].clip
-        assert [one.latent_frames for one in parse_streams("g1b1i256f85s1,g1b1i256f4s0,g1b1i256f2s1")] == [25, 4, 1]
-        assert str(parse_streams("g16b4i256")[0]) == "g16b4i256f1s0"
-
-    def test_drawn_sequences_have_the_streams_sizes_and_depend_on_the_seed_alone(self):
-        streams = parse_streams("g2b3i512,g1b0i256,g1b2i256f17s1")
-        one, same, other = (draw(streams, 8, seed) for seed in (3, 3, 4))
-        assert one.loader.tolist() == [0] * 3 + [1] * 3 + [3] * 2 + [4] * 3 + [5] * 3 + [7] * 2
-        assert one.text.min() >= 0
-        assert one.text.max() <= 392
-        assert one.thw[:, 0].tolist() == [1] * 6 + [5] * 2 + [1] * 6 + [5] * 2
-        area = one.thw[:, 1] * one.thw[:, 2] / np.where(one.thw[:, 0] == 1, 1024, 256)
-        assert area.min() > 0.94
-        assert area.max() < 1.06
-        assert len({tuple(grid) for grid in one.thw[:3]}) == 1, "one aspect ratio for a batch"
-        assert np.array_equal(one.tokens, same.tokens)
-        assert not np.array_equal(one.tokens, other.tokens)
-
-    @pytest.mark.parametrize(
-        ("codes", "world", "message"),
-        [
-            ("g8b1i256f1s2", 8, "expected streams as g4b1i512f85s1, got"),
-            ("g8b1i256", 12, "for 8 GPUs, which do not divide 12"),
-            ("g8b0i256", 8, "there are no sequences"),
-        ],
-    )
-    def test_streams_without_sequences_raise(self, codes, world, message):
-        with pytest.raises(UserError, match=message):
-            draw(parse_streams(codes), world, 0)
 
 
 def test_cost_is_whole_picoseconds_of_tokens_and_blocks():

@@ -10,8 +10,6 @@ from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import gather_shards
 from dbsp_core.runtime import whole_tensors
 from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once
-from dbsp_kernels import KERNELS
-from tests.support.interpreter import interpreted
 
 KEYS = {2: (0, 7), 3: (5, 1, 30), 4: (9, 0, 0, 2)}
 """Numbers of keys of each rank, by the number of ranks."""
@@ -60,24 +58,6 @@ def test_equals_one_process_with_its_gradients(threads, monkeypatch, world, bloc
 def test_rank_without_the_others_keys_is_wrong(threads):
     found = threads(3).run(attend, False)
     assert min((one[0] - expected(3)[0]).abs().max() for one in found) > 1e-2
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_for_gpus_give_the_same(monkeypatch, dtype):
-    """Runs forward and backward in Triton's interpreter."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which the kernel is not interpreted")
-    *given, weights = tensors(3, dtype)
-    found = []
-    for kernel in ("cpu", "triton"):
-        with interpreted():
-            monkeypatch.setattr(whole_tensors, "_kernel_for", lambda q, kernel=kernel: KERNELS[kernel])
-            leaves = [t.clone().requires_grad_(True) for t in given]
-            out = attend_shared_keys(*leaves, SCALE, SequenceGroup(0, 1))
-            (out * weights).sum().backward()
-        found.append([out.detach(), *(leaf.grad for leaf in leaves)])
-    torch.testing.assert_close(*found, atol=1e-5 if dtype == torch.float32 else 0.05, rtol=0)
 
 
 def test_inference_tensors_are_rejected():
