@@ -9,9 +9,7 @@ from tests.support.repository import ROOT
 from tests.support.texts import PAGES, found_in
 from tests.test_layering import PACKAGES, files
 
-UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
-"""Names files of other projects."""
-PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if not path.is_relative_to(UPSTREAM)]
+PROGRAMS = sorted((ROOT / "scripts").rglob("*.py"))
 TEXTS = [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml")), *PROGRAMS]
 INSIDE = ("kernels", *(name for name in PACKAGES if name != "dbsp_kernels"), "configs")
 FOLDERS = (*INSIDE, "scripts", "tests", "docs")
@@ -54,14 +52,6 @@ def missing(text: str) -> list[str]:
 
 def test_files_and_modules_that_are_named_are_there():
     assert found_in(TEXTS, lambda path: missing(path.read_text(encoding="utf-8"))) == {}
-
-
-def test_what_is_not_there_is_found():
-    gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
-    text = "`{}` ./{} `{}` python -m {} ".format(*gone)
-    kept = "`dbsp_core/runtime/chunk_attention.py` ./scripts/demo `runtime/chunk_attention.py` `runtime/`"
-    there = f"{kept} python -m scripts.bench.planner --json"
-    assert missing(text + there) == gone
 
 
 CODE_MAP = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")

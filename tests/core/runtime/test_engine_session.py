@@ -148,9 +148,9 @@ BY_STEP = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"
 
 
 def test_one_rank_with_text_in_its_sequence_equals_one_process():
+    session = EngineSession(*ALONE, KNOWN)  # of both: a video of one size in two layouts
     for name in ("whole text first", "whole text last"):
         layout = LAYOUTS[name]
-        session = EngineSession(*ALONE, KNOWN)
         session.begin(layout, "cpu", step=0)
         text, sequence = tensors(layout, 0)
         joined = torch.cat([sequence, text] if layout.text_last else [text, sequence], dim=2)
@@ -172,6 +172,17 @@ def test_steps_are_counted_across_transformers_and_skipped_steps():
         sessions[which].begin(Video(THW), "cpu", step)
         seen.append(sessions[which].session._mask_provider.moment)
     assert [(one.step, one.cfg_branch) for one in seen] == [(0, 0), (1, 0), (1, 1), (3, 0), (5, 0), (0, 0), (3, 0)]
+
+
+def test_each_request_begins_a_generation():
+    session, seen = EngineSession(*ALONE, BY_STEP), []
+    for request, step in (("first", 0), ("second", 0), ("second", 0), ("second", 1)):  # the first one was given up
+        session.begin(Video(THW), "cpu", step, generation=request)
+        seen.append(session.session._mask_provider.moment)
+    first = seen[0].generation
+    assert [(moment.generation - first, moment.step, moment.cfg_branch) for moment in seen] == [
+        *((0, 0, 0), (1, 0, 0), (1, 0, 1), (1, 1, 0)),
+    ]
 
 
 def test_second_transformer_is_dense_in_the_videos_last_steps_alone():

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from dbsp_core import SequenceGroup
+from dbsp_core.comm.groups import gather_shards
 from dbsp_core.runtime import whole_tensors
 from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once
 from dbsp_kernels import KERNELS
@@ -84,3 +85,16 @@ def test_inference_tensors_are_rejected():
         q, k, v, _ = tensors(2)
     with pytest.raises(ValueError, match="inference_mode"):
         attend_shared_keys(q, k.clone().requires_grad_(True), v, SCALE, SequenceGroup(0, 1))
+
+
+def gradient_of_gathered(rank: int, world: int) -> list[list[float]]:
+    """Returns the gradient of this rank's shard, where the loss is Σ index · value over the gathered tensor."""
+    shard = torch.ones(1, 2, 1, requires_grad=True)
+    gathered = gather_shards(shard, 1, SequenceGroup.from_group())
+    (gathered.flatten() * torch.arange(2 * world)).sum().backward()
+    assert shard.grad is not None
+    return shard.grad.flatten().tolist()
+
+
+def test_gathered_gradient_is_that_of_the_ranks_shard(threads):
+    assert threads(3).run(gradient_of_gathered) == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]

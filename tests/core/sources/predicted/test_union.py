@@ -108,6 +108,15 @@ def test_union_equals_its_parts_joined(case):
         assert max(part.density for part in parts) + 0.01 < found.density < 0.95, "no part may hold the others"
 
 
+def test_known_part_is_kept_for_each_size_of_video():
+    source = UnionCase().source
+    for thw in ((5, 7, 9), (3, 7, 15)):  # of equally many tokens
+        case = UnionCase(thw=thw)
+        q, k = case.tensors()
+        found = source.mask(case.request, LocalQK.alone(q, k))
+        assert torch.equal(found.bits, joined(parts_alone(case, case.request, q, k), 1).bits)
+
+
 def test_written_in_yaml_and_in_one_word_it_is_the_same():
     text = "window:tile=[1,8,8],shifted=false+sparge:cdf=0.9,token_order=tile:1x8x8"
     source = DbspConfig.load(text).mask
