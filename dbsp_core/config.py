@@ -111,8 +111,8 @@ class DbspConfig:
         machine: Hardware profile that predicts times: a shipped one (`a800`, `b200`, `h100`, `h20`, `h200`, `h800`:
             modelled) or a file of `dbsp bench`. None: what `dbsp bench` measured on this machine, else rules without
             constants.
-        bags: Groups of ranks that share several sequences of one call: a topology such as `g8n4`, `auto`, or a
-            mapping; see docs/packed-sequences.md. None: all ranks share every sequence.
+        bags: Groups of ranks that share several sequences of one call: a topology such as `g8n4`, or a mapping;
+            see docs/packed-sequences.md. None: all ranks share every sequence.
         vae: True if all ranks of a video decode it together, tile by tile; see docs/diffusers.md.
         report: Folder of the report; see docs/report.md. None: nothing is observed.
         transformer_2: Settings that differ for a pipeline's second transformer (Wan2.2 A14B's, for low noise), a

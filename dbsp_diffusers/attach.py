@@ -193,7 +193,7 @@ def _attached(
     if made.sessions[0][1].config.vae:
         decoders = generations.checks if framework.decoders is None else GenerationChecks(framework.decoders)
         share_decoding(model, decoders, changes)
-    attached = Attached(changes, made.sessions, framework.name, generations)
+    attached = Attached(changes, made.sessions, framework.name)
     for part in (*transformers.values(), *([] if pipe is None else [pipe])):
         changes.set_attribute(part, STATE, attached)
         reject_copies(part, changes)

@@ -13,7 +13,6 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import fingerprint_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.generations import Generations
 
 STATE = "_dbsp"
 """Attribute of a pipeline and its transformers: there, rather than in a table here, so that all are freed together."""
@@ -25,13 +24,11 @@ class Attached:
 
     Attributes:
         sessions: Each transformer with its session.
-        generations: Checks and steps of each video that the ranks make.
     """
 
     patches: PatchSet
     sessions: Sequence[tuple[nn.Module, AttentionSession]]
     framework: str
-    generations: Generations
 
 
 def carried_by(transformer: nn.Module) -> list[str]:

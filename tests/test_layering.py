@@ -189,14 +189,13 @@ ORDER = {
             "checkpoint",
             "preflight",
             "loading",
-            "bags",
-            "packed_samples",
             "models",
+            "attached",
+            "packed",
             "resolve",
             "sharding",
-            "attached",
         ),
-        *("packed", "report_hook", "attach", "sum_gradients", "api"),
+        *("report_hook", "attach", "sum_gradients", "api"),
     ),
 }
 """The parts of a package, lowest first: each imports itself and those before it, inside functions too."""

@@ -171,9 +171,9 @@ class Route:
         """Returns a copy with its tables on a device."""
         return replace(
             self,
-            dispatch_exchanges=tuple(one.to(device) for one in self.dispatch_exchanges),
+            dispatch_exchanges=tuple(exchange.to(device) for exchange in self.dispatch_exchanges),
             combine_exchange=self.combine_exchange.to(device),
-            fetch_exchanges=tuple(one.to(device) for one in self.fetch_exchanges),
+            fetch_exchanges=tuple(exchange.to(device) for exchange in self.fetch_exchanges),
         )
 
     @property
@@ -256,7 +256,9 @@ class Route:
 
 
 def _on_device(segments: tuple[CopySegments, ...], device: torch.device) -> tuple[CopySegments, ...]:
-    return tuple(one if one.table.device.type == device.type == "cpu" else one.to(device) for one in segments)
+    return tuple(
+        segment if segment.table.device.type == device.type == "cpu" else segment.to(device) for segment in segments
+    )
 
 
 def exchange_q_separately(plan: Plan) -> bool:

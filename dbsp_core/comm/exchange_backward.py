@@ -54,7 +54,7 @@ class LocalGradients:
         """Returns dq [B, Rq·Bq, D] and the first chunk's dk and dv; then all gradients are complete. Collective."""
         self._settle()
         packed, local = (dq[:, None], _packed(dkv)), (self.dq, self.dk, self.dv)
-        first, *second = (one.backward for one in self.route.dispatch_exchanges)
+        first, *second = (exchange.backward for exchange in self.route.dispatch_exchanges)
         if second:
             _exchange(first, packed[:1], local[:1], self.group)
             _exchange(second[0], packed[1:], local[1:], self.group)

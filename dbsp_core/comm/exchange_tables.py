@@ -165,7 +165,7 @@ class _Axis:
 
 
 def _axes(plan: Plan, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
-    """Yields the axes of queries and of keys."""
+    """Returns the axes of queries and of keys."""
     grid = plan.grid
     found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
     queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))

@@ -27,7 +27,7 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 BROKE_OFF = "communication between the ranks of the sequence broke off"
 """Beginning of the message of a rank that has lost another."""
 _DESTROYED = (
-    "the process group that this was made for is destroyed; make new executors and sessions for another one, on a "
+    "the process group that this was made for is destroyed; make new attentions and sessions for another one, on a "
     "pipeline by disable and enable"
 )
 _OUTSIDE = "this rank is outside the process group that it was given; call db-SP on the group's ranks only"

@@ -13,14 +13,13 @@ from pathlib import Path
 import torch
 import yaml
 
-from dbsp_core.utils.errors import SettingError, UserError, blame_setting, fingerprint_of, in_short, require_value
+from dbsp_core.utils.errors import UserError, fingerprint_of, in_short, require_value
 from dbsp_core.utils.files import require_file, user_path, write_atomically
-from dbsp_core.utils.schema import build, convert, require_known
+from dbsp_core.utils.schema import build, convert
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
 from dbsp_kernels import KERNELS
 
 SHIPPED = shipped_configs() / "hardware"
-LABELS = ("measured", "fitted", "published", "derived", "assumed")
 RECORDED = ("versions", "residuals", "date", "notes")
 """Keys of a file that say for its readers how it was made."""
 REDO = "measure again with: torchrun --nproc-per-node GPUS -m dbsp_cli bench MODEL"
@@ -90,21 +89,6 @@ class KernelConstants:
     launch_s: float | None = None
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        _require_label(self.source, "a kernel's constants")
-        for blocks, rate in self.flops_by_blocks.items():
-            if not re.fullmatch(r"\d+x\d+", blocks) or not rate > 0:
-                raise SettingError(
-                    f"flops_by_blocks has {blocks}: {rate}; write QUERIESxKEYS of a block and a positive rate, "
-                    "for example 64x64: 2.0e+14",
-                    ("flops_by_blocks",),
-                )
-
-
-def _require_label(label: object, of: str) -> None:
-    if label not in LABELS:
-        raise SettingError(f"source {label!r} of {of} is not one of {', '.join(LABELS)}", ("source",))
-
 
 def _read_kernels(kernels: object, name: str) -> dict[str, KernelConstants]:
     if not isinstance(kernels, Mapping):
@@ -119,7 +103,8 @@ class Hardware:
     Attributes:
         device: Class of the device, as `device_class` names it.
         dtype: Type of q, k and v for which the constants hold.
-        sources: One of `LABELS` for each constant; derived: from another machine's by published ratios.
+        sources: Where each constant comes from: measured, fitted, published, derived (from another machine's by
+            published ratios) or assumed.
         gpus_per_node: Ranks on each node; traffic between nodes has the `network_*` constants. None: not known.
         kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what differs from `constants`, which are the
             block-sparse kernels' in `dtype`.
@@ -141,18 +126,6 @@ class Hardware:
     def __post_init__(self) -> None:
         fits = self.gpus_per_node is None or self.gpus_per_node >= 1
         require_value(self, "gpus_per_node", fits, "must be a number of GPUs, at least 1")
-        with blame_setting("sources"):
-            for key, label in self.sources.items():
-                names = [*vars(self.constants), "gpus_per_node"]
-                require_known(key, names, f"sources of hardware {self.name!r}")
-                with blame_setting(key):
-                    _require_label(label, key)
-            given = {**vars(self.constants), "gpus_per_node": self.gpus_per_node}
-            missing = [name for name, value in given.items() if value is not None and name not in self.sources]
-            if missing:
-                raise UserError(
-                    f"hardware {self.name!r} does not say where {', '.join(missing)} come from; add sources"
-                )
 
     @property
     def measured(self) -> bool:
@@ -171,12 +144,14 @@ class Hardware:
         if name not in self.kernels:
             return self
         kernel = self.kernels[name]
-        given = {
-            key: value for key, value in vars(kernel).items() if key in vars(self.constants) and value is not None
-        }
-        sources = {**self.sources, **dict.fromkeys(given, kernel.source)}
-        constants = replace(self.constants, **given)
-        return replace(self, constants=constants, sources=sources, flops_by_blocks=kernel.flops_by_blocks)
+        names = ("flops_per_s", "score_s", "launch_s")
+        changed = {key: getattr(kernel, key) for key in names if getattr(kernel, key) is not None}
+        return replace(
+            self,
+            constants=replace(self.constants, **changed),
+            sources={**self.sources, **dict.fromkeys(changed, kernel.source)},
+            flops_by_blocks=kernel.flops_by_blocks,
+        )
 
     def at_blocks(self, block_q: int, block_k: int) -> Constants:
         """Returns the constants with the kernel's rate on blocks of so many queries and keys."""
@@ -216,9 +191,9 @@ def save_hardware(
 ) -> None:
     """Writes a YAML file that `load_hardware` reads, whole or not at all. `record` says how it was made."""
     values = {key: value for key, value in asdict(hardware).items() if value is not None} | dict(record or {})
-    for given in (values["constants"], *values["kernels"].values()):
-        for key in [key for key, value in given.items() if value is None]:
-            del given[key]
+    for constants in (values["constants"], *values["kernels"].values()):
+        for key in [key for key, value in constants.items() if value is None]:
+            del constants[key]
     write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
 
 
@@ -226,16 +201,16 @@ def device_class(device: torch.device | str) -> str:
     """Returns the model of a device, or of the current GPU for "cuda": no host name, nothing of this one copy."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{_cpu()}, one core per rank"
+    return f"{_cpu_model()}, one core per rank"
 
 
 @functools.cache
-def _cpu() -> str:
+def _cpu_model() -> str:
     try:
-        found = re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        model = re.search(r"^model name\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        model = None
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 RULE = "rules without constants; `dbsp bench MODEL` on all ranks measures this machine"
@@ -261,10 +236,8 @@ def hardware_for(machine: str | None, device: str, kernel: str) -> Hardware | No
         device: Type of the device.
         kernel: Its name, or "auto"; its constants are taken if the file has them.
     """
-    if machine is None:
-        file = measured_file(device)
-        return load_hardware(file).with_kernel(kernel) if file.is_file() else None
-    return load_hardware(machine).with_kernel(kernel)
+    file = machine if machine is not None else measured_file(device)
+    return load_hardware(file).with_kernel(kernel) if machine is not None or os.path.isfile(file) else None
 
 
 def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:

@@ -1,27 +1,26 @@
-"""Costs of several sequences on a machine, and the bags in which they take the least time.
+"""Costs of several sequences on a machine, and their layouts in bags.
 
 Arithmetic on counts and on constants from a file: every rank that has both computes identical numbers.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from dbsp_core.cost.machine import Constants, Hardware
-from dbsp_core.cost.prediction import AttentionShape, block_s, predict
+from dbsp_core.cost.machine import Hardware
+from dbsp_core.cost.prediction import block_s
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype
-from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
+
+_FLOPS_PER_S = 1e15
+"""Assumed without a machine's constants, for tokens and blocks alike: only their proportion counts."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +40,10 @@ class LayerSize:
     comm_dtype: CommDtype = MODEL
 
 
-_FREE = {one.name: math.inf if one.name.endswith("_per_s") else 0.0 for one in fields(Constants)}
-FLOP_COUNTS = Hardware(
-    name="FLOP counts",
-    device="any",
-    dtype="bfloat16",
-    constants=Constants(**_FREE | {"flops_per_s": 1e15, "linear_flops_per_s": 1e15, "overlap": 1.0}),
-    sources=dict.fromkeys(_FREE, "assumed"),
-)
-"""Costs of sequences without a machine's constants: attention and all else by FLOP, and exchanges for nothing."""
-
-
-def sequence_cost(layer: LayerSize, hardware: Hardware, block_q: int = 64, block_k: int = 64) -> SequenceCost:
-    """Returns seconds per token and per active block by the machine's constants."""
+def sequence_cost(layer: LayerSize, hardware: Hardware | None, block_q: int = 64, block_k: int = 64) -> SequenceCost:
+    """Returns seconds per token and per active block by the machine's constants, or in proportion to FLOP without."""
+    if hardware is None:
+        return SequenceCost(layer.token_flops / _FLOPS_PER_S, 4 * block_q * block_k * layer.head_dim / _FLOPS_PER_S)
     known = hardware.at_blocks(block_q, block_k)
     token_s = layer.token_flops / known.linear_flops_per_s + layer.heads * known.row_s / block_q
     return SequenceCost(token_s, block_s(block_q, block_k, layer.head_dim, known))
@@ -116,68 +106,6 @@ def _grid_and_rows(
     return known[request]
 
 
-def fastest_bags(
-    plan: Callable[[BagTopology], SequencePlan],
-    work: SequenceWork,
-    layer: LayerSize,
-    hardware: Hardware,
-    world: int,
-    node_size: int,
-    slack: float = 0.0,
-) -> SequencePlan:
-    """Plans every topology of `BagTopology.candidates`, and returns the plan whose slowest bag takes least.
-
-    With `slack`, that is the first plan that takes at most this share more than the best. Small bags come first.
-
-    Args:
-        plan: Assigns the sequences to bags; raises UserError where no bag can hold a sequence.
-        work: See `slowest_bag_s`, as for layer and hardware.
-        world: Number of ranks.
-        node_size: Number of ranks on each node.
-        slack: What smaller bags may cost, as their exchanges are smaller, if the constants know nothing of exchanges.
-
-    Raises:
-        UserError: If no topology can hold the sequences.
-    """
-    plans: list[SequencePlan] = []
-    rejected: UserError | None = None
-    for topology in BagTopology.candidates(world, node_size):
-        try:
-            plans.append(plan(topology))
-        except UserError as error:
-            rejected = error
-    if rejected is not None and not plans:
-        raise rejected
-    seconds = [slowest_bag_s(one, work, layer, hardware, node_size) for one in plans]
-    most = min(seconds) * (1 + slack)
-    return next(plan for plan, one in zip(plans, seconds, strict=True) if one <= most)
-
-
-def slowest_bag_s(
-    plan: SequencePlan, work: SequenceWork, layer: LayerSize, hardware: Hardware, node_size: int
-) -> float:
-    """Returns seconds of one layer's forward pass in the slowest bag: of attention, by `predict`, and of all else.
-
-    Heads and rows are shared within each bag (Ulysses).
-    """
-    topology, slowest_s = plan.topology, 0.0
-    tokens = plan.runs.by_rank(topology.world)
-    shape = AttentionShape(1, layer.heads, layer.head_dim, layer.element_bytes)
-    for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
-        own = np.flatnonzero(plan.bag == bag)
-        if not len(own):
-            continue
-        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        grid, layout = BlockGrid.packed([work.grids[one] for one in own]), bag_layout(plan, work.tokens, bag)
-        attention = plan_from_counts(
-            rows, grid, Strategy(ranks, 1), layout=layout, compare=False, precision=layer.comm_dtype.name
-        )
-        nodes = (np.arange(first, first + ranks) // node_size).tolist()
-        linear_s = tokens[first : first + ranks].max() * layer.token_flops / hardware.constants.linear_flops_per_s
-        slowest_s = max(slowest_s, float(linear_s) + predict(attention, shape, hardware, nodes, layout).total_s)
-    return slowest_s
-
-
 def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
     """Returns the layout of all sequences, of int64[n] tokens, on all ranks, equal to `bag_layout` in each bag."""
     rank, local = plan.runs.positions(tokens)
@@ -195,8 +123,8 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
     sequences, runs = np.flatnonzero(plan.bag == bag), plan.runs
     if not len(sequences):
         raise UserError(f"bag {bag} of {plan.topology} has no sequences, hence no layout; leave it out")
-    own = np.flatnonzero(np.isin(runs.sequence, sequences))
-    number = np.searchsorted(sequences, runs.sequence[own])
-    rank = runs.rank[own] - plan.topology.first_rank[bag]
-    rank, local = TokenRuns(number, runs.start[own], runs.length[own], rank).positions(tokens[sequences])
+    in_bag = np.flatnonzero(np.isin(runs.sequence, sequences))
+    number = np.searchsorted(sequences, runs.sequence[in_bag])
+    rank = runs.rank[in_bag] - plan.topology.first_rank[bag]
+    rank, local = TokenRuns(number, runs.start[in_bag], runs.length[in_bag], rank).positions(tokens[sequences])
     return SequenceLayout(rank, local, int(plan.topology.ranks[bag]), int(local.max()) + 1)

@@ -65,7 +65,7 @@ class BlockMask:
     Attributes:
         bits: bool[H, nq, nk], a tensor on any device or a numpy array, which is copied; True is an active block. Rows
             may be empty. On a packed grid bool[H · pairs]: one sequence's [H, nq, nk] after another, and nothing
-            between sequences. Counts are renewed once a tensor has been set in place; plans and executors are not.
+            between sequences. Counts are renewed once a tensor has been set in place; plans are not.
         grid: The blocks.
         coarse: VSA's coarse branch, which is added to the output, or None.
 

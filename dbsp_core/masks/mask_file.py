@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,7 +20,9 @@ from dbsp_core.utils.files import require_file, user_path
 
 def block_counts(grid: BlockGrid) -> tuple[int, int]:
     """Returns (nq, nk), computed without the grid's arrays, as a file's numbers may be absurd."""
-    segments = [part for one in grid.sequences for part in (one.text_tokens, one.tokens - one.text_tokens)]
+    segments = [
+        part for sequence in grid.sequences for part in (sequence.text_tokens, sequence.tokens - sequence.text_tokens)
+    ]
     nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
     return nq, nk
 
@@ -38,24 +40,23 @@ def mask_values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray
     """
     parts = [part.bits.cpu().numpy() for part in BlockMask(bits, grid.with_orders((CANONICAL,))).parts]
     values = [np.packbits(part, axis=-1) if packed else part.astype(np.uint8) for part in parts]
-    return np.concatenate([one.ravel() for one in values]) if grid.packed_from else values[0]
+    return np.concatenate([value.ravel() for value in values]) if grid.packed_from else values[0]
 
 
 def mask_bits(values: np.ndarray, grid: BlockGrid, heads: int, packed: bool) -> torch.Tensor:
     """Returns the bits of a `BlockMask`, as `mask_values` takes them. Bits beyond a row's last block are ignored."""
     if not packed:
         return torch.from_numpy(values).bool()
-    sizes = [heads * head_values(one, packed=True) for one in grid.sequences]
+    sizes = [heads * head_values(sequence, packed=True) for sequence in grid.sequences]
     parts = []
-    for own, one in zip(np.split(values.ravel(), np.cumsum(sizes)[:-1]), grid.sequences, strict=True):
-        rows = own.reshape(heads, one.nq, -1)
-        parts.append(torch.from_numpy(np.unpackbits(rows, axis=-1, count=one.nk).view(bool)))
+    for piece, sequence in zip(np.split(values.ravel(), np.cumsum(sizes)[:-1]), grid.sequences, strict=True):
+        rows = piece.reshape(heads, sequence.nq, -1)
+        parts.append(torch.from_numpy(np.unpackbits(rows, axis=-1, count=sequence.nk).view(bool)))
     return torch.cat([part.flatten() for part in parts]) if grid.packed_from else parts[0]
 
 
 Orders = tuple[Order, ...]
 
-_MOST_SEQUENCES = 1 << 16
 _MOST_ORDERS = 256
 """What a byte can number."""
 _CONVERT = "make it from another project's masks or a recording: dbsp masks convert IN OUT.safetensors"
@@ -102,15 +103,13 @@ class MaskFile:
         self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
 
     def _tensor_name(self, names: list[str]) -> str:
-        found = [name for name in ("mask", "packed") if name in names]
-        if not found:
+        tensors = [name for name in ("mask", "packed") if name in names]
+        if len(tensors) != 1:
             raise UserError(
-                f"mask file {self.path} has no tensor 'mask' (it has {names}); name the tensor 'mask', or make a mask "
+                f"mask file {self.path} needs one tensor, 'mask' or 'packed', got {names}; name it so, or make a mask "
                 "file with `dbsp masks convert`"
             )
-        if len(found) > 1:
-            raise UserError(f"mask file {self.path} has both 'mask' and 'packed'; keep one of them")
-        return found[0]
+        return tensors[0]
 
     def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None]:
         missing = [key for key in SIZES if key not in metadata]
@@ -123,7 +122,8 @@ class MaskFile:
             tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in SIZES)
             thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
-            _require_bits_alone(metadata)
+            if metadata.get("pooled_keys", "false") != "false":
+                raise UserError("pooled_keys of skipped blocks are not computed; record or convert the masks again")
             if "sequences" not in metadata:
                 return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
             grid = _parse_sequences(metadata["sequences"], block_q, block_k)
@@ -263,16 +263,6 @@ def _whole_number(key: str, text: str) -> int:
     return int(text)
 
 
-def _require_bits_alone(metadata: Mapping[str, str]) -> None:
-    """Raises UserError for masks whose rows attend to mean keys of skipped blocks, which db-SP no longer computes."""
-    text = metadata.get("pooled_keys", "false")
-    if text != "false":
-        raise UserError(
-            f"pooled_keys is {in_short(text)}, but pooled keys of skipped blocks were removed, and results without "
-            "them differ; record or convert the masks again, or remove this key to use the bits alone"
-        )
-
-
 def _parse_thw(text: str) -> tuple[int, int, int]:
     sizes = tuple(_whole_number("thw", size) for size in text.split(","))
     if len(sizes) != 3 or min(sizes) < 1:
@@ -280,23 +270,17 @@ def _parse_thw(text: str) -> tuple[int, int, int]:
     return sizes
 
 
-def require_countable(sequences: int) -> None:
-    if sequences > _MOST_SEQUENCES:
-        raise UserError(f"{sequences:,} sequences are more than the {_MOST_SEQUENCES:,} that a mask file can have")
-
-
 def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
-    require_countable(text.count("{"))
     try:
         sequences = [
             BlockGrid(
-                int(one["tokens"]),
-                int(one["text_tokens"]),
+                int(sequence["tokens"]),
+                int(sequence["text_tokens"]),
                 block_q,
                 block_k,
-                one["thw"] and tuple(map(int, one["thw"])),
+                sequence["thw"] and tuple(map(int, sequence["thw"])),
             )
-            for one in json.loads(text)
+            for sequence in json.loads(text)
         ]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(

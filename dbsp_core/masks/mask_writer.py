@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
-from dbsp_core.masks.mask_file import SIZES, Orders, head_values, mask_values, require_countable
+from dbsp_core.masks.mask_file import SIZES, Orders, head_values, mask_values
 from dbsp_core.masks.steps import StepGroups
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import user_path, write_atomically
@@ -80,9 +80,9 @@ class MaskLayout:
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
         if self.grid.packed_from:
-            require_countable(len(self.grid.sequences))
             own = [
-                {"tokens": one.tokens, "text_tokens": one.text_tokens, "thw": one.thw} for one in self.grid.sequences
+                {"tokens": sequence.tokens, "text_tokens": sequence.text_tokens, "thw": sequence.thw}
+                for sequence in self.grid.sequences
             ]
             texts["sequences"] = json.dumps(own)
         if self.groups is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -54,20 +53,6 @@ class BagTopology:
             )
         return cls(tuple(size for size, number in counts for _ in range(number)), world // unit)
 
-    @classmethod
-    def candidates(cls, world: int, node_size: int = 8) -> Iterator[BagTopology]:
-        """Yields topologies of one unit to choose from: bags of one size, and nodes all cut into the same sizes.
-
-        Sizes within nodes divide the node; those beyond are whole nodes.
-        """
-        for size in range(1, world + 1):
-            if world % size == 0 and (node_size % size == 0 or size % node_size == 0):
-                yield cls((size,) * (world // size))
-        if world % node_size == 0:
-            for parts in _partitions(node_size, [size for size in range(node_size, 0, -1) if node_size % size == 0]):
-                if len(set(parts)) > 1:
-                    yield cls(tuple(sorted(parts * (world // node_size))))
-
     def __str__(self) -> str:
         return "+".join(f"g{size}n{len(list(run))}" for size, run in groupby(self.sizes))
 
@@ -113,39 +98,24 @@ def _parse_terms(text: str) -> list[tuple[int, int]]:
     return counts
 
 
-def _partitions(total: int, sizes: list[int]) -> Iterator[tuple[int, ...]]:
-    """Yields every way to write `total` as a sum of `sizes`, which fall."""
-    if total == 0:
-        yield ()
-    for index, size in enumerate(sizes):
-        if size <= total:
-            yield from ((size, *rest) for rest in _partitions(total - size, sizes[index:]))
-
-
-AUTO = "auto"
-
-
 @dataclass(frozen=True)
 class BagConfig:
     """Settings of how several sequences are shared by the ranks. Raises SettingError for values out of range.
 
     Attributes:
-        topology: Bags as KnapFormer writes them, such as "g8n4"; "auto": those with the least modelled forward time
-            for the first sequences, chosen again whenever later sequences do not fit.
+        topology: Bags as KnapFormer writes them, such as "g8n4".
         max_tokens: Number of tokens that a rank can hold; None: any number.
     """
 
-    topology: str = AUTO
+    topology: str
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         with blame_setting("topology"):
-            if self.topology != AUTO:
-                _parse_terms(self.topology)
+            _parse_terms(self.topology)
         fits = self.max_tokens is None or self.max_tokens >= 1
         require_value(self, "max_tokens", fits, "must be at least 1; leave it out for no limit", "bags.")
 
     def require_ranks(self, world: int) -> None:
         """Raises UserError for a topology that does not fit the ranks."""
-        if self.topology != AUTO:
-            BagTopology.parse(self.topology, world)
+        BagTopology.parse(self.topology, world)

@@ -30,7 +30,7 @@ _TAKEN = "has a recording already, maybe of another run at this time; give anoth
 def require_new_recording(folder: Path, what: str) -> None:
     """Raises UserError unless masks can be recorded to the folder, which has no recording yet, of one model or two."""
     require_folder_path(folder, what)
-    if any(os.path.lexists(one / INDEX) for one in (folder, *folder.glob("transformer*"))):
+    if any(os.path.lexists(recording / INDEX) for recording in (folder, *folder.glob("transformer*"))):
         raise UserError(f"{what} {folder} {_TAKEN}")
 
 
@@ -54,29 +54,26 @@ class RecordSettings:
         """Settings for a folder, from the environment; None: nothing is recorded."""
         if folder is None:
             return cls()
+        every = environment_value(RECORD_EVERY) or "1"
+        if not re.fullmatch(r"\d{1,9}", every.strip()):
+            raise UserError(f"{RECORD_EVERY} must be a number of steps, got {every!r}; 1 keeps every step")
         layers = environment_value(RECORD_LAYERS)
         return cls(
             folder,
-            every=_every(environment_value(RECORD_EVERY) or "1"),
+            every=max(1, int(every)),
             layers=parse_layers(layers) if layers else None,
             limit=parse_size(environment_value(RECORD_LIMIT) or "2GiB"),
         )
-
-
-def _every(text: str) -> int:
-    if not re.fullmatch(r"\s*\d{1,9}\s*", text, re.ASCII):  # what int() strips
-        raise UserError(f"{RECORD_EVERY}={text!r} is no whole number; 1 keeps every step")
-    return max(1, int(text))
 
 
 def parse_layers(text: str) -> frozenset[int]:
     """Reads "0,5,10-12". Raises UserError for anything else."""
     layers: set[int] = set()
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
-        if found is None:
+        match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
+        if match is None:
             raise UserError(f"layers {text!r} are not of the form '0,5,10-12'")
-        first, last = int(found[1]), int(found[2] or found[1])
+        first, last = int(match[1]), int(match[2] or match[1])
         layers |= set(range(first, last + 1))
     return frozenset(layers)
 

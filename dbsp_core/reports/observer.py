@@ -43,8 +43,9 @@ def observed_session(
     """
     recorder = MaskRecorder.from_environment(config.record, group, layers)
     observers: list[SessionObserver] = [recorder] if recorder.counts_steps else []
-    parts = config, group, strategy, heads, layers, steps, clock or StepClock(), observers
-    session = AttentionSession(*parts, check=check)
+    session = AttentionSession(
+        config, group, strategy, heads, layers, steps, clock or StepClock(), observers, check=check
+    )
     if check:
         observe_run([session])
     return session
@@ -57,9 +58,9 @@ def observe_run(sessions: Sequence[AttentionSession]) -> None:
     """
     if not sessions[0].report:
         return
-    group, own = sessions[0].group, sessions[0].config.report or ""
+    group, folder = sessions[0].group, sessions[0].config.report or ""
     group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
-    folders = [own] if group.alone else gather_texts(group.control(), own)
+    folders = [folder] if group.alone else gather_texts(group.control(), folder)
     observer, layers = RunObserver(next(filter(None, folders), "")), 0  # "": the report is wanted in another half
     for session in sessions:
         session.observers.append(observer)
@@ -94,14 +95,14 @@ class BytesByStage:
     usp: int
 
     @classmethod
-    def from_attention(cls, executor: PreparedAttention, q: torch.Tensor) -> BytesByStage:
-        """Counts what the executor passes to its collectives for q [B, H, n_local, D]."""
-        plan = executor.plan
+    def from_attention(cls, prepared: PreparedAttention, q: torch.Tensor) -> BytesByStage:
+        """Counts what an attention passes to its collectives for q [B, H, n_local, D]."""
+        plan = prepared.plan
         x, y = plan.strategy.ulysses, plan.strategy.ring
         shape, comm_dtype = AttentionShape.from_q(q, plan.heads), plan.comm_dtype
         token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(comm_dtype)
         means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.centred else 0
-        dispatched, fetched, combined = executor.route.tokens_sent(executor.group.rank)
+        dispatched, fetched, combined = prepared.route.tokens_sent(prepared.group.rank)
         tensor = plan.heads * q.shape[2] * token_bytes  # one of local q, k, v or output
         return cls(
             dispatch=dispatched * sent_bytes + means,
@@ -214,17 +215,17 @@ class RunObserver(SessionObserver):
     def attention_begins(self, device: torch.device) -> None:
         self._started = _timestamp(device)
 
-    def attention_ends(self, layer: int, executor: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
+    def attention_ends(self, layer: int, prepared: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
         self.read_counts()
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
-        self._kernels |= dict.fromkeys(_kernels_of(executor, q))
+        self._kernels |= dict.fromkeys(_kernels_of(prepared, q))
         call = ObservedCall(
             layer=layer,
             forward=max(len(self._timesteps) - 1, 0),
             strategy=str(use.plan.strategy),
             replanned=use.new,
             plan_ms=use.plan.plan_ms if use.new else 0.0,
-            sent=BytesByStage.from_attention(executor, q),
+            sent=BytesByStage.from_attention(prepared, q),
             started=self._started,
             ended=_timestamp(q.device),
             use=use,
@@ -261,14 +262,14 @@ def _timestamp(device: torch.device) -> Timestamp:
 
 def run_observer(session: AttentionSession) -> RunObserver | None:
     """Returns the session's observer, if a report is wanted."""
-    return next((one for one in session.observers if isinstance(one, RunObserver)), None)
+    return next((observer for observer in session.observers if isinstance(observer, RunObserver)), None)
 
 
-def _kernels_of(executor: PreparedAttention, q: torch.Tensor) -> list[str]:
+def _kernels_of(prepared: PreparedAttention, q: torch.Tensor) -> list[str]:
     """Returns the names of the kernels that an attention of q [B, H, n, D] ran on."""
     fused, names = fused_kernel(q), []
-    for table in executor.tables:
+    for table in prepared.tables:
         dense = table.dense if fused else None
         names += [] if dense is None else [f"torch {fused} (dense heads)"]
-        names += [] if dense is not None and dense.every else [executor.kernel_name]
+        names += [] if dense is not None and dense.every else [prepared.kernel_name]
     return names

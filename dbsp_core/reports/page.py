@@ -37,24 +37,24 @@ def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
     """Returns the report's layers."""
     columns = {name: np.array(column) for name, column in vars(report.calls).items()}
     columns["sent"] = columns["bytes_to_owners"] + columns["bytes_chunks"] + columns["bytes_to_sources"]
-    found = []
+    summaries = []
     for layer in sorted(set(report.calls.layer)):
-        own = {name: column[columns["layer"] == layer] for name, column in columns.items()}
-        found.append(
+        calls = {name: column[columns["layer"] == layer] for name, column in columns.items()}
+        summaries.append(
             LayerSummary(
                 layer=layer,
-                calls=len(own["layer"]),
-                density=float(own["density"].mean()),
-                rho_before=float(own["rho_before"].mean()),
-                rho=float(own["rho"].mean()),
-                rho_worst=float(own["rho"].max()),
-                rho_best=float(own["rho_bound"].mean()),
-                replans=int(own["replanned"].sum()),
-                seconds=float(own["seconds"].sum()),
-                bytes_sent=int(own["sent"].sum()),
+                calls=len(calls["layer"]),
+                density=float(calls["density"].mean()),
+                rho_before=float(calls["rho_before"].mean()),
+                rho=float(calls["rho"].mean()),
+                rho_worst=float(calls["rho"].max()),
+                rho_best=float(calls["rho_bound"].mean()),
+                replans=int(calls["replanned"].sum()),
+                seconds=float(calls["seconds"].sum()),
+                bytes_sent=int(calls["sent"].sum()),
             )
         )
-    return tuple(found)
+    return tuple(summaries)
 
 
 def headline(report: RunReport) -> list[tuple[str, str, str]]:

@@ -52,7 +52,7 @@ class DenseRows:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChunkTable:
-    """Compact table of one chunk: the rows' blocks as bits, an eighth of a byte each (`packing.row_bits`).
+    """Compact table of one chunk: the rows' blocks as bits, an eighth of a byte each (`pack_bits`).
 
     Attributes:
         bits: uint8[Rq, ceil(width / 8)]; row r attends to packed block base[r] + j where bit j is set.

@@ -119,7 +119,7 @@ def send_to_sources(mine: torch.Tensor, heads: int, blocks: LocalBlocks, group: 
     Takes [Hs, B, nq, D], of the heads that this rank predicts, to [B · heads, n, D], of the n blocks at this rank.
     """
     own, batch, _, head_dim = mine.shape
-    counts = [len(one) for one in blocks.of_ranks]
+    counts = [len(of_rank) for of_rank in blocks.of_ranks]
     parts = mine.index_select(2, to_device(np.concatenate(blocks.of_ranks), mine.device)).split(counts, dim=2)
     shares = heads_by_rank(heads, group.size)
     received = [share * batch * counts[group.rank] for share in shares]

@@ -39,15 +39,6 @@ def in_bytes(count: float) -> str:
     return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
 
 
-_KINDS = {
-    stat.S_IFDIR: "folder",
-    stat.S_IFIFO: "pipe",
-    stat.S_IFCHR: "device",
-    stat.S_IFBLK: "device",
-    stat.S_IFSOCK: "socket",
-}
-
-
 def expand_path(given: str | os.PathLike[str]) -> str:
     """Returns a path with "~" and "~NAME" at its beginning replaced by home folders, as a shell does.
 
@@ -63,14 +54,6 @@ def expand_path(given: str | os.PathLike[str]) -> str:
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise UserError(f"path {in_short(text)} names a home folder that is not known; give the whole path")
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError:
-        return _named_in_utf8(path)
-    return path
-
-
-def _named_in_utf8(path: str) -> str:
     try:
         return os.fsdecode(path.encode("utf-8", "surrogateescape"))
     except UnicodeEncodeError as error:
@@ -99,7 +82,7 @@ def require_file(path: Path, what: str, advice: str) -> None:
     except (OSError, ValueError) as error:
         raise UserError(f"{shown} cannot be read ({_reason(error)}); {advice}") from None
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "special file")
+        kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
         raise UserError(f"{shown} is a {kind}, not a file; {advice}")
     if not os.access(path, os.R_OK):
         raise UserError(f"{shown} cannot be read (Permission denied); make it readable, or give another one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,9 +16,6 @@ from dbsp_core.utils.files import read_text, require_file, user_path
 
 KeyPath = tuple[str, ...]
 
-_MOST_VALUES = 100_000
-_MOST_DIGITS = 1000
-"""Most digits of an integer. Python reads longer ones to the base of 16, and then cannot print them."""
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 """ValueError is raised for text, numbers and dates that Python cannot read."""
 
@@ -79,9 +76,9 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     """
     path = Path(path)
     require_file(path, what, "give the path of a YAML file")
-    locations = _Locations(str(path))
+    locations: dict[KeyPath, str] = {}
     try:
-        content = _parsed(read_text(path), locations)
+        content = _parsed(read_text(path), lambda node: f"{path}:{node.start_mark.line + 1}", locations)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark or error.context_mark
         location = f"{path}:{at.line + 1}" if at is not None else str(path)
@@ -94,75 +91,52 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
         raise UserError(f"{what} {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{what} {path} must be a mapping, not {kind_of(content)}")
-    return Settings(content or {}, locations.found, str(path))
+    return Settings(content or {}, locations, str(path))
 
 
 def parse_value(text: str, what: str) -> Any:
-    """Reads one value in YAML, named `what` in words. Raises UserError for text that is none."""
+    """Reads one value in YAML, named `what` in words. Raises UserError for text that is not YAML."""
     try:
-        return _parsed(text, _Locations(what, lines=False))
+        return _parsed(text, lambda node: what, {})
     except UserError:
         raise
     except _UNREADABLE as error:
         raise UserError(f"{what}: {in_short(text)} is not YAML ({error}); close its brackets and quotes") from error
 
 
-def _parsed(text: str, locations: _Locations) -> Any:
+def _parsed(text: str, location_of: Callable[[yaml.Node], str], locations: dict[KeyPath, str]) -> Any:
+    """Returns the value of a YAML document, and adds the location of each key to `locations`."""
     loader = yaml.SafeLoader(text)
     node = loader.get_single_node()
     if node is None:
         return None
-    locations.note(node, (), [])
+    _note_locations(node, (), location_of, locations)
     try:
         return loader.construct_document(node)
     except (LookupError, AttributeError, OverflowError) as error:  # of PyYAML, for "!!bool maybe", "!!int ''"
         raise ValueError("a value is not what its tag says, or too large a number") from error
 
 
-@dataclass
-class _Locations:
-    """Collects the locations of a document's keys, by path, with numbers of `lines` if wanted, and counts its values.
+def _note_locations(
+    node: yaml.Node, path: KeyPath, location_of: Callable[[yaml.Node], str], locations: dict[KeyPath, str]
+) -> None:
+    """Adds the locations of the keys in `node`, which is at `path`; an element of a list has its number, from "0".
 
-    The path of an element of a list has its number, from "0".
+    Raises UserError for a key that is given twice.
     """
-
-    origin: str
-    lines: bool = True
-    found: dict[KeyPath, str] = field(default_factory=dict)
-    values: int = 0
-
-    def note(self, node: yaml.Node, path: KeyPath | None, above: list[yaml.Node]) -> None:
-        """Notes the keys in `node` at `path`, unless that is None, within keys; `above` has the outer nodes.
-
-        Raises:
-            UserError: For a key that is given twice, and for aliases that make the document endless or too large.
-            ValueError: For an integer that is too long.
-        """
-        self.values += 1
-        if any(node is outer for outer in above):
-            raise UserError(f"{self._location(node)}: this is not YAML that ends: it holds itself")
-        if self.values > _MOST_VALUES:
-            raise UserError(
-                f"{self._location(node)}: more than {_MOST_VALUES:,} values, aliases written out; give fewer"
-            )
-        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > _MOST_DIGITS:
-            raise ValueError(f"an integer of {len(node.value):,} digits; {_MOST_DIGITS:,} are the most")
-        within = [*above, node]
-        if isinstance(node, yaml.SequenceNode):
-            for index, value in enumerate(node.value):
-                self.note(value, None if path is None else (*path, str(index)), within)
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            self.note(key, None, within)
-            inside = None if path is None else (*path, str(key.value))
-            if inside is not None:
-                if inside in self.found:
-                    twice = f"{in_short(key.value)} is given twice, first in {self.found[inside]}; give it once"
-                    raise UserError(f"{self._location(key)}: {twice}")
-                self.found[inside] = self._location(key)
-            self.note(value, inside, within)
-
-    def _location(self, node: yaml.Node) -> str:
-        return f"{self.origin}:{node.start_mark.line + 1}" if self.lines else self.origin
+    if isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            _note_locations(value, (*path, str(index)), location_of, locations)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inside = (*path, str(key.value))
+            if inside in locations:
+                raise UserError(
+                    f"{location_of(key)}: {in_short(key.value)} is given twice, first in {locations[inside]}; give it "
+                    "once"
+                )
+            locations[inside] = location_of(key)
+            _note_locations(value, inside, location_of, locations)
 
 
 def shipped_configs() -> Path:

@@ -3,7 +3,6 @@
 from dbsp_diffusers.models.architecture import Architecture, DerivedShardPlan, ShardPlan, ShardSpec, heads_of
 from dbsp_diffusers.models.table import (
     ARCHITECTURES,
-    UNSUPPORTED,
     architecture_of,
     known_architecture,
     register_architecture,
@@ -12,7 +11,6 @@ from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, val
 
 __all__ = [
     "ARCHITECTURES",
-    "UNSUPPORTED",
     "Architecture",
     "DerivedShardPlan",
     "ShardPlan",

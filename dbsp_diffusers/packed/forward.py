@@ -22,8 +22,8 @@ from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed.mmdit import FLUX, HUNYUAN
 from dbsp_diffusers.packed.passes import Packing
+from dbsp_diffusers.packed.samples import PackedBatch, PackedSample, SampleSpec, check_samples
 from dbsp_diffusers.packed.wan import WAN
-from dbsp_diffusers.packed_samples import PackedBatch, PackedSample, SampleSpec, check_samples
 
 PACKINGS = {
     "WanTransformer3DModel": WAN,
@@ -119,8 +119,8 @@ def packed_forward_local(
         samples: This rank's. At least one rank must have one. Nothing flows back into text, pooled or image
             embeddings.
         timestep: As for `packed_forward`; equal on all ranks.
-        bags: Groups of neighbouring ranks, each of which shares some of the sequences, "g8n4" for 4 of 8; "auto" for
-            those with the least modelled forward time; or as setting `bags` has it. Equal on all ranks. Default: that
+        bags: Groups of neighbouring ranks, each of which shares some of the sequences, "g8n4" for 4 of 8; or as
+            setting `bags` has it. Equal on all ranks. Default: that
             setting; without it all ranks share every sequence.
 
     Returns:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dbsp_diffusers.packed.passes import BlockForward, BlockPass, PackedCall, Packing, modulated, scaled
+from dbsp_diffusers.packed.samples import SampleSpec, Size
 from dbsp_diffusers.packed.token_map import TokenMap
-from dbsp_diffusers.packed_samples import SampleSpec, Size
 from dbsp_kernels.segments import to_device
 
 Rotary = tuple[torch.Tensor, torch.Tensor]

@@ -15,10 +15,10 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import Video
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.bags import Sharing, is_text
 from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.packed.bags import Sharing, is_text
+from dbsp_diffusers.packed.samples import Condition, PackedBatch, SampleSpec, Size
 from dbsp_diffusers.packed.token_map import TokenMap, sample_exchange
-from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
 from dbsp_diffusers.patching import PatchSet
 
 

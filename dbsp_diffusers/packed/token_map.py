@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
-from dbsp_diffusers.bags import Sharing, is_text
-from dbsp_diffusers.packed_samples import Condition, PackedBatch, SampleSpec, Size
+from dbsp_diffusers.packed.bags import Sharing, is_text
+from dbsp_diffusers.packed.samples import Condition, PackedBatch, SampleSpec, Size
 from dbsp_kernels.segments import to_device
 
 
@@ -28,7 +28,7 @@ class TokenMap:
     Attributes:
         sequence: int64[n], by slot, the sequence of the token there.
         position: int64[n], by slot, the index of the token in its sequence, text first; 0 at padding.
-        everyone: bool[ranks, sequences], which rank has tokens of which sequence.
+        owners: bool[ranks, sequences], which rank has tokens of which sequence.
         text, video: The slots of each stream; without text in the sequence all are of video.
     """
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dbsp_diffusers.packed.passes import BlockPass, PackedCall, Packing, modulated, scaled
-from dbsp_diffusers.packed_samples import SampleSpec, Size
+from dbsp_diffusers.packed.samples import SampleSpec, Size
 from dbsp_kernels.segments import to_device
 
 

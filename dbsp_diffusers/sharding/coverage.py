@@ -14,7 +14,7 @@ from torch import nn
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.architecture import modules_at
-from dbsp_diffusers.packed_samples import PackedBatch
+from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
 from dbsp_diffusers.sharding.attention import require_torch_attention
 from dbsp_diffusers.sharding.step_caches import may_skip

@@ -16,7 +16,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.models.token_sequence import timestep_of
-from dbsp_diffusers.packed_samples import PackedBatch
+from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
 from dbsp_diffusers.sharding.generation_checks import (
     CONDITIONS_DRIFT,

@@ -22,7 +22,7 @@ from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.packed_samples import PackedBatch
+from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, cache_contexts
 from dbsp_diffusers.sharding.generation_checks import CONDITIONS_DRIFT, LATENTS_DRIFT, GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations, Pass

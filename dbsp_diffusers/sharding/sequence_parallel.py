@@ -15,10 +15,10 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once, sum_gradient
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.bags import BagSessions, Sharing
 from dbsp_diffusers.models import ShardSpec, TokenSequence, architecture_of
 from dbsp_diffusers.models.gates import gate_of
-from dbsp_diffusers.packed_samples import PackedBatch
+from dbsp_diffusers.packed.bags import BagSessions, Sharing
+from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import (
     Arguments,
     PatchSet,

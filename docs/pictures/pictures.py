@@ -33,7 +33,7 @@ rcParams.update(STYLE)
 
 def example_mask() -> BlockMask:
     """Five heads with unequal work over 24 × 24 blocks."""
-    source = SyntheticSource(density=0.35, spread=0.6, profile_correlation=0.9, seed=7, block_q=64, block_k=64)
+    source = SyntheticSource(density=0.35, spread=0.6, seed=7, block_q=64, block_k=64)
     return source.mask(MaskRequest(0, 5, (6, 16, 16)))
 
 

@@ -170,7 +170,7 @@ MISTAKES += [([*args, "--json"], message) for args, message in MISTAKES if args[
 def test_a_mistake_is_one_line_and_exit_code_2(mistake, mask_file, monkeypatch, args, message):
     folder = mask_file.parent
     monkeypatch.chdir(folder)
-    Path("notes.txt").write_text("this is no mask, and no checkpoint either")
+    Path("notes.txt").write_text("this is no mask, and no checkpoint either", encoding="utf-8")
     link = folder / "link"
     link.symlink_to(mask_file)
     before = {path: path.read_bytes() for path in folder.iterdir()}

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import dbsp_diffusers
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
-from tests.support.outcomes import apart, assert_near, outputs
+from tests.support.outcomes import assert_near, outputs
 
 MASKS = {
     "window": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16},
@@ -53,35 +53,6 @@ def compiled(transformer: Any, how: str, **options: Any) -> Any:
     else:
         return torch.compile(transformer, **options)
     return transformer
-
-
-@torch.no_grad()
-def run_compiled(rank: int, world: int, model: str, layers: int, config: dict[str, Any]) -> tuple[float, int, int]:
-    """Returns the largest difference from the same uncompiled, graphs that a forward pass runs, and graphs compiled in
-    a second pass."""
-    transformer, inputs = make_tiny_transformer(model, num_layers=layers), tiny_inputs(model)
-    graphs = GraphCounter()
-    dbsp_diffusers.enable(transformer, config)
-    expected = outputs(transformer, inputs)
-    fast = compiled(transformer, "whole", backend=graphs)
-    fast(**inputs)
-    graphs.runs, before = 0, graphs.compiled
-    difference = apart(outputs(fast, inputs), expected)
-    dbsp_diffusers.disable(transformer)
-    return difference, graphs.runs, graphs.compiled - before
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("model", "mask"), [("wan", "sparge"), ("cogvideox", "window")])
-def test_compiled_transformer_equals_uncompiled_with_few_graphs(pool, model, mask):
-    graphs = {}
-    for layers in (1, 2):
-        config = {"mask": MASKS[mask], "strategy": "U1R2"}
-        for difference, runs, recompiled in pool(2).run(run_compiled, model, layers, config):
-            assert difference <= 1e-6
-            assert recompiled == 0
-            graphs[layers] = runs
-    assert graphs[2] == graphs[1] <= 8, "blocks need none of their own"
 
 
 @torch.no_grad()
@@ -143,42 +114,6 @@ def run_compiled_before(rank: int, world: int, model: str, how: str, config: dic
 )
 def test_transformer_compiled_before_db_sp_equals_uncompiled(pool, model, how):
     pool(2).run(run_compiled_before, model, how, {"mask": MASKS["window"], "strategy": "U1R2"})
-
-
-@torch.no_grad()
-def run_compiled_guided(rank: int, world: int, first: bool, config: dict[str, Any]) -> None:
-    """Compiles a transformer in place, before or after guidance parallelism is enabled."""
-    transformer, inputs, graphs = make_tiny_transformer("wan", num_layers=1), tiny_inputs("wan"), GraphCounter()
-    other = inputs | {"encoder_hidden_states": -inputs["encoder_hidden_states"]}
-
-    def passes() -> list[torch.Tensor]:
-        with transformer.cache_context("cond"):
-            wanted = transformer(**inputs)[0]
-        with transformer.cache_context("uncond"):
-            unwanted = transformer(**other)[0]
-        return [wanted + 0, unwanted + 0]
-
-    dbsp_diffusers.enable(transformer, config, guidance=True)
-    expected = passes()
-    dbsp_diffusers.disable(transformer)
-    if first:
-        compiled(transformer, "in place", backend=graphs)
-    session = dbsp_diffusers.enable(transformer, config, guidance=True)
-    if not first:
-        compiled(transformer, "in place", backend=graphs)
-    assert_near(passes(), expected)
-    assert session.statistics()["calls"] == session.layers, "half of the ranks compute each pass"
-    assert graphs.runs > 0, "what a half computes must be compiled"
-    dbsp_diffusers.disable(transformer)
-    names = vars(transformer)
-    assert names["_compiled_call_impl"] is not None
-    assert not {"compile", "_call_impl"} & names.keys()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_transformer_compiled_in_place_computes_one_cfg_pass_per_half(pool, first):
-    pool(2).run(run_compiled_guided, first, {"mask": MASKS["window"]})
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ import torch.distributed as dist
 import dbsp_diffusers
 from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.groups import CommunicationError
-from dbsp_core.utils.errors import UserError
 from tests.core.comm.lifetimes import left_alive
 from tests.support.models import tiny_pipelines
 from tests.support.models.tiny_pipelines import fingerprint, latents, load, state_of
@@ -184,18 +183,6 @@ def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder)
     """Disables nothing first: a group that is left when Python ends may abort it."""
     for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, folder):
         assert (there, left) == (2, []), "one to attend in and one to agree in"
-
-
-def unsupported() -> Exception:
-    """Returns the error of a strategy that does not fit, with its traceback and all that was in scope there."""
-    with pytest.raises(UserError) as raised:
-        dbsp_diffusers.enable(make_tiny_transformer("wan"), CONFIG, strategy="U7R3")
-    return raised.value
-
-
-def test_caught_rejection_keeps_no_destroyed_group_alive(pool, tmp_path):
-    for _, left in pool(2).run(left_alive, str(tmp_path), unsupported):
-        assert left == []
 
 
 @torch.no_grad()

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import dbsp_diffusers
 from dbsp_core import SequenceGroup
-from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers import attach
 from dbsp_diffusers.patching import PatchSet
 from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import latents, load
@@ -122,8 +123,10 @@ def test_pipeline_made_from_an_enabled_one_needs_identical_noise(pool, folder):
 def passes_alone(rank: int, world: int) -> None:
     """Runs a transformer without a pipeline, in loops of the user's own."""
     transformer, inputs, answers = make_tiny_transformer("wan"), tiny_inputs("wan"), []
-    dbsp_diffusers.enable(transformer, {"mask": MASK})
-    checks = attached_to(transformer).generations.checks
+    with mock.patch.object(attach, "Generations", wraps=Generations) as making:
+        made_here: list[Generations] = []
+        making.side_effect = lambda *args: made_here.append(Generations(*args)) or made_here[0]
+        dbsp_diffusers.enable(transformer, {"mask": MASK})
     with torch.no_grad():
         for timestep, scale in ((900, 1), (500, 1), (900, 1 - 2 * rank), (900, 1), (400, 1)):
             given = {"hidden_states": inputs["hidden_states"] * scale, "timestep": torch.tensor([timestep])}
@@ -132,7 +135,9 @@ def passes_alone(rank: int, world: int) -> None:
     first, second, odd, *others = answers
     assert odd.startswith(LATENTS_DIFFER)
     assert {first, second, *others} == {"nothing"}
-    assert checks.calls == 2, "the pass after the rejected one repeats its timestep, and is no new generation"
+    assert made_here[0].checks.calls == 2, (
+        "the pass after the rejected one repeats its timestep, and is no new generation"
+    )
 
 
 def test_transformer_without_pipeline_is_compared_when_timesteps_rise(pool):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import types
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-import typer
 import yaml
 from diffusers import WanTransformer3DModel
 
 import dbsp_diffusers
-from dbsp_cli.cli import app
 from dbsp_core import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.signature import model_signature
@@ -25,7 +22,6 @@ from dbsp_diffusers.resolve import resolve_config
 from dbsp_kernels import KERNELS
 from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.outcomes import said
-from tests.support.repository import ROOT
 
 
 def published(name: str):
@@ -143,13 +139,6 @@ class TestWhatWouldBeMade:
         assert "generate.height is not set, and no default size is known for this model" in err
         size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"generate.{name}")]
         assert self.asked(dbsp, "--model", folder, *size)["mask"]["source"] == "dense"
-
-
-def test_documentation_names_no_flag_that_is_not_there():
-    text = (ROOT / "docs" / "quick-start.md").read_text()
-    known = {name for p in typer.main.get_command(app).commands["generate"].params for name in p.opts}
-    for line in re.findall(r"^dbsp generate.*(?:\\\n.*)*", text, re.MULTILINE):
-        assert set(re.findall(r"(--[a-z-]+)", line)) <= known, line
 
 
 @pytest.fixture

@@ -7,10 +7,7 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +15,7 @@ from diffusers.hooks import HookRegistry, ModelHook
 
 import dbsp_diffusers
 from dbsp_core import SequenceGroup, SequenceLayout
-from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks, StepCaches
+from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import CACHES, Denoising, cache_dit_config
 from tests.diffusers.models import wan22_cases
@@ -28,7 +25,6 @@ from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_i
 from tests.support.outcomes import apart, assert_near, outputs, said
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
-from tests.xdit.xdit_cases import in_xfusers_class, start_xfuser
 
 MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 8}
 THRESHOLDS = (0.21, 0.36)
@@ -37,13 +33,9 @@ Computed = list[int]
 """Number of blocks that each pass computes."""
 
 
-def denoising(wrapper: bool = False) -> Denoising:
-    """Returns six steps of a transformer of three layers in float64; wrapper: of xfuser's class
-
-    `THRESHOLDS` are chosen for these inputs.
-    """
+def denoising() -> Denoising:
+    """Returns six steps of a transformer of three layers in float64; `THRESHOLDS` are chosen for these inputs."""
     transformer = make_tiny_transformer("wan", num_layers=3)
-    transformer = in_xfusers_class("wan", transformer) if wrapper else transformer
     draws = torch.Generator().manual_seed(1)
     text, video = (torch.randn(1, *size, generator=draws) for size in ((7, 16), (4, 3, 10, 14)))
     inputs = tiny_inputs("wan") | {"encoder_hidden_states": text, "hidden_states": video}
@@ -71,48 +63,39 @@ def run_decisions(
     cache: str,
     thresholds: tuple[float, ...],
     first: bool,
-    framework: str = "diffusers",
-    left_alone: bool = False,
 ) -> list[Computed]:
     """Denoises once for each threshold, with the cache enabled before db-SP or after it, and at last without a cache.
 
-    left_alone: whether cache-dit decides by itself. Returns the blocks computed, by threshold.
+    Returns the blocks computed, by threshold.
     """
     (uncached, every), *references = one_process(cache, thresholds)
-    ours, caches = denoising(wrapper=framework == "xdit"), CACHES[cache]
-    attach, detach = dbsp_diffusers.enable, dbsp_diffusers.disable
-    model: Any = ours.transformer
-    if framework == "xdit":
-        from dbsp_xdit import attach, detach
-
-        model = SimpleNamespace(transformer=model)
+    ours, caches = denoising(), CACHES[cache]
+    attach, detach, model = dbsp_diffusers.enable, dbsp_diffusers.disable, ours.transformer
     config = {"mask": MASK, "strategy": "U2R2"}
     caches.enable(ours.transformer, 0.0)
     caches.disable(ours.transformer)  # which leaves a trace of its own: each forward as an attribute
     before = traces(ours.transformer)
     found = []
-    with mock.patch.object(StepCaches, "_cache_dit", return_value=None) if left_alone else nullcontext():
-        if not first:
-            attach(model, config)
-        for threshold, (expected, passes) in zip(thresholds, references, strict=True):
-            caches.enable(ours.transformer, threshold)
-            if first:
-                attach(model, config)
-            samples, computed = ours.run()
-            found.append(computed)
-            if not left_alone:
-                assert computed == passes
-                assert_near(samples[-1], expected, tolerance=1e-12)  # in float64
-                assert apart(uncached, expected) > 1e-4, "the cache must matter"
-            if first:
-                detach(model)
-            caches.disable(ours.transformer)
+    if not first:
+        attach(model, config)
+    for threshold, (expected, passes) in zip(thresholds, references, strict=True):
+        caches.enable(ours.transformer, threshold)
         if first:
             attach(model, config)
         samples, computed = ours.run()
-        assert_near(samples[-1], uncached, tolerance=1e-12)
-        assert computed == every == [3] * 6
-        detach(model)
+        found.append(computed)
+        assert computed == passes
+        assert_near(samples[-1], expected, tolerance=1e-12)  # in float64
+        assert apart(uncached, expected) > 1e-4, "the cache must matter"
+        if first:
+            detach(model)
+        caches.disable(ours.transformer)
+    if first:
+        attach(model, config)
+    samples, computed = ours.run()
+    assert_near(samples[-1], uncached, tolerance=1e-12)
+    assert computed == every == [3] * 6
+    detach(model)
     assert traces(ours.transformer) == before
     return found
 
@@ -136,24 +119,6 @@ def test_decisions_by_what_has_changed_are_those_of_one_process(pool, cache, fir
     for found in pool(4).run(run_decisions, cache, THRESHOLDS, first):
         assert all(min(computed) < max(computed) for computed in found)
         assert len(set(map(tuple, found))) == len(THRESHOLDS), "each must skip other steps"
-
-
-@pytest.mark.long
-def test_cache_on_xfusers_own_transformer_skips_what_one_process_skips(pool):
-    """Puts cache-dit on after db-SP, as xfuser's runner does."""
-    pytest.importorskip("cache_dit")
-    pool(4).run(start_xfuser)
-    for (computed,) in pool(4).run(run_decisions, "cache-dit", (0.3,), False, "xdit"):
-        assert min(computed) < max(computed)
-
-
-@pytest.mark.long
-def test_cache_dit_left_to_itself_skips_other_steps(pool):
-    """Expects identical ranks, by an average of their means. When this fails, db-SP need not replace it any more."""
-    pytest.importorskip("cache_dit")
-    results = pool(4).run(run_decisions, "cache-dit", THRESHOLDS[1:], False, "diffusers", True)
-    assert len({str(found) for found in results}) == 1
-    assert results[0] != pool(4).run(run_decisions, "cache-dit", THRESHOLDS[1:], False)[0]
 
 
 @torch.no_grad()
@@ -187,47 +152,37 @@ def test_passes_before_enable_or_disable_leave_nothing_in_a_cache(pool):
 STEPS = {"num_inference_steps": 6}
 
 
-def _cache_pipeline(pipe: Any, cache: str) -> None:
-    if cache == "first block":
-        CACHES[cache].enable(pipe.transformer, 0.3)
-        return
+def _cache_pipeline(pipe: Any) -> None:
     import cache_dit
 
     cache_dit.enable_cache(pipe, cache_config=cache_dit_config(0.3))
 
 
 @shared
-def pipeline_alone(folder: str, cache: str) -> tuple[torch.Tensor, torch.Tensor]:
+def pipeline_alone(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns what one process makes without the cache, and with it."""
     reference = load("wan", folder).to(torch.float64)
     uncached = alone(reference, {"mask": MASK}, **STEPS)
-    _cache_pipeline(reference, cache)
+    _cache_pipeline(reference)
     return uncached, alone(reference, {"mask": MASK}, **STEPS)
 
 
-def run_cached_pipeline(rank: int, world: int, folder: str, cache: str, first: bool) -> None:
+def run_cached_pipeline(rank: int, world: int, folder: str) -> None:
     """Makes a video of a whole Wan pipeline in float64, twice, and once more without db-SP."""
-    uncached, expected = pipeline_alone(folder, cache)
+    uncached, expected = pipeline_alone(folder)
     config, ours = {"mask": MASK}, load("wan", folder).to(torch.float64)
-    if first:
-        _cache_pipeline(ours, cache)
+    _cache_pipeline(ours)
     dbsp_diffusers.enable(ours, config)
-    if not first:
-        _cache_pipeline(ours, cache)
     made = [latents(ours, **STEPS), latents(ours, **STEPS)]
     dbsp_diffusers.disable(ours)
     for one in (*made, alone(ours, config, **STEPS)):
         assert_near(one, expected, uncached, tolerance=1e-6)  # float32 is left in the scheduler
 
 
-@pytest.mark.parametrize(
-    ("cache", "first"), [pytest.param("first block", False, marks=pytest.mark.long), ("cache-dit", True)]
-)
-def test_cached_pipeline_equals_one_process(pool, folder, cache, first):
+def test_cached_pipeline_equals_one_process(pool, folder):
     """Runs two CFG passes, which have a cache each."""
-    if cache == "cache-dit":
-        pytest.importorskip("cache_dit")
-    pool(2).run(run_cached_pipeline, folder, cache, first)
+    pytest.importorskip("cache_dit")
+    pool(2).run(run_cached_pipeline, folder)
 
 
 def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object], first: bool) -> torch.Tensor:
@@ -238,7 +193,7 @@ def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object], f
     if first:
         attach(pipe)
     if cached:
-        _cache_pipeline(pipe, "cache-dit")
+        _cache_pipeline(pipe)
     if not first:
         attach(pipe)
     made = wan22_cases.latents(pipe, {}, num_inference_steps=8, num_frames=5, max_sequence_length=16)
@@ -263,48 +218,6 @@ def run_cached_experts(rank: int, world: int, folder: str, first: bool) -> None:
 def test_cache_that_two_transformers_share_equals_one_process(pool, folder, first):
     pytest.importorskip("cache_dit")
     pool(2).run(run_cached_experts, folder, first)
-
-
-def experts_of_one_manager() -> list[Denoising]:
-    """Returns steps of two transformers that cache-dit caches with one manager."""
-    import cache_dit
-
-    runs = [denoising(), denoising()]
-    parts = [run.transformer for run in runs]
-    adapter = cache_dit.BlockAdapter(
-        pipe=None,
-        transformer=parts,
-        blocks=[part.blocks for part in parts],
-        forward_pattern=[cache_dit.ForwardPattern.Pattern_2] * 2,
-        check_forward_pattern=False,
-        has_separate_cfg=False,
-    )
-    cache_dit.enable_cache(adapter, cache_config=cache_dit_config(THRESHOLDS[0]))
-    return runs
-
-
-def undo_one_by_one(rank: int, world: int, order: tuple[int, int]) -> None:
-    """Enables db-SP on each of two transformers with one cache by itself, and disables it in any order."""
-    runs, references = experts_of_one_manager(), experts_of_one_manager()
-    manager = runs[0].transformer._context_manager
-    assert runs[1].transformer._context_manager is manager
-    for run in runs:
-        dbsp_diffusers.enable(run.transformer, {"mask": {"source": "dense", "block_q": 16, "block_k": 8}})
-    for number in (None, *order):
-        if number is not None:
-            dbsp_diffusers.disable(runs[number].transformer)
-        for run, reference in zip(runs, references, strict=True):
-            (samples, computed), (expected, passes) = run.run(), reference.run()
-            assert computed == passes
-            assert min(computed) < max(computed)
-            assert_near(samples[-1], expected[-1], tolerance=1e-12)
-    assert "similarity" not in vars(manager)
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "second"])
-def test_transformers_leave_a_cache_that_they_share_in_any_order(pool, order):
-    pytest.importorskip("cache_dit")
-    pool(2).run(undo_one_by_one, order)
 
 
 def _put_strange_hook(transformer: Any) -> None:

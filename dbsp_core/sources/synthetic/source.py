@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,56 +26,39 @@ from dbsp_core.sources.synthetic.patterns import (
     profile_basis,
     quantize_logits,
 )
-from dbsp_core.utils.errors import SettingError, in_short, require_value
+from dbsp_core.utils.errors import require_value
+from dbsp_core.utils.schema import require_choice
 
 
-@dataclass(frozen=True)
-class MaskStyle:
-    """Statistics of synthetic masks.
-
-    Attributes:
-        density: Mean share of active blocks over the heads of a layer, met exactly.
-        spread: Standard deviation of the profiles of rows and columns, in logits.
-        head_concentration: α + β of the Beta distribution of head densities; the smaller, the more heads differ.
-        profile_correlation: Correlation of the row and column profiles of two heads of a layer.
-        layer_similarity: Correlation of the profiles that two layers' heads share.
-        pattern_strength: Height of a head's pattern over the background, in logits.
-        drift: Share of a mask that is drawn again from one step to the next; 0 makes masks static.
-
-    Raises:
-        SettingError: For values out of range.
-    """
+class Style(NamedTuple):
+    """Statistics of synthetic masks; see `SyntheticSource`."""
 
     density: float
     spread: float
     head_concentration: float
-    profile_correlation: float = 0.9
-    layer_similarity: float = 0.5
-    pattern_strength: float = 4.0
     drift: float = 0.0
 
-    def __post_init__(self) -> None:
-        for name in ("density", "profile_correlation", "layer_similarity", "drift"):
-            require_value(self, name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
-        for name, most in (("spread", 5), ("pattern_strength", 10)):
-            require_value(self, name, 0 <= getattr(self, name) <= most, f"must lie between 0 and {most} (logits)")
-        positive = self.head_concentration > 0
-        require_value(self, "head_concentration", positive, "must be positive; 10 makes heads similar")
 
+DEFAULT_STYLE = Style(density=0.4, spread=0.6, head_concentration=8.0)
 
-DEFAULT_STYLE = MaskStyle(density=0.4, spread=0.6, head_concentration=8.0)
+# Fitted by bisection to rows of Table 1; docs/masks-synthetic.md says to which, and how well the rest agrees.
+_WAN = Style(density=0.414, spread=0.432, head_concentration=3.8)
+_COGVIDEOX = Style(density=0.414, spread=0.643, head_concentration=1.54)
 
-# Fitted by scripts/reproduce/presets.py; docs/masks-synthetic.md says to what, and how well the rest agrees.
-_WAN = MaskStyle(density=0.414, spread=0.432, head_concentration=3.8)
-_COGVIDEOX = MaskStyle(density=0.414, spread=0.643, head_concentration=1.54)
-
-PRESETS: dict[str, MaskStyle] = {
+PRESETS: dict[str, Style] = {
     "wan2.1-t2v-14b": _WAN,
     "cogvideox1.5-5b": _COGVIDEOX,
-    "wan2.1-t2v-14b-sparge": replace(_WAN, head_concentration=2.18, drift=0.015),
-    "cogvideox1.5-5b-sparge": replace(_COGVIDEOX, head_concentration=0.78, drift=0.015),
+    "wan2.1-t2v-14b-sparge": _WAN._replace(head_concentration=2.18, drift=0.015),
+    "cogvideox1.5-5b-sparge": _COGVIDEOX._replace(head_concentration=0.78, drift=0.015),
 }
 """Styles by the name after `preset:`: of PAROAttention, or of SpargeAttn, whose masks change from step to step."""
+
+PROFILE_CORRELATION = 0.9
+"""Correlation of the row and column profiles of two heads of a layer."""
+LAYER_SIMILARITY = 0.5
+"""Correlation of the profiles that two layers' heads share."""
+PATTERN_STRENGTH = 4.0
+"""Height of a head's pattern over the background, in logits."""
 
 
 class _Stream(IntEnum):
@@ -89,36 +73,44 @@ _ALL_LAYERS = 1 << 30
 
 @dataclass(frozen=True)
 class SyntheticSource(BlockSizes):
-    """Masks of a preset's or the default style, in which given settings replace its own; see `MaskStyle`.
+    """Masks with the statistics of a preset or of `DEFAULT_STYLE`, which the settings given replace.
 
     A block is dense with odds of exp(pattern + row profile + column profile + the head's level), except that each head
     has exactly as many blocks, those with the best scores, as its density says. The diagonal and all text are dense,
     for any density. The mask depends on seed, layer and step only.
+
+    Attributes:
+        density: Mean share of active blocks over the heads of a layer, met exactly.
+        spread: Standard deviation of the profiles of rows and columns, in logits.
+        head_concentration: α + β of the Beta distribution of head densities; the smaller, the more heads differ.
+        drift: Share of a mask that is drawn again from one step to the next; 0 makes masks static.
     """
 
     preset: str | None = None
     density: float | None = None
     spread: float | None = None
     head_concentration: float | None = None
-    profile_correlation: float | None = None
-    layer_similarity: float | None = None
-    pattern_strength: float | None = None
     drift: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.preset is not None and self.preset not in PRESETS:
-            raise SettingError(f"unknown preset {in_short(self.preset)}; use one of {', '.join(PRESETS)}", ("preset",))
+        if self.preset is not None:
+            require_choice("preset", self.preset, tuple(PRESETS))
         require_value(self, "seed", self.seed >= 0, "must not be negative")
-        self.style  # noqa: B018  raises for values out of range
+        style = self.style
+        for name in ("density", "drift"):
+            require_value(self, name, 0 <= getattr(style, name) <= 1, "must lie between 0 and 1")
+        require_value(self, "spread", 0 <= style.spread <= 5, "must lie between 0 and 5 (logits)")
+        positive = style.head_concentration > 0
+        require_value(self, "head_concentration", positive, "must be positive; 10 makes heads similar")
 
     @property
-    def style(self) -> MaskStyle:
+    def style(self) -> Style:
         """The statistics in effect."""
-        base = PRESETS[self.preset] if self.preset else DEFAULT_STYLE
-        given = {f.name: getattr(self, f.name) for f in fields(MaskStyle)}
-        return replace(base, **{name: value for name, value in given.items() if value is not None})
+        settings = {name: getattr(self, name) for name in Style._fields}
+        changed = {name: value for name, value in settings.items() if value is not None}
+        return (PRESETS[self.preset] if self.preset else DEFAULT_STYLE)._replace(**changed)
 
     @property
     def changes(self) -> Changes:
@@ -137,7 +129,7 @@ class SyntheticSource(BlockSizes):
 class _Layer:
     """One layer's mask at one step. One head's scores are in memory at a time."""
 
-    style: MaskStyle
+    style: Style
     rng: DriftingRng
     request: MaskRequest
     grid: BlockGrid
@@ -147,16 +139,18 @@ class _Layer:
         heads, layer = self.request.heads, self.request.layer
         axes, text_tokens = (self.grid.q_axis, self.grid.k_axis), self.grid.text_tokens
         q, k = (BlockPositions.from_axis(axis, text_tokens, self.request.thw) for axis in axes)
-        # 1. Scores of rows, columns and patterns.
+        # 1. Scores of rows, columns and patterns; a pattern's are a sixteenth, as a head's strength is in sixteenths.
         rows = quantize_logits(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
         columns = quantize_logits(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
         sinks = (self.rng.constant(_Stream.SINKS, layer) for _ in PATTERNS)
-        patterns = [self._pattern_scores(pattern(q, k, rng)) for pattern, rng in zip(PATTERNS, sinks, strict=True)]
+        shapes = [pattern(q, k, rng) for pattern, rng in zip(PATTERNS, sinks, strict=True)]
+        patterns = [quantize_logits(shape * (PATTERN_STRENGTH / 16)) for shape in shapes]  # int16[nq, nk]
         kinds = self.rng.constant(_Stream.PATTERN, layer).integers(0, len(PATTERNS), heads)
         strengths = self.rng.constant(_Stream.STRENGTH, layer).integers(8, 24, heads, dtype=np.int16, endpoint=True)
-        # 2. Number of blocks of each head.
+        # 2. Number of blocks of each head, with exactly the style's mean density: int64[H].
         forced = always_dense(self.grid)
-        counts = self._counts(int(forced.sum()), forced.size)
+        total = round(self.style.density * heads * forced.size)
+        counts = exact_counts(self._densities(), total, least=int(forced.sum()), most=forced.size)
         # 3. The best blocks of each head.
         bits = np.empty((heads, *forced.shape), dtype=bool)
         for head in range(heads):
@@ -168,15 +162,6 @@ class _Layer:
             choose_best(scores, int(counts[head]), out=bits[head])
         return bits
 
-    def _pattern_scores(self, pattern: np.ndarray) -> np.ndarray:
-        """Returns int16[nq, nk]: a sixteenth of the pattern's scores; a head's strength is in sixteenths."""
-        return quantize_logits(pattern * (self.style.pattern_strength / 16))
-
-    def _counts(self, least: int, most: int) -> np.ndarray:
-        """Returns int64[H]: active blocks of each head, Beta-distributed, with exactly the style's mean density."""
-        total = round(self.style.density * self.request.heads * most)
-        return exact_counts(self._densities(), total, least, most)
-
     def _densities(self) -> np.ndarray:
         """Returns float64[H], Beta-distributed; a head's quantile drifts, the distribution does not."""
         concentration = self.style.head_concentration
@@ -187,10 +172,15 @@ class _Layer:
         quantile = [(1 + math.erf(z / math.sqrt(2))) / 2 for z in normal]
         return np.interp(quantile, (np.arange(4096) + 0.5) / 4096, sample)
 
-    def _profiles(self, positions: BlockPositions, own: _Stream, shared: _Stream) -> np.ndarray:
+    def _profiles(self, positions: BlockPositions, of_head: _Stream, shared: _Stream) -> np.ndarray:
         """Returns float64[H, n], in logits: mean 0 and standard deviation `spread` over the video; 0 for text."""
-        basis = profile_basis(positions)
-        weights = self._profile_weights(len(basis), own, shared)
+        # 1. Weights float64[H, B], standard normal, correlated across heads and layers.
+        basis, rng, layer = profile_basis(positions), self.rng, self.request.layer
+        size = len(basis)
+        common = _blend(rng.normal(size, shared, _ALL_LAYERS), rng.normal(size, shared, layer), LAYER_SIMILARITY)
+        each = rng.normal(self.request.heads * size, of_head, layer).reshape(-1, size)
+        weights = _blend(common, each, PROFILE_CORRELATION)
+        # 2. Profiles, with the spread that is asked for.
         profiles = (weights[:, :, None] * basis).sum(axis=1)  # no matrix product: its rounding depends on the machine
         video = ~positions.is_text
         profiles -= profiles[:, video].mean(axis=1, keepdims=True)
@@ -199,16 +189,7 @@ class _Layer:
         profiles[:, ~video] = 0
         return profiles
 
-    def _profile_weights(self, size: int, own: _Stream, shared: _Stream) -> np.ndarray:
-        """Returns float64[H, size], standard normal, correlated across heads and layers as the style says."""
-        layer, rng = self.request.layer, self.rng
-        common = _blend(
-            rng.normal(size, shared, _ALL_LAYERS), rng.normal(size, shared, layer), self.style.layer_similarity
-        )
-        each = rng.normal(self.request.heads * size, own, layer).reshape(-1, size)
-        return _blend(common, each, self.style.profile_correlation)
 
-
-def _blend(common: np.ndarray, own: np.ndarray, correlation: float) -> np.ndarray:
+def _blend(common: np.ndarray, other: np.ndarray, correlation: float) -> np.ndarray:
     """Returns standard normals with so large a share of `common` that two of them have this correlation."""
-    return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * own
+    return math.sqrt(correlation) * common + math.sqrt(1 - correlation) * other

@@ -275,16 +275,18 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, given, me
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else found(name))
     monkeypatch.chdir(tmp_path)
-    Path("empty.txt").write_text("\n")
+    Path("empty.txt").write_text("\n", encoding="utf-8")
     Path("binary.txt").write_bytes(b"\xff")
-    Path("pointer.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    Path("pointer.txt").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", encoding="utf-8"
+    )
     with open("large.txt", "wb") as file:
         file.truncate(1 << 40)  # no bytes on disk
     Path("folder.mp4").mkdir()
     Path("file").touch()
     save_video("from.mp4")
-    Path("my.yaml").write_text("model: tiny-wan\nreport: file\n")
-    Path("c.yaml").write_text("model: tiny-wan\n")
+    Path("my.yaml").write_text("model: tiny-wan\nreport: file\n", encoding="utf-8")
+    Path("c.yaml").write_text("model: tiny-wan\n", encoding="utf-8")
     Path("link.mp4").symlink_to("c.yaml")
     Image.new("RGB", (96, 64)).save("wide.png")
     Image.new("RGB", (64, 160)).save("tall.png")

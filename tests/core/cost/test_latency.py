@@ -10,8 +10,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange_tables import build_route
-from dbsp_core.cost.machine import load_hardware
-from dbsp_core.cost.prediction import AttentionShape, attention_s, compute_s, fetches_s, predict, traffic_of
+from dbsp_core.cost.prediction import AttentionShape, attention_s, compute_s, predict, traffic_of
 from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits
 
@@ -29,11 +28,6 @@ class TestInt8Exchange:
         leaves = 4096 * 8 // 4  # tokens of one head
         assert model == leaves * (3 * 256 + 256)
         assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
-
-    def test_int8_shrinks_chunks_of_keys(self):
-        shape, known = AttentionShape(1, 8, 64), machine(p2p_bytes_per_s=1.0)
-        model, int8 = (predict(plan, shape, known).attention_s for plan in self.plans("U1R4"))
-        assert int8 == pytest.approx(model * 68 / 128)
 
     def test_int8_adds_an_exchange_of_the_mean_and_a_pass_of_reading(self):
         shape = AttentionShape(1, 8, 128)
@@ -101,46 +95,16 @@ class TestBytes:
         np.fill_diagonal(received, 0)
         assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
 
-    def test_wait_for_needed_keys_equals_that_of_the_slowest_rank(self):
-        mask, layout = a_plan("U1R2", heads=3, tokens=500, layout_name="contiguous")[1:]
-        plan = make_plan(mask, "U1R2", layout=layout, keys="needed")
-        shape, machine = AttentionShape(1, 3, 8), load_hardware("h200")
-        known, traffic = machine.constants, traffic_of(plan, layout)
-        fetched = 2 * traffic.keys[1] * shape.token_bytes
-        np.fill_diagonal(fetched, 0)
-        busiest = max(fetched.sum(axis=0).max(), fetched.sum(axis=1).max())
-        waited = known.p2p_latency_s + busiest / known.p2p_bytes_per_s
-        assert fetches_s(traffic, shape.token_bytes, known, (0, 0)) == [pytest.approx(waited)]
-        slow = replace(known, flops_per_s=1e6)
-        slowest = predict(plan, shape, replace(machine, constants=slow), layout=layout)
-        total = plan.work.max() * 16 * 16 * 4 * 8 / 1e6
-        assert slowest.attention_s == pytest.approx(total, rel=1e-3)
-        computed = compute_s(plan, traffic, shape, slow).sum(axis=0)
-        assert slowest.attention_s == pytest.approx(computed.max()), "no transfer is waited for"
-
     def test_chunk_is_fetched_while_the_kernel_runs_on_the_chunk_before(self):
         """Computes by hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
         compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
         assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
         assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
 
-    def test_exchange_takes_the_time_of_the_busiest_rank(self):
-        plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
-        sent = 512 / 4 * 8 * 3 / 4 * (3 + 1)  # tokens · heads that leave a rank: q, k, v there, the output back
-        found = predict(plan, shape_of(plan, batch=2), machine(exchange_bytes_per_s=1.0, exchange_latency_s=5.0))
-        assert found.exchange_s == pytest.approx(2 * 5 + sent * 2 * 8 * 2)
-
     def test_ring_with_local_rows_exchanges_nothing_before_its_first_kernel(self):
         plan, _, _ = a_plan("U1R4", "contiguous")
         assert predict(plan, shape_of(plan), machine(exchange_bytes_per_s=1.0)).exchange_s == 0
         assert predict(plan, shape_of(plan), machine(pack_bytes_per_s=1.0)).pack_s > 0
-
-    def test_each_later_chunk_takes_an_exchange(self):
-        plan, _, _ = a_plan("U1R4", "contiguous")
-        known = machine(p2p_bytes_per_s=1.0, p2p_latency_s=7.0).constants
-        traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
-        fetched = fetches_s(traffic, shape_of(plan).token_bytes, known, [0] * 4)
-        assert fetched == pytest.approx([7 + 2 * 128 * 6 * 8 * 2] * 3)
 
 
 KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
@@ -154,14 +118,6 @@ class TestNodes:
         sent = 512 / 4 * 8 / 4 * 2 * 4 * 8 * 2  # to the two ranks of the other node
         assert apart.exchange_s == pytest.approx(sent)
         assert alone.exchange_s == pytest.approx(sent * 1.5 / 100)
-
-    def test_ring_within_nodes_is_independent_of_the_network(self):
-        # Ulysses ranks are neighbours: the ring of U2R2 crosses nodes of 2.
-        plan, _, _ = a_plan("U2R2", "contiguous")
-        slow = machine(network_latency_s=3.0, network_bytes_per_s=1e30).constants
-        traffic = traffic_of(plan, SequenceLayout.contiguous(plan.grid.tokens, 4))
-        assert fetches_s(traffic, 2, slow, [0, 0, 1, 1]) == [pytest.approx(3)]
-        assert fetches_s(traffic, 2, slow, [0] * 4) == [pytest.approx(0)]
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])

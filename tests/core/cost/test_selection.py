@@ -13,7 +13,7 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost import prediction
-from dbsp_core.cost.machine import RULE, Hardware, load_hardware, measured_file, save_hardware
+from dbsp_core.cost.machine import Hardware, load_hardware, measured_file, save_hardware
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, by_rule, candidates, predict
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
@@ -97,12 +97,6 @@ def test_strategy_in_use_is_kept_for_a_small_loss(monkeypatch):
         assert selector().choose(planned(mask), SHAPE, current).strategy == kept
 
 
-def test_rings_need_blocks_and_a_kernel_that_merges():
-    few = BlockGrid.uniform(40, 16)
-    assert [str(s) for s in candidates(8, few)] == ["U8R1", "U4R2"]
-    assert [str(s) for s in candidates(8, GRID, merges=False)] == ["U8R1"]
-
-
 def attended(rank: int, world: int, mask: dict[str, object]) -> float:
     """Returns how far attention with the chosen strategy is from one process's."""
     return Session({"mask": {"block_q": 16, "block_k": 8, **mask}, "machine": "a800"}, "auto").attend(900.0)
@@ -133,25 +127,6 @@ def test_rule_without_constants_prefers_heads_within_a_node_and_rings_between_no
     found = by_rule(Strategy.all_for(len(nodes)), heads, nodes)
     assert (str(found[0]), str(found[-1])) == (first, last)
     assert by_rule(found[::-1], heads, nodes) == found
-
-
-def test_rule_without_constants_plans_the_first_strategy_alone():
-    mask, made = mask_of(0), []
-
-    def make(strategy: Strategy):
-        made.append(str(strategy))
-        return planned(mask)(strategy)
-
-    chooser = StrategySelector(candidates(4, GRID), None, NODE, LAYOUT)
-    assert str(chooser.choose(make, SHAPE, Strategy(1, 4)).strategy) == "U4R1"
-    assert made == ["U4R1"], "no other strategy is planned"
-
-
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (4, "U4R1")])
-def test_ranks_without_measured_constants_choose_by_the_rule(pool, tmp_path, world, strategy):
-    for rank, (strategies, said) in enumerate(pool(world).run(choose, None, str(tmp_path))):
-        assert strategies == [strategy] * 2
-        assert said == ([f"costs are estimated by {RULE}"] if rank == 0 else [])
 
 
 def measure(monkeypatch, cache: Path, hardware: Hardware) -> None:

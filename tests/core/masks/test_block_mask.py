@@ -54,25 +54,6 @@ def test_derived_values_follow_bits_changed_in_place(name, grid):
         assert after == DERIVED[name](BlockMask(mask.bits.clone(), grid))
 
 
-def test_bits_made_in_inference_mode_follow_too():
-    with torch.inference_mode():
-        mask = BlockMask(torch.zeros(2, PLAIN.nq, PLAIN.nk, dtype=torch.bool), PLAIN)
-        before = mask.fingerprint, mask.counts.rows.sum()
-        mask.bits[0, 0, 0] = True
-        assert mask.fingerprint != before[0]
-        assert mask.counts.rows.sum() == 1
-
-
-def test_array_changed_later_does_not_change_the_mask():
-    """Writes to an array cannot be noticed."""
-    bits = np.zeros((2, PLAIN.nq, PLAIN.nk), dtype=bool)
-    mask = BlockMask(bits, PLAIN)
-    before = mask.fingerprint
-    bits[:] = True
-    assert not mask.bits.any()
-    assert mask.fingerprint == before
-
-
 @pytest.mark.parametrize("grid", [PLAIN, PACKED], ids=["plain", "packed"])
 def test_plan_without_keys_that_changed_bits_need_is_rejected(grid):
     mask, layout = random_mask(grid, 0.1), SequenceLayout.contiguous(grid.tokens, 2)
@@ -91,12 +72,6 @@ def test_executor_keeps_the_mask_it_was_prepared_for():
     before = attend(q, q, q)
     mask.bits.fill_(True)
     assert torch.equal(attend(q, q, q), before)
-
-
-def test_counts_on_a_device_are_exact_under_autocast():
-    part, owner = torch.ones(1, 301, 2, dtype=torch.bool), torch.zeros(1, 301, dtype=torch.long)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert _columns_on_device(part, owner, 1).tolist() == [[[301, 301]]]
 
 
 def test_columns_by_rank_are_counted_identically_by_numpy_and_on_a_device():

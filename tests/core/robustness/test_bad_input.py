@@ -22,7 +22,6 @@ from dbsp_core import (
     dual_balanced_attention,
     make_plan,
 )
-from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.masks.grid import Video
 from dbsp_core.utils.process import package_versions
 from tests.support.settings import session_of
@@ -247,14 +246,3 @@ NO_STRATEGY = "a strategy is needed here, of the form UxRy, for example U4R2 for
 def test_plan_with_other_arguments_raises(mask, strategy, options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         make_plan(mask, strategy, **options)
-
-
-@pytest.mark.parametrize(
-    ("problem", "has_cause"), [(UserError("cfd is no setting"), False), (ValueError("a bug"), True)]
-)
-def test_error_of_one_process_has_a_cause_only_if_it_is_not_the_users(problem, has_cause):
-    with pytest.raises(type(problem)) as raised:
-        check_consistent(SequenceGroup(0, 1), problem, {})
-    assert str(raised.value) == str(problem)
-    assert (raised.value.__cause__ is problem) == has_cause
-    assert raised.value.__suppress_context__

@@ -9,11 +9,9 @@ import torch
 import torch._dynamo
 
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, dual_balanced_attention, make_plan
-from dbsp_core.masks.grid import Video
 from dbsp_core.utils.process import not_compiled
 from tests.support.attention_cases import Case, Inputs
 from tests.support.oracle import largest_difference
-from tests.support.settings import session_of
 
 CASE = Case("U1R2", heads=2, tokens=120)
 
@@ -55,17 +53,6 @@ def _with_the_library(mask: BlockMask, given: Inputs) -> Function:
     return function
 
 
-def _with_session(mask: BlockMask, given: Inputs) -> Function:
-    settings = {"mask": {"source": "sparge", "cdf": 0.5, "block_q": 16, "block_k": 16}}
-    session = session_of(settings, "U1R2", heads=2)
-
-    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        shard = session.begin(Video((2, 6, 10)), timestep=900.0).shard
-        return session.attend(0, *(t[:, :, :shard] * 2 for t in (q, k, v))) + 1
-
-    return function
-
-
 def _with_nested_calls(mask: BlockMask, given: Inputs) -> Function:
     """Returns a function that calls another one from within what is not compiled."""
     compiling: list[bool] = []
@@ -84,7 +71,6 @@ def _with_nested_calls(mask: BlockMask, given: Inputs) -> Function:
 
 FUNCTIONS = {
     "library": _with_the_library,
-    "session": _with_session,
     "nested": _with_nested_calls,
 }
 

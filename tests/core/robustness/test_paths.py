@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
 from dbsp_cli.output import require_apart
-from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
+from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import load_hardware, save_hardware
-from dbsp_core.reports.run_report import RunReport
-from dbsp_core.sources.lowrank import LowRankProjections
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import expand_path, require_file, require_file_path, require_folder_path, write_atomically
 from tests.support.repository import child_environment
@@ -41,33 +36,12 @@ class TestUserFolder:
         assert expand_path("a/~b") == "a/~b"
         assert expand_path("org/repo/") == "org/repo/", "names of repositories stay as they are"
 
-    def test_half_a_character_names_no_file(self):
-        for load in (expand_path, DbspConfig.load):
-            with pytest.raises(UserError, match="half a character"):
-                load("a/\ud800")
-
     def test_settings_that_are_paths_expand_a_tilde(self, user_folder):
         settings = {"report": "~/r", "machine": "~/c.yaml", "model": "~/w"}
         config = DbspConfig.load({**settings, "generate": {"image": "~/a.png", "last_image": "~/b.png"}})
         given = config.generate
         found = config.report, config.machine, config.model, given.image, given.last_image
         assert found == tuple(f"{user_folder}/{name}" for name in ("r", "c.yaml", "w", "a.png", "b.png"))
-
-    def test_files_in_the_user_folder_are_found(self, user_folder):
-        save_mask("~/m.safetensors", BlockMask.dense(2, GRID))
-        save_hardware(user_folder / "own.yaml", load_hardware("h800"))
-        (user_folder / "c.yaml").write_text(
-            "vae: true\nmask: {source: file, path: ~/m.safetensors}\n", encoding="utf-8"
-        )
-        assert MaskFile("~/m.safetensors").heads == 2
-        assert DbspConfig.load("~/c.yaml").vae
-        assert DbspConfig.load("~/m.safetensors").mask == DbspConfig.load("file:path=~/m.safetensors").mask
-        assert load_hardware("~/own.yaml") == load_hardware("h800")
-        with pytest.raises(UserError, match=f"fitted file {user_folder}/p does not exist"):
-            LowRankProjections.load("~/p")
-        with pytest.raises(UserError, match=f"report {user_folder}/r does not exist"):
-            RunReport.read(Path("~/r"))
-        assert list(Path().iterdir()) == []
 
     @pytest.mark.parametrize(
         ("path", "message"),
@@ -85,14 +59,6 @@ class TestUserFolder:
                 DbspConfig.load({key: path})
 
 
-def as_another_user(code: str, *arguments: object) -> str:
-    """Returns the output of a program run as another user, who is bound by permissions."""
-    become = "import os, sys; from dbsp_core.config import DbspConfig; os.setuid(65534)\n"
-    command = [sys.executable, "-c", become + code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, env=child_environment(), check=False)
-    return (done.stdout + done.stderr).decode()
-
-
 class TestUnreadable:
     @pytest.mark.parametrize(
         "config",
@@ -108,31 +74,11 @@ class TestUnreadable:
             DbspConfig.load(config)
         assert len(str(raised.value)) < 1500
 
-    @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only the superuser can be another user")
-    def test_file_without_permission_is_rejected(self):
-        with tempfile.TemporaryDirectory() as made:
-            folder, locked = Path(made), Path(made, "locked")
-            locked.mkdir()
-            for file in (locked / "c.yaml", folder / "c.yaml"):
-                file.write_text("vae: true", encoding="utf-8")
-            folder.chmod(0o755)
-            for closed in (folder / "c.yaml", locked):
-                closed.chmod(0)
-            code = (
-                "for path in sys.argv[1:]:\n"
-                "    try:\n        DbspConfig.load(path)\n"
-                "    except Exception as error:\n        print(type(error).__name__, error)"
-            )
-            said = as_another_user(code, locked / "c.yaml", locked / "m.safetensors", folder / "c.yaml").splitlines()
-        assert [line.split()[0] for line in said] == ["UserError", "SettingError", "UserError"], said
-        assert all("cannot be read (Permission denied)" in line for line in said)
-
     @pytest.mark.parametrize(
         ("make", "message"),
         [
             (lambda path: path.mkdir(), "mask file .* is a folder, not a file; fix"),
-            (os.mkfifo, "mask file .* is a pipe, not a file; fix"),
-            (lambda path: path.symlink_to("/dev/null"), "mask file .* is a device, not a file; fix"),
+            (os.mkfifo, "mask file .* is a pipe or device, not a file; fix"),
             (lambda path: path.symlink_to("gone"), "mask file .* is a link to gone, which does not exist; fix"),
             (lambda path: None, "mask file .* does not exist; fix"),
         ],

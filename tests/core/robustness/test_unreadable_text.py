@@ -1,4 +1,4 @@
-"""Numbers and dates in text that Python cannot read, such as over 4,300 digits. And ranges that never end."""
+"""Numbers and dates in text that Python cannot read, such as over 4,300 digits, and ranges that never end."""
 
 from __future__ import annotations
 
@@ -15,35 +15,6 @@ from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size
 from dbsp_core.utils.yaml_file import parse_value, read_settings
-from scripts.reproduce.knapformer.drawing import parse_streams
-
-DEPTH = 12
-LISTS = "{a0: &a0 [x,x,x,x,x,x,x,x]" + "".join(
-    f", a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 8)}]" for n in range(1, DEPTH)
-)
-FILES = {
-    "mappings": "a0: &a0 {x: 1, y: 2}\n"
-    + "\n".join(f"a{n}: &a{n} {{{', '.join(f'k{n2}: *a{n - 1}' for n2 in range(8))}}}" for n in range(1, DEPTH)),
-    "merged mappings": "a0: &a0 {x: 1, y: 2}\n"
-    + "\n".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 8)}]}}" for n in range(1, DEPTH)),
-    "lists": f"strategy: {LISTS}}}",
-    "keys": f"strategy: {LISTS}, ? *a{DEPTH - 1} : 1}}",
-}
-
-
-@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
-def test_file_of_countless_aliases_is_rejected(tmp_path, content):
-    (tmp_path / "my.yaml").write_text(content)
-    with pytest.raises(UserError, match=r"my\.yaml:\d+: more than 100,000 values, aliases written out; give fewer$"):
-        DbspConfig.load(tmp_path / "my.yaml")
-
-
-@pytest.mark.parametrize(
-    "read", [lambda text: parse_value(text, "--set a"), lambda text: mask_settings(f"svg:a={text}")]
-)
-def test_value_of_countless_aliases_is_rejected(read):
-    with pytest.raises(UserError, match=r"more than 100,000 values, aliases written out; give fewer$"):
-        read(LISTS + "}")
 
 
 @pytest.mark.parametrize("nested", ["[" * 2000, "{a: " * 2000])
@@ -61,14 +32,6 @@ def test_alias_of_a_mask_is_read(tmp_path):
     assert config.transformer_2["mask"] == {"source": "window"}
 
 
-@pytest.mark.parametrize("key", ["strategy", "mask", "precision", "vae", "reuse", "planner", "kernel"])
-def test_long_value_is_abbreviated_in_the_error(key):
-    for value in (["x"] * 90_000, "x" * 90_000, {"x" * 90_000: 1}):
-        with pytest.raises(UserError) as rejected:
-            DbspConfig.load({key: value})
-        assert len(str(rejected.value)) < 800
-
-
 LONG = "9" * 5000
 
 
@@ -77,8 +40,6 @@ LONG = "9" * 5000
     [
         (Strategy.parse, f"U{LONG}R2"),
         (lambda text: BagTopology.parse(text, 8), f"g{LONG}n4"),
-        (parse_streams, f"g{LONG}b1i256"),
-        (parse_streams, "g8b999999999i256"),
         (StepGroups.parse, f"5-{LONG}"),
         (require_order, f"tile:{LONG}x1x1"),
         (parse_layers, f"0,{LONG}"),
@@ -98,7 +59,6 @@ def test_unreadable_number_is_rejected_in_one_line(read, text):
 
 UNREADABLE = (
     *(LONG, "2026-99-99", "!!bool maybe", "!!int ''", "!!float '-'", "!!timestamp noon", "1:" * 300 + "1.5"),
-    *(f"0x{'F' * 5000}", f"[[0x{'F' * 5000}]]", f"{{? 0x{'F' * 5000} : 1}}"),  # Python reads them, and prints none
 )
 
 

@@ -103,15 +103,6 @@ def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
             assert torch.equal(table.dense.kv_count != table.kv_count, torch.from_numpy(inside) & (table.kv_count > 0))
 
 
-def test_heads_of_a_sequence_are_one_part_among_those_of_others():
-    sequences = [BlockMask.dense(3, BlockGrid.uniform(tokens, 16)) for tokens in (48, 20)]
-    (parts,) = dense_parts(BlockMask.packed(sequences), "U1R1")
-    assert [covered(part.row_starts, part.rows) for part in parts] == [
-        [[0, 1, 2], [5, 6, 7], [10, 11, 12]],
-        [[3, 4], [8, 9], [13, 14]],
-    ]
-
-
 def test_single_token_stays_with_the_block_kernel():
     """cuDNN takes no single key."""
     sequences = [BlockMask.dense(2, BlockGrid.uniform(tokens, 16)) for tokens in (1, 40)]
@@ -168,15 +159,6 @@ def test_dense_heads_apart_give_the_reference(threads, case):
         assert any(has_some), heads
         assert len(shapes) == sum(parts), "one call a part and chunk, for any batch"
         assert {shape[0] for shape in shapes} == {case.batch}
-
-
-def test_a_dense_rank_without_a_ring_is_one_call_whose_output_is_not_merged(threads):
-    case = Case("U2R1", heads=4, dtype=torch.bfloat16, batch=2)
-    with dense_rows_on_the_cpu() as shapes, patch.object(chunk_attention, "merge_into") as merge:
-        errors = threads(2).run(run, case, (0, 1, 2, 3))
-    assert [tuple(shape) for shape in shapes] == [(2, 2, 208, 16)] * 2
-    assert not merge.called
-    assert max(error for error, *_ in errors) <= 2e-2
 
 
 @pytest.mark.parametrize("heads", [(0, 1), (0,)])

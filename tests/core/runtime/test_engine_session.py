@@ -3,25 +3,20 @@ padding anywhere at the end; against torch's own attention in one process."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from unittest import mock
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
-from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
+from dbsp_core.sources import VsaSource
 from dbsp_core.utils.errors import UserError
 from scripts.checks.engines.reference import attend_under
 from tests.support.oracle import largest_difference
 from tests.support.shared import shared
-from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import ThreadRanks
 
 KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
@@ -100,47 +95,8 @@ def test_session_of_an_engine_equals_one_process(name, mask, strategy):
 VSA = VsaSource(64, 64, sparsity=0.7)
 
 
-def test_engines_compute_nothing_by_a_function_in_the_place_of_torchs_attention():
-    for layer in range(LAYERS):
-        reference(LAYOUTS["video"], KNOWN, layer)
-    with mock.patch.object(F, "scaled_dot_product_attention", side_effect=AssertionError("called")):
-        assert max(ThreadRanks(2).run(error_of, "video", KNOWN, "U1R2")) <= 1e-5
-
-
 H3, H3_SLOTS = EngineLayout((6, 9, 5), before=20, runs=(7, 8, 5)), 320
 """As MiniMax-H3 has it: text, audio and a reference in one sequence with the video, and padding after it."""
-
-
-def of_h3(heads: int) -> torch.Tensor:
-    """Returns q, k, v and gate, [4, 1, tokens, heads, D]."""
-    return torch.randn(4, 1, H3.video.tokens, heads, WIDTH, generator=torch.Generator().manual_seed(5))
-
-
-def error_of_h3(rank: int, world: int, strategy: str, heads: int) -> float:
-    group, shard = SequenceGroup.from_group(), H3_SLOTS // world
-    session = EngineSession(group, Strategy.parse(strategy), heads, 1, VSA)
-    session.begin(replace(H3, shard=shard), "cpu", step=0)
-    everywhere = of_h3(heads)
-    padded = F.pad(everywhere, (0, 0, 0, 0, 0, H3_SLOTS - everywhere.shape[2]), value=1e4)
-    q, k, v, gate = padded[:, :, rank * shard : (rank + 1) * shard]
-    out = torch.cat(group.all_gather(session.attend(0, q, k, v, gate=gate)), dim=1)[:, : everywhere.shape[2]]
-    return largest_difference(out, reference_of_h3(heads))
-
-
-@shared
-def reference_of_h3(heads: int) -> torch.Tensor:
-    """Returns the output of one process, [1, tokens, heads, D]."""
-    q, k, v, gate = (one.transpose(1, 2) for one in of_h3(heads))
-    request = MaskRequest(0, heads, H3.thw, H3.before, layers=1, text_runs=H3.runs)
-    mask = VSA.mask(request, LocalQK.alone(q, k, v=v, gate=gate))
-    assert mask.bits.float().mean() < 0.8, "blocks are skipped"
-    return masked_attention(q, k, v, mask).transpose(1, 2)
-
-
-@pytest.mark.parametrize(("strategy", "heads"), [("U16R1", 56), ("U8R2", 20), ("U8R1", 7), ("U2R4", 5)])
-def test_vsa_of_minimax_h3_with_heads_that_do_not_divide_equals_one_process(strategy, heads):
-    """Covers vLLM-Omni #7589, with its 56 heads on 16 ranks: text, audio, video, coarse branch, gate."""
-    assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_h3, strategy, heads)) <= 1e-5
 
 
 ALONE = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS
@@ -148,9 +104,9 @@ BY_STEP = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"
 
 
 def test_one_rank_with_text_in_its_sequence_equals_one_process():
+    session = EngineSession(*ALONE, KNOWN)  # of both: a video of one size in two layouts
     for name in ("whole text first", "whole text last"):
         layout = LAYOUTS[name]
-        session = EngineSession(*ALONE, KNOWN)
         session.begin(layout, "cpu", step=0)
         text, sequence = tensors(layout, 0)
         joined = torch.cat([sequence, text] if layout.text_last else [text, sequence], dim=2)
@@ -172,6 +128,17 @@ def test_steps_are_counted_across_transformers_and_skipped_steps():
         sessions[which].begin(Video(THW), "cpu", step)
         seen.append(sessions[which].session._mask_provider.moment)
     assert [(one.step, one.cfg_branch) for one in seen] == [(0, 0), (1, 0), (1, 1), (3, 0), (5, 0), (0, 0), (3, 0)]
+
+
+def test_each_request_begins_a_generation():
+    session, seen = EngineSession(*ALONE, BY_STEP), []
+    for request, step in (("first", 0), ("second", 0), ("second", 0), ("second", 1)):  # the first one was given up
+        session.begin(Video(THW), "cpu", step, generation=request)
+        seen.append(session.session._mask_provider.moment)
+    first = seen[0].generation
+    assert [(moment.generation - first, moment.step, moment.cfg_branch) for moment in seen] == [
+        *((0, 0, 0), (1, 0, 0), (1, 0, 1), (1, 1, 0)),
+    ]
 
 
 def test_second_transformer_is_dense_in_the_videos_last_steps_alone():
@@ -200,9 +167,3 @@ def test_ranks_skip_only_if_all_agree():
         return [session.all_agree(answer) for answer in (True, rank == 0, False)]
 
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
-
-
-def test_second_transformer_uses_its_own_settings():
-    settings = {"mask": KNOWN, "transformer_2": {"mask": PREDICTED}}
-    sessions = [EngineSession(*ALONE, settings, transformer=name) for name in ("transformer", "transformer_2")]
-    assert [one.session.config.mask for one in sessions] == [DbspConfig.load(mask).mask for mask in (KNOWN, PREDICTED)]

@@ -162,10 +162,6 @@ class TestKnownMasks:
         assert not self.use(keeper, 0, ABOVE).new
         assert (keeper.statistics.calls, keeper.statistics.plans) == (3, 2)
 
-    def test_attentions_have_plans_of_their_own(self, keeper):
-        assert [self.use(keeper, key, mask).plan.fingerprint for key, mask in ((0, FIRST), (1, ABOVE))] == [OLD, NEW]
-        assert [self.use(keeper, key, mask).plan.fingerprint for key, mask in ((0, FIRST), (1, ABOVE))] == [OLD, NEW]
-
     @pytest.mark.parametrize(
         "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
     )
@@ -220,13 +216,6 @@ class TestPredictedMasks:
         assert found.worst_rho == 1.375
         assert keeper.last_used(0).rho == 9 / 8
 
-    def test_reading_statistics_between_calls_changes_no_decision(self, keeper):
-        plans = []
-        for mask in (FIRST, ABOVE, ABOVE):
-            plans += self.plans(keeper, [mask])
-            keeper.settle()
-        assert plans == [OLD, OLD, NEW]
-
     def test_call_with_other_heads_plans_at_once(self, keeper):
         """Switches guidance off between two calls, while counts of more heads are being copied."""
         self.plans(keeper, [FIRST, ABOVE])
@@ -240,12 +229,6 @@ class TestPredictedMasks:
         with pytest.raises(ZeroDivisionError):
             keeper.plan_predicted(0, ABOVE, planner_that_raises)
         assert self.plans(keeper, [ABOVE]) == [NEW]
-
-    @pytest.mark.parametrize("lag", [True, False])
-    def test_counts_of_other_heads_are_planned_at_once(self, lag):
-        counts = [mask.counts.rows for mask in (FIRST, mask_of(6, 4), mask_of(6, 4))]
-        uses = replay(counts, 1.25, plans_on(GRID, "U2R1"), lag=lag)
-        assert [(use.plan.heads, use.new) for use in uses] == [(4, True), (2, True), (2, False)]
 
 
 class TestLateCounts:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from dbsp_cli.mask_tools.info import MaskSeries, drift_of
 from dbsp_core import (
     BlockGrid,
     BlockMask,
@@ -239,12 +238,6 @@ def test_keys_that_no_row_reads_are_sent_to_kernels_of_whole_heads(monkeypatch, 
         assert (found.worst <= 1e-5, found.keys) == (True, {keys})
 
 
-def test_layout_is_independent_of_the_kernel(monkeypatch):
-    monkeypatch.setenv("DBSP_KERNEL", "sparge")
-    config = DbspConfig(mask=WindowSource())
-    assert (config.keys, config.layout) == ("all", "contiguous")
-
-
 LAYERS = PASSES = 2
 
 
@@ -284,14 +277,6 @@ class TestMasksThatChangeByStep:
             assert found.plans[-1] <= LAYERS * PASSES * (1 if slope == 0 else 5), "and not one a step"
             assert found.kept == found.prepared == LAYERS * PASSES, "what steps behind had is dropped"
 
-    def test_command_counts_as_many_plans_as_the_runtime_made(self, threads, tmp_path):
-        settings = {"mask": by_step(drifting, slope=0.02), "record": str(tmp_path), "reuse": 1.10}
-        made, same = (found.plans[-1] for found in threads(2).run(run_passes, settings, "U2R1", steps(12)))
-        series = MaskSeries.read(tmp_path)
-        replans = [drift_of(series, layer, "U2R1", "dbsp", 1.10).replans for layer in range(LAYERS)]
-        assert sum(replans) == made == same
-        assert LAYERS < made < 12 * LAYERS, "some plans are kept and some are not"
-
     def test_dense_steps_have_one_plan(self, threads):
         settings = {"mask": by_step(drifting), "dense_schedule": {"first_steps": 2, "last_steps": 2}}
         for found in threads(2).run(run_passes, settings, "U2R1", steps(9, PASSES)):
@@ -321,7 +306,7 @@ class TestSizes:
 
 
 class TestSettings:
-    @pytest.mark.parametrize("odd", [0, 1])
+    @pytest.mark.parametrize("odd", [1])
     @pytest.mark.parametrize(
         "other",
         [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"precision": "int8"}, {"reuse": 1.3}, {"debug": True}],
@@ -332,7 +317,7 @@ class TestSettings:
             threads, 3, f"the settings differ on rank(s) [{odd}]", settings_on_one_rank, odd, settings, PREDICTED
         )
 
-    @pytest.mark.parametrize("odd", [0, 1])
+    @pytest.mark.parametrize("odd", [1])
     def test_report_set_on_one_rank_is_made_by_all(self, pool, odd, tmp_path):
         asked = PREDICTED | {"report": str(tmp_path)}
         assert pool(2).run(settings_on_one_rank, odd, asked, PREDICTED) == [(str(tmp_path), True)] * 2
@@ -381,7 +366,7 @@ def test_plans_are_dropped_after_a_pass_that_ranks_left_at_different_calls(pool,
         assert max(errors) <= 1e-5
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize(
     ("settings", "strategy"),
     [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.runtime.tables import build_tables, table_layout, whole_head_tokens
+from dbsp_core.runtime.tables import table_layout, whole_head_tokens
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
 from tests.support.interpreter import interpreted
@@ -89,15 +89,6 @@ def test_triton_kernel_packs_rows_as_torch(mask, data):
     with mock.patch.object(triton_rows, "CHUNK", 16), interpreted():  # several chunks a row
         found = triton_rows.triton_pack_rows(bits, *of_mask)
     assert all(map(torch.equal, found, expected))
-
-
-def test_bits_take_an_eighth_of_a_byte_a_block():
-    grid = BlockGrid.uniform(75_600)
-    mask = BlockMask.dense(5, grid)
-    plan = make_plan(mask, "U1R1")
-    (kept,) = build_tables(table_layout(plan, 0).to(torch.device("cpu")), mask)
-    assert kept.bits.nbytes == 5 * 1182 * 148
-    assert sum(t.nbytes for t in vars(kept).values() if isinstance(t, torch.Tensor)) < 1e6
 
 
 @pytest.mark.parametrize(

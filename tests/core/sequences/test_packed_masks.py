@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 
-from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
+from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, save_mask
 from dbsp_core.masks.block_mask import row_positions
 from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.sources import DenseSource, FileSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
 from dbsp_core.utils.errors import UserError
-from tests.support.generators import SEEDS, RandomSource, examples, masks, random_bits
+from tests.support.generators import SEEDS, RandomSource, examples, masks
 
 SIZES = ((4, 5, 6, 9), (1, 7, 3, 0), (3, 3, 8, 17))
 """Frames, rows, columns, text."""
@@ -75,19 +75,6 @@ def test_counts_are_those_of_the_block_diagonal(mask, seed):
         width = own.stop - own.start
         bits = mask.row_bits[index : index + width] if mask.grid.packed_from else mask.row_bits[index]
         assert np.array_equal(bits.numpy(), square[one, row, own])
-
-
-@pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
-def test_sparse_masks_of_many_sequences_are_even_over_a_node(strategy):
-    draws = np.random.default_rng(3)
-    found = []
-    for side in draws.choice([16, 32, 64], 16):
-        text = int(draws.integers(0, 512))
-        grid = BlockGrid(side * side + text, text, 64, 64, (1, int(side), int(side)))
-        found.append(BlockMask(random_bits(24, grid, int(side) + text, 0.5), grid))
-    mask = BlockMask.packed(found)
-    plan = make_plan(mask, strategy, layout=SequenceLayout.striped(mask.grid, Strategy.parse(strategy)))
-    assert plan.rho <= 1.01 < plan.rho_before
 
 
 def test_fingerprints_differ_by_bits_orders_and_where_sequences_end():
@@ -155,24 +142,9 @@ def test_bad_files_of_packed_sequences(tmp_path, key, value, message):
     assert len(str(rejected.value)) < 1000
 
 
-def test_commands_read_packed_sequences(tmp_path, dbsp):
-    path, picture = tmp_path / "masks.safetensors", tmp_path / "masks.png"
-    mask = BlockMask.packed(packed_sequences())
-    save_mask(path, mask, packed=True)
-    code, out, _ = dbsp("plan", path, "--gpus", 2, "--json")
-    assert code == 0
-    assert json.loads(out)["density"] == pytest.approx(mask.density)
-    code, out, _ = dbsp("masks", "info", path, "--gpus", 2, "--json", "--picture", picture)
-    assert code == 0
-    assert [one["tokens"] for one in json.loads(out)["sequences"]] == [129, 21, 89]
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    code, out, _ = dbsp("masks", "info", path, "--gpus", 2)
-    assert "of 3 packed sequences" in out
-
-
 def test_layouts_of_packed_sequences():
     grid = BlockGrid.packed([mask.grid for mask in packed_sequences()])
-    lengths = [one.tokens for one in grid.sequences]
+    lengths = [sequence.tokens for sequence in grid.sequences]
     loaders = SequenceLayout.whole_sequences(lengths, [2, 0, 2], 4)
     assert loaders.shard == 129 + 89
     assert [len(loaders.tokens_at(rank)[0]) for rank in range(4)] == [21, 0, 129 + 89, 0]

@@ -39,23 +39,6 @@ def test_masks_depend_on_what_is_declared_alone(depends_on, changes, asked):
     assert np.array_equal(mask.bits[0].numpy(), user_masks.band(mask.grid, seen))
 
 
-@pytest.mark.parametrize("bits", [np.ones((3, 5, 9), dtype=bool), torch.ones(3, 5, 9, dtype=torch.bool)], ids=type)
-def test_bits_changed_later_do_not_change_the_mask(monkeypatch, bits):
-    monkeypatch.setattr(user_masks, "shared", lambda grid, request: bits, raising=False)
-    mask = source("shared").mask(REQUEST)
-    bits[:] = False
-    assert mask.bits.all()
-
-
-def test_failing_import_names_the_module_and_its_error(tmp_path, monkeypatch):
-    (tmp_path / "broken_masks.py").write_text("import no_such_package_at_all\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ValueError, match=r"importing broken_masks failed \(ModuleNotFoundError: No module named 'no_such"
-    ):
-        CallableSource(function="broken_masks:band")
-
-
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [

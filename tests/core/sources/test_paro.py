@@ -58,23 +58,6 @@ class TestOneRank:
                 assert read.grid == mask.grid
         assert len(set(source.mask(request(step=1)).grid.orders)) == 6
 
-    def test_dense_steps_override_the_files(self, path):
-        def densities(dense_steps):
-            source = ParoSource(str(path), dense_steps)
-            return [source.mask(request(step=step)).density for step in range(3)]
-
-        first, second = (masks[0].density for masks in file_masks(2))
-        assert densities(None) == [1, first, second]
-        assert densities(0) == [first, first, second]
-        assert densities(2) == [1, 1, second]
-        assert densities(9) == [1, 1, 1]
-
-    def test_file_without_groups_covers_every_step(self, tmp_path):
-        save_mask(tmp_path / "m.safetensors", file_masks(1)[0])
-        source = ParoSource(str(tmp_path / "m.safetensors"), dense_steps=1)
-        assert source.mask(request()).bits.all()
-        assert torch.equal(source.mask(request(step=70, layer=1)).bits, file_masks(1)[0][1].bits)
-
     def test_text_rows_and_columns_are_dense(self, tmp_path):
         grid = BlockGrid(112, 7, 8, 4, THW)
         save_mask(tmp_path / "m.safetensors", [BlockMask(np.zeros((HEADS, grid.nq, grid.nk), bool), grid)] * 2)
@@ -82,10 +65,6 @@ class TestOneRank:
         expected = torch.zeros_like(bits)
         expected[:, :1] = expected[:, :, :2] = True
         assert torch.equal(bits, expected)
-
-    def test_grid_of_every_layer_and_step_is_the_same(self, path):
-        grids = {ParoSource(str(path)).grid(request(layer=layer, step=step)) for layer in (0, 1) for step in (0, 2)}
-        assert grids == {GRID}
 
     @pytest.mark.parametrize(
         ("changes", "message"),

@@ -124,12 +124,6 @@ class TestTiles:
         rule = (sliding_tiles if shifted else tiles_near)(request.thw, window, tile)
         assert np.array_equal(mask.bits.numpy(), active_blocks([rule], mask.grid, request))
 
-    def test_window_defaults_to_three_tiles(self):
-        request = MaskRequest(0, 1, (10, 10, 10))
-        given, default = (WindowSource(8, 8, w, (2, 2, 2)).mask(request) for w in ((3, 3, 3), None))
-        assert given.fingerprint == default.fingerprint
-        assert given.density < 0.3
-
 
 class TestRadial:
     @given(
@@ -156,12 +150,6 @@ class TestRadial:
         assert np.array_equal(mask.bits.numpy(), expected)
         assert not expected.all()
 
-    def test_thin_bands_keep_a_block_of_every_other_frame(self):
-        # 8 tokens a frame, blocks of 4: b is 8, 8, 4, 4, 2, 2, 2, 2, 1 at distances 0 to 8.
-        bits = RadialSource(4, 4, sink_frames=0).mask(MaskRequest(0, 1, (9, 2, 4))).bits[0].numpy()
-        seen = bits.reshape(9, 2, 9, 2)[0].any(axis=(0, 2))
-        assert seen.tolist() == [True] * 4 + [True, False, True, False] + [True]
-
 
 class TestSvg:
     @given(
@@ -183,30 +171,6 @@ class TestSvg:
         ]
         assert np.array_equal(mask.bits.numpy(), active_blocks(rules, mask.grid, request))
 
-    @given(st.integers(1, 60), st.floats(0, 1))
-    @examples(100)
-    def test_fraction_of_heads_is_spread_equally(self, heads, share):
-        numbers = np.flatnonzero(SvgSource(temporal_heads=share).temporal(heads))
-        assert len(numbers) == round(share * heads)
-        if len(numbers) > 1:
-            steps = np.diff(np.append(numbers, numbers[0] + heads))
-            assert steps.max() - steps.min() <= 1
-
-    def test_heads_can_be_named(self):
-        source = SvgSource(temporal_heads=(0, 3))
-        assert source.temporal(4).tolist() == [True, False, False, True]
-        assert source.grid(MaskRequest(0, 4, (2, 2, 2))).orders == ("hwt", "thw", "thw", "hwt")
-        assert not SvgSource(temporal_heads=()).temporal(4).any()
-
     def test_missing_head_raises(self):
         with pytest.raises(ValueError, match="has a head that the model lacks; its 4 heads are 0 to 3"):
             SvgSource(temporal_heads=(1, 4)).grid(MaskRequest(0, 4, (2, 2, 2)))
-
-
-@pytest.mark.parametrize(
-    "source", [RadialSource(), SvgSource(), WindowSource(120, 120, (3, 5, 5), (3, 5, 8))], ids=repr
-)
-def test_layers_and_steps_share_one_mask(source):
-    keys = {source.cache_key(replace(WAN, layer=layer, step=step)) for layer in (0, 39) for step in (0, 9)}
-    assert (len(keys), source.changes) == (1, "never")
-    assert source.grid(WAN) == source.mask(WAN).grid

@@ -16,7 +16,6 @@ from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
 from dbsp_diffusers.sharding.guidance import GuidedCalls
 from dbsp_diffusers.sharding.halves import Halves
-from tests.diffusers.models.test_features import _ip_adapter_weights
 from tests.diffusers.models.test_guidance import STEPS, Guided, in_one_process
 from tests.support.models.tiny_pipelines import attach_pipeline
 from tests.support.models.tiny_transformers import _DRAWING, make_tiny_transformer, tiny_inputs
@@ -103,48 +102,6 @@ def test_each_pass_sees_what_it_was_called_with(threads, change):
     threads(2).run(changed_between_passes, change)
 
 
-def _with_images() -> Any:
-    pipe = Guided("FluxPipeline").pipe()
-    with _DRAWING:
-        torch.manual_seed(1)
-        pipe.transformer._load_ip_adapter_weights([_ip_adapter_weights(pipe.transformer.config)])
-    for part in pipe.transformer.modules():
-        if hasattr(getattr(part, "processor", None), "scale"):
-            part.processor.scale = [1.0]
-    return pipe
-
-
-def _latents_with_images(pipe: Any) -> torch.Tensor:
-    """Calls FluxPipeline, which puts the negative image into the dictionary that it gave to the first pass."""
-    width = pipe.transformer.encoder_hid_proj.image_projection_layers[0].image_embeds.in_features
-    found: torch.Tensor = pipe(
-        prompt_embeds=drawn(1, 1, 9, 32),
-        pooled_prompt_embeds=drawn(2, 1, 32),
-        negative_prompt_embeds=drawn(4, 1, 9, 32),
-        negative_pooled_prompt_embeds=drawn(5, 1, 32),
-        ip_adapter_image_embeds=[drawn(6, 1, 1, width)],
-        negative_ip_adapter_image_embeds=[drawn(7, 1, 1, width)],
-        latents=drawn(3, 1, 24, 4),
-        true_cfg_scale=2.0,
-        height=64,
-        width=96,
-        num_inference_steps=2,
-        output_type="latent",
-        return_dict=False,
-    )[0]
-    return found
-
-
-def images_of_both_passes(rank: int, world: int) -> None:
-    expected, pipe = _latents_with_images(_with_images()), _with_images()
-    dbsp_diffusers.enable(pipe, DENSE, guidance=True)
-    assert_near(_latents_with_images(pipe), expected)
-
-
-def test_dictionary_that_the_pipeline_rewrites_between_the_passes(threads):
-    threads(4).run(images_of_both_passes)
-
-
 # Guidance that ends and returns within a generation.
 
 
@@ -220,31 +177,6 @@ def test_output_that_is_read_before_the_second_pass_is_an_error_on_all_ranks(thr
     for answer in answers:
         assert answer.startswith("UserError: the latents became NaN on rank(s) [")
         assert "copied before the second one" in answer
-
-
-def read_early_in_a_loop(rank: int, world: int) -> str:
-    transformer = with_adapter()
-    dbsp_diffusers.enable(transformer, DENSE, guidance=True)
-    latents = tiny_inputs("wan")["hidden_states"]
-    inputs = tiny_inputs("wan")
-
-    def steps() -> None:
-        nonlocal latents
-        for time in (900.0, 700.0, 500.0, 300.0):
-            given = inputs | {"hidden_states": latents, "timestep": torch.tensor([time])}
-            with transformer.cache_context("cond"):
-                wanted = transformer(**given)[0].clone()
-            with transformer.cache_context("uncond"):
-                unwanted = transformer(**given)[0]
-            latents = latents + 0.1 * (unwanted + 2 * (wanted - unwanted))
-
-    with torch.no_grad():
-        return said(steps)
-
-
-def test_output_that_is_read_early_in_a_loop_is_an_error_on_all_ranks(threads):
-    for answer in threads(2).run(read_early_in_a_loop):
-        assert answer.startswith("UserError: the latents became NaN on rank(s) [1]")
 
 
 def without_second(rank: int, world: int, in_call: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,12 +12,10 @@ import dbsp_diffusers
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import NablaSource
 from dbsp_diffusers.resolve import resolve_config
-from tests.diffusers.models.pipeline_cases import CASES, made, make_pipe
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, apart, assert_near, outputs
 from tests.support.settings import with_debug
 from tests.support.shared import shared
-from tests.support.single_process import attach_single_process
 
 MODEL, THW = "kandinsky5-nabla", (3, 16, 24)
 """18 blocks of 64 tokens; 3 ranks share 1152 of them equally, and the heads of 2 ranks."""
@@ -91,28 +88,6 @@ def run_nabla(rank: int, world: int, strategy: str, name: str, batch: int) -> No
 )
 def test_nabla_on_several_ranks_equals_one_process_with_that_mask(threads, world, strategy, name, batch):
     threads(world).run(run_nabla, strategy, name, batch)
-
-
-def run_pipeline(rank: int, world: int) -> None:
-    """Compares whole generations with guidance with one process."""
-    case = next(case for case in CASES if case.tiny == "kandinsky5")
-    pipe, found = make_pipe(replace(case, tiny=MODEL), torch.float32), []
-
-    def video() -> list[torch.Tensor]:
-        return made(pipe, case, torch.float32, width=256, guidance_scale=2.0)
-
-    for config in (None, {"mask": {"source": "dense"}}):
-        single = attach_single_process(pipe.transformer, config)
-        found.append(video())
-        single.detach()
-    session = dbsp_diffusers.enable(pipe, {"strategy": "U1R2"})
-    assert_near(video(), *found)
-    assert len(session.end()) == session.layers
-    dbsp_diffusers.disable(pipe)
-
-
-def test_pipeline_with_nabla_equals_one_process(pool):
-    pool(2).run(run_pipeline)
 
 
 def settled(config):

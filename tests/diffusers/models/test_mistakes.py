@@ -113,7 +113,6 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str]] = {
         _of_class("Mystery3DModel"),
         "does not know Mystery3DModel; it knows WanTransformer3DModel, ",
     ),
-    "audio that attends to video": (_of_class("Kandinsky6Transformer3DModel"), "audio and video attend"),
     "xDiT's transformer": (_of_xdit, "use dbsp_xdit.attach"),
     "enable_parallelism before": (_enable_parallelism_before, 'call dbsp_diffusers.enable(pipe, strategy="UxRy")'),
     "enable_parallelism afterwards": (_enable_parallelism_after, "enable db-SP alone"),

@@ -125,10 +125,8 @@ def gradients_under_fsdp(rank: int, world: int, over: str, checkpointing: bool) 
 @pytest.mark.parametrize(
     ("world", "over", "checkpointing"),
     [
-        pytest.param(2, "everyone", False, marks=pytest.mark.long),
         (4, "hybrid", True),
         pytest.param(4, "everyone", True, marks=pytest.mark.long),
-        pytest.param(4, "data", False, marks=pytest.mark.long),
     ],
 )
 def test_fsdp2_has_one_process_gradients(pool, world, over, checkpointing):

@@ -190,7 +190,7 @@ def differences(
     """Returns by step the largest differences of predictions and gradients, each as a share of the largest value, and
     this rank's attentions. device: a simulated GPU, on which ranks have no torch.distributed"""
     results = []
-    wrong = patch("dbsp_diffusers.bags.bag_layout", _reversed) if case.broken else nullcontext()
+    wrong = patch("dbsp_diffusers.packed.bags.bag_layout", _reversed) if case.broken else nullcontext()
     with wide_floats(case.dtype), wrong:
         transformer = make_model(case.model, case.dtype, case.brief).to(device)
         if case.checkpointing:

@@ -137,12 +137,3 @@ def test_int8_in_exchanges_is_near_to_what_was_not_rounded(tmp_path):
     (row,) = rows_of("int8_exchange", "int8-videos.csv", tmp_path, "--seeds", 1, "--masks", "dense")
     assert float(row["psnr"]) > 40
     assert 3e-3 < float(row["attention_error"]) < 8e-3
-
-
-@pytest.mark.long
-def test_int8_kernel_costs_most_where_keys_have_outliers(tmp_path):
-    rows = rows_of("int8_kernel", "int8-kernel.csv", tmp_path)
-    error = {(row["tokens"], row["inputs"], row["keys"]): float(row["mean_error"]) for row in rows}
-    assert 4e-3 < error["small trained model", "int8", "as they are"] < 1e-2
-    of_outliers = [error["synthetic, outliers in keys", "int8", keys] for keys in ("as they are", "less their mean")]
-    assert of_outliers[0] > 2 * of_outliers[1]

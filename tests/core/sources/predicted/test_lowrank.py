@@ -122,36 +122,6 @@ class TestFit:
             product = tensors["query.0"] @ tensors["key.0"].transpose(1, 2)
             assert torch.allclose(product, torch.eye(HEAD_DIM).expand(HEADS, -1, -1), atol=1e-3)
 
-    def test_command_prints_the_fraction_kept(self, dbsp, tmp_path, fitted):
-        folder = str(tmp_path.parent / "x")
-        code, _, err = dbsp("masks", "fit", tmp_path / "f.safetensors", folder)
-        assert code == 2
-        assert "holds no recording of queries and keys; record one with" in err
-        given = ("masks", "fit", str(tmp_path / "f"), fitted.rpartition("/")[0])
-        code, out, _ = dbsp(*given, "--rank", "3")
-        assert code == 0
-        assert 0 < float(out.split()[-1]) < 1
-        code, _, err = dbsp(*given, "--rank", "17")
-        assert (code, "--rank 17 must lie between 1 and 16" in err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "moments"),
-    [
-        ("query.0", "96", torch.full((1, 2, 2), torch.nan)),
-        ("query.0", "96", torch.ones(1, 2, 3)),
-        ("query.0", "0", torch.ones(1, 2, 2)),
-        ("query.0", "9" * 400, torch.ones(1, 2, 2)),
-        ("query.x", "96", torch.ones(1, 2, 2)),
-    ],
-    ids=lambda value: value[:8] if isinstance(value, str) else "",
-)
-def test_moments_that_cannot_be_are_rejected(tmp_path, name, count, moments):
-    file = tmp_path / "moments.safetensors"
-    save_file({name: moments}, file, {f"tokens of {name}": count})
-    with pytest.raises(UserError, match=rf"^{file} is no recording of queries and keys"):
-        fit_recording([file], tmp_path / "fitted", 1)
-
 
 @pytest.mark.parametrize(
     "settings",

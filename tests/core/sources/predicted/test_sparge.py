@@ -152,9 +152,7 @@ GPU_FUNCTIONS = ("sum_tokens", "pool_rows", "pooled_scores", "select_blocks")
     "settings",
     [
         {"source": "sparge", "topk": 0.3, "similarity": 0.2, "attention_sink": True},
-        {"source": "sol", "tau": 0.5, "thresh_type": "exact"},
         {"source": "vsa", "sparsity": 0.7, "tile": [2, 2, 4]},
-        {"source": "nabla", "cdf": 0.6, "window": [1, 3, 3]},
     ],
     ids=lambda settings: settings["source"],
 )
@@ -181,12 +179,6 @@ def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, name, wor
     assert_identical_bits(threads(world), CASES[name], list(CASES).index(name) + world)
 
 
-@pytest.mark.parametrize(("name", "number"), [("cdf", 2), ("bfloat16", 1)])
-def test_processes_give_identical_bits_and_plans(pool, name, number):
-    """Uses tokens in no order and striped ones, and two strategies."""
-    assert_identical_bits(pool(4), CASES[name], number)
-
-
 def sums(tokens, block, blocks):
     order = torch.argsort(block, stable=True)
     first = torch.searchsorted(block[order], torch.arange(blocks + 1))
@@ -204,14 +196,6 @@ def test_sums_of_distributed_tokens_are_identical(count, width, dtype, seed):
     apart = [sums(tokens[:, :, owner == rank], block[owner == rank], 3) for rank in range(4)]
     with mock.patch("dbsp_kernels.prediction.TOKENS_AT_A_TIME", 7):  # blocks longer than that, too
         assert torch.equal(sum(apart), sums(tokens, block, 3))
-
-
-def test_pooled_row_is_a_mean_and_a_mean_cosine():
-    tokens = torch.randn(1, 1, 10, 8, generator=torch.Generator().manual_seed(0))
-    pooled = pool_rows(sums(tokens, torch.zeros(10, dtype=torch.long), 1), torch.tensor([10]))[0, 0, 0]
-    unit = torch.nn.functional.normalize(tokens[0, 0].double(), dim=-1)
-    assert torch.allclose(pooled[:-1], tokens[0, 0].mean(0), atol=1e-7)
-    assert abs(pooled[-1].item() - float((unit @ unit.T).mean())) < 1e-5
 
 
 def test_values_that_are_not_finite_give_equal_masks():

@@ -9,8 +9,8 @@ import torch
 
 from dbsp_core import BlockMask
 from dbsp_core.config import DbspConfig
-from dbsp_core.sources import LocalQK, MaskRequest, MaskSource, SpargeSource, UnionSource, WindowSource
-from dbsp_core.sources.spec import mask_in_words, mask_settings
+from dbsp_core.sources import LocalQK, MaskRequest, MaskSource
+from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import Session
 from tests.core.sources.predicted.sparge_cases import SpargeCase, assert_identical_bits, predict_together
@@ -108,19 +108,13 @@ def test_union_equals_its_parts_joined(case):
         assert max(part.density for part in parts) + 0.01 < found.density < 0.95, "no part may hold the others"
 
 
-def test_written_in_yaml_and_in_one_word_it_is_the_same():
-    text = "window:tile=[1,8,8],shifted=false+sparge:cdf=0.9,token_order=tile:1x8x8"
-    source = DbspConfig.load(text).mask
-    predicted = SpargeSource(cdf=0.9, token_order="tile:1x8x8")
-    assert source == UnionSource((WindowSource(tile=(1, 8, 8), shifted=False), predicted))
-    values = DbspConfig.load(text).to_values()["mask"]
-    assert values["source"] == "union"
-    assert DbspConfig.load({"mask": values}).mask == source
-    assert DbspConfig.load({"mask": mask_settings(mask_in_words(source))}).mask == source
-    nested = {"source": "union", "of": [{"source": "dense"}, mask_settings(text)]}
-    assert [type(part).__name__ for part in DbspConfig.load({"mask": nested}).mask.of] == [
-        *("DenseSource", "WindowSource", "SpargeSource")
-    ]
+def test_known_part_is_kept_for_each_size_of_video():
+    source = UnionCase().source
+    for thw in ((5, 7, 9), (3, 7, 15)):  # of equally many tokens
+        case = UnionCase(thw=thw)
+        q, k = case.tensors()
+        found = source.mask(case.request, LocalQK.alone(q, k))
+        assert torch.equal(found.bits, joined(parts_alone(case, case.request, q, k), 1).bits)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from dbsp_core import Strategy
+from dbsp_core import SequenceGroup, Strategy
+from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import CoarseBranch
+from dbsp_core.masks.grid import Video
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
+from dbsp_core.utils.errors import UserError
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 from tests.support.attention_cases import at_padding, shards
 from tests.support.oracle import largest_difference
@@ -128,3 +132,13 @@ def test_mask_without_a_gate_has_no_coarse_branch():
     case = CASES["smaller tiles at the far sides"]
     assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).coarse is None
     assert torch.equal(case.source.mask(case.request, LocalQK.alone(*case.tensors())).bits, alone(case).bits)
+
+
+def test_gradients_of_a_coarse_branch_are_rejected():
+    case = CASES["tiles that divide the video"]
+    q, k = case.tensors()
+    gate, v = gate_and_values(case)
+    session = AttentionSession(DbspConfig(mask=case.source), SequenceGroup(0, 1), Strategy(1, 1), case.heads, 1)
+    session.begin(Video(case.thw))
+    with pytest.raises(UserError, match="coarse branch"):
+        session.attend(0, q.requires_grad_(), k, v, gate=gate)

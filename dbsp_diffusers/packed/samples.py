@@ -12,7 +12,7 @@ from dbsp_core.cost.sequence_cost import LayerSize
 from dbsp_core.masks.grid import Video
 from dbsp_core.planning.bags import BagConfig
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.bags import Sharing
+from dbsp_diffusers.packed.bags import Sharing
 
 Size = tuple[int, int, int]
 """Frames, rows and columns."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,31 +13,26 @@ import torch.nn.functional as F
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.machine import cost_basis, hardware_for
+from dbsp_core.cost.machine import hardware_for
 from dbsp_core.cost.sequence_cost import (
-    FLOP_COUNTS,
     LayerSize,
     SequenceWork,
     WorkOfSizes,
     bag_layout,
-    fastest_bags,
     sequence_cost,
     whole_layout,
 )
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
-from dbsp_core.planning.bags import AUTO, BagConfig, BagTopology
+from dbsp_core.planning.bags import BagConfig, BagTopology
 from dbsp_core.planning.sequences import SequencePlan, plan_sequences
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_core.utils.process import log
 
 MOST_KNOWN = 256
 """Sizes of sequences whose masks' rows are kept."""
-_SLACK = 0.05
-"""Share by which the slowest bag may exceed the least FLOP for the sake of smaller bags, without constants."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,8 +82,6 @@ class BagSessions:
     whole: AttentionSession
     _sessions: dict[tuple[int, ...], AttentionSession] = field(default_factory=dict)
     """By the ranks of each bag."""
-    _proposed: BagTopology | None = None
-    """What "auto" chose last."""
     _known: WorkOfSizes = field(default_factory=dict)
     _last: tuple[AttentionSession, int] | None = None
     """The session of this rank's last pass, and how many blocks its masks had, dense ones and others."""
@@ -130,7 +121,6 @@ class BagSessions:
             "the bag of a sequence",
         )
         topology, ranks = plan.topology, tuple(plan.topology.ranks.tolist())
-        self._proposed = topology if bags.topology == AUTO else self._proposed
         bag = int(topology.bag_of_rank[group.rank])
         own = np.flatnonzero(plan.bag == bag)
         # 2. This rank's session, and its pass. Bags raise together, as each of them would wait for the others later.
@@ -191,29 +181,15 @@ class BagSessions:
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        known = hardware_for(config.machine, device.type, config.kernel)
-        hardware = known or FLOP_COUNTS
+        hardware = hardware_for(config.machine, device.type, config.kernel)
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
         loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)
-
-        def planned(topology: BagTopology) -> SequencePlan:
-            if loaders is None:  # where all ranks have all sequences, these are not bound to a unit
-                topology = BagTopology(tuple(topology.ranks.tolist()))
-            return plan_sequences(picoseconds, work.tokens, loader, topology, bags.max_tokens)
-
-        # 2. The topology: as configured, or as chosen before where sequences fit, or the fastest.
-        if bags.topology != AUTO:
-            return planned(BagTopology.parse(bags.topology, world)), work
-        if self._proposed is not None:
-            with suppress(UserError):
-                return planned(self._proposed), work
-        node_size = max(Counter(whole.nodes).values())
-        slack = _SLACK if known is None else 0.0
-        plan = fastest_bags(planned, work, layer, hardware, world, node_size, slack)
-        if whole.group.rank == 0:
-            log.info("bags %s, the fastest by %s", plan.topology, cost_basis(known))
-        return plan, work
+        # 2. The bag of each. Where all ranks have all sequences, these are not bound to a unit.
+        topology = BagTopology.parse(bags.topology, world)
+        if loaders is None:
+            topology = BagTopology(tuple(topology.ranks.tolist()))
+        return plan_sequences(picoseconds, work.tokens, loader, topology, bags.max_tokens), work
 
 
 def is_text(videos: Sequence[Video]) -> np.ndarray:
