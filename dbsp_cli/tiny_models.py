@@ -1,8 +1,7 @@
-"""Tiny checkpoints: complete pipelines, made offline in seconds, for demonstrations and tests.
+"""Tiny checkpoints: whole pipelines of diffusers' classes, made offline in seconds, for trying out and for tests.
 
-They have the real architectures (diffusers' own classes), so that frameworks run their real code. Random weights prove
-exactness and nothing else: the video is noise. The trained ones, which ship with db-SP, show a small world of shapes
-that move (weights/tiny-wan/README.md). Needs diffusers, transformers and tokenizers (extras "xdit" or "para").
+Random weights prove exactness and nothing else: the video is noise. The trained Wan, which shows shapes that move,
+is in db-SP's repository and not in its package. Needs diffusers, transformers and tokenizers.
 """
 
 from __future__ import annotations
@@ -12,8 +11,10 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,11 +23,19 @@ from safetensors import SafetensorError
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import TEMPORARY, read_text
 
-TRAINED_WAN = Path(__file__).parent / "weights" / "tiny-wan"
-"""The trained pipeline, in half precision, with its card."""
-
+_WEIGHTS = Path("scripts", "training", "weights")
 _TEXT_ENCODER = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-_CORPUS = ["a red ball bounces over a blue floor", "a cat runs on the grass", "the sea at dusk, seen from above"]
+_WAN_TRANSFORMER = {
+    "num_layers": 4,
+    "num_attention_heads": 12,
+    "attention_head_dim": 24,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 32,
+    "freq_dim": 64,
+    "ffn_dim": 256,
+    "rope_max_seq_len": 128,
+}
 
 
 def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
@@ -37,7 +46,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
         seed: Seed of random weights.
 
     Raises:
-        UserError: The model is unknown, or the folder holds something else.
+        UserError: The model is unknown, its weights are not here, or the folder holds something else.
     """
     if model not in MAKERS:
         raise UserError(f"unknown tiny model {model!r}; use one of {', '.join(MAKERS)}")
@@ -51,27 +60,40 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
             torch.manual_seed(seed)
             try:
                 MAKERS[model]().save_pretrained(Path(temporary) / "new")
-            except SafetensorError as error:  # of the shipped weights, or a disk that is full
+            except SafetensorError as error:  # damaged trained weights, or a full disk
                 raise OSError(f"the tiny checkpoint {folder} cannot be made: {error}") from error
-        if MAKERS[model] is _trained_wan:
-            shutil.copy(TRAINED_WAN / "README.md", Path(temporary) / "new")
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
         shutil.move(Path(temporary) / "new", folder)
     return folder
 
 
+def trained_weights() -> Path:
+    """Returns the folder of the trained Wan, in half precision: of db-SP's checkout, or below the current folder.
+
+    Raises:
+        UserError: Neither has it.
+    """
+    for checkout in (Path(__file__).resolve().parents[1], Path.cwd()):
+        if (checkout / _WEIGHTS / "model_index.json").is_file():
+            return checkout / _WEIGHTS
+    raise UserError(
+        "the trained tiny model is in db-SP's repository, not in its package; run this in a clone of "
+        "https://github.com/db-sp/db-sp, or take tiny-wan, whose weights are random"
+    )
+
+
 def unknown_words(folder: Path, prompt: str) -> str | None:
     """Says which words of a prompt a tokenizer of whole words does not know; None for none, or other tokenizers."""
     try:
         model = json.loads(read_text(folder / "tokenizer" / "tokenizer.json"))["model"]
-        known = dict.fromkeys(word for word in model["vocab"] if word.isalpha())
+        vocabulary = [word for word in model["vocab"] if word.isalpha()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    unknown = dict.fromkeys(word for word in re.findall(r"\w+|[^\w\s]+", prompt) if word not in known)
+    unknown = dict.fromkeys(word for word in re.findall(r"\w+|[^\w\s]+", prompt) if word not in vocabulary)
     if model.get("type") != "WordLevel" or not unknown:
         return None
-    return f"the prompt has words that this model has never seen: {', '.join(unknown)}; it knows {', '.join(known)}"
+    return f"this model has never seen these words of the prompt: {', '.join(unknown)}; use {', '.join(vocabulary)}"
 
 
 def silence_libraries() -> None:
@@ -85,14 +107,19 @@ def silence_libraries() -> None:
 
 
 def _trained_wan() -> Any:
-    """Loads the weights that ship with db-SP, which scripts/train_tiny makes."""
     from diffusers import WanPipeline
 
-    return WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32, local_files_only=True)
+    return WanPipeline.from_pretrained(trained_weights(), torch_dtype=torch.float32, local_files_only=True)
 
 
-def _wan_parts(transformer: str = "WanTransformer3DModel", **sizes: Any) -> dict[str, Any]:
-    """Returns the parts of Wan's pipelines. The transformer has 4 layers with 12 heads."""
+def _wan(
+    pipeline: str = "WanPipeline",
+    transformer: str = "WanTransformer3DModel",
+    two: bool = False,
+    parts: Mapping[str, Any] = MappingProxyType({}),
+    **sizes: Any,
+) -> Any:
+    """Makes one of Wan's pipelines, with one transformer or two of 4 layers with 12 heads."""
     import diffusers
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -104,36 +131,13 @@ def _wan_parts(transformer: str = "WanTransformer3DModel", **sizes: Any) -> dict
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
     )
-    return {
-        "tokenizer": tokenizer,
-        "text_encoder": text_encoder,
-        "vae": vae,
-        "transformer": _wan_transformer(transformer, **sizes),
-        "scheduler": scheduler,
-    }
-
-
-def _wan_transformer(cls: str = "WanTransformer3DModel", **sizes: Any) -> Any:
-    import diffusers
-
-    usual = {
-        "num_attention_heads": 12,
-        "attention_head_dim": 24,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 32,
-        "freq_dim": 64,
-        "ffn_dim": 256,
-        "num_layers": 4,
-        "rope_max_seq_len": 128,
-    }
-    return getattr(diffusers, cls)(**usual | sizes)
-
-
-def _pipeline(cls: str, **parts: Any) -> Any:
-    import diffusers
-
-    return getattr(diffusers, cls)(**parts)
+    make_transformer = partial(getattr(diffusers, transformer), **_WAN_TRANSFORMER | sizes)
+    transformers = {"transformer": make_transformer()}
+    if two:  # the second for the steps with little noise
+        transformers |= {"transformer_2": make_transformer(), "boundary_ratio": 0.875}
+    return getattr(diffusers, pipeline)(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler, **transformers, **parts
+    )
 
 
 def _wan_i2v() -> Any:
@@ -143,8 +147,8 @@ def _wan_i2v() -> Any:
     sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8))
     processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    parts = _wan_parts(in_channels=36, image_dim=20, added_kv_proj_dim=12 * 24)
-    return _pipeline("WanImageToVideoPipeline", **parts, image_encoder=encoder, image_processor=processor)
+    parts = {"image_encoder": encoder, "image_processor": processor}
+    return _wan("WanImageToVideoPipeline", parts=parts, in_channels=36, image_dim=20, added_kv_proj_dim=12 * 24)
 
 
 def _cogvideox() -> Any:
@@ -187,62 +191,16 @@ def _cogvideox() -> Any:
     )
 
 
-def _hunyuan_15() -> Any:
-    """Makes HunyuanVideo-1.5 text-to-video: 2 layers, 6 heads, the valid tokens of two prompts joint with video's."""
-    import diffusers
-    from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel, T5Config, T5EncoderModel
-
-    tokenizer, glyphs = _tokenizer(max_length=1108), ByT5Tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-    layers = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    text_encoder = Qwen2_5_VLTextModel(
-        Qwen2_5_VLTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
-            **layers,
-            rope_parameters=rope,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
-    transformer = diffusers.HunyuanVideo15Transformer3DModel(
-        num_attention_heads=6,
-        attention_head_dim=24,
-        num_layers=2,
-        num_refiner_layers=1,
-        mlp_ratio=2.0,
-        text_embed_dim=32,
-        text_embed_2_dim=32,
-        image_embed_dim=32,
-        rope_axes_dim=(8, 8, 8),
-        task_type="t2v",
-    )
-    return diffusers.HunyuanVideo15Pipeline(
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        transformer=transformer,
-        vae=diffusers.AutoencoderKLHunyuanVideo15(block_out_channels=(16, 16, 32, 32, 32), layers_per_block=1),
-        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
-        text_encoder_2=T5EncoderModel(T5Config(vocab_size=len(glyphs), **_TEXT_ENCODER)),
-        tokenizer_2=glyphs,
-        guider=diffusers.ClassifierFreeGuidance(guidance_scale=3.0),
-    )
-
-
 def _tokenizer(max_length: int) -> Any:
-    """Makes a tokenizer of a few dozen pieces, letters and the words of a few prompts, the same every time.
-
-    It is not trained, since training breaks ties differently in every process.
-    """
+    """Makes a tokenizer of letters and some words, the same every time: training breaks ties differently."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
     letters = "▁abcdefghijklmnopqrstuvwxyz0123456789,.!?'-"
-    words = sorted({f"▁{word}" for sentence in _CORPUS for word in sentence.replace(",", "").split()} - {"▁a"})
+    prompts = "red ball bounces over blue floor cat runs on the grass the sea at dusk seen from above"
+    words = sorted(set(prompts.split()))
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
-    pieces = [*special, *((letter, -8.0) for letter in letters), *((word, -6.0) for word in words)]
+    pieces = [*special, *((letter, -8.0) for letter in letters), *((f"▁{word}", -6.0) for word in words)]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -257,18 +215,14 @@ def _tokenizer(max_length: int) -> Any:
 
 
 MAKERS: dict[str, Callable[[], Any]] = {
-    "wan": lambda: _pipeline("WanPipeline", **_wan_parts()),
+    "wan": _wan,
     "wan-trained": _trained_wan,
-    # a second transformer for the steps with little noise
-    "wan2.2": lambda: _pipeline("WanPipeline", **_wan_parts(), transformer_2=_wan_transformer(), boundary_ratio=0.875),
+    "wan2.2": partial(_wan, two=True),
     # a timestep for each token, and a video from text alone or with its first frame
-    "wan-ti2v": lambda: _pipeline("WanPipeline", **_wan_parts(), expand_timesteps=True),
+    "wan-ti2v": partial(_wan, parts={"expand_timesteps": True}),
     "wan-i2v": _wan_i2v,
     # 2 of the 4 layers take a control video
-    "wan-vace": lambda: _pipeline(
-        "WanVACEPipeline", **_wan_parts("WanVACETransformer3DModel", vace_layers=[0, 2], vace_in_channels=96)
-    ),
+    "wan-vace": partial(_wan, "WanVACEPipeline", "WanVACETransformer3DModel", vace_layers=[0, 2], vace_in_channels=96),
     "cogvideox": _cogvideox,
-    "hunyuan1.5": _hunyuan_15,
 }
-"""Makers of all tiny models: `dbsp_core.models.table.TINY_MODELS`, and those that only `dbsp_diffusers` runs."""
+"""Makers of the models of `dbsp_core.models.table.TINY_MODELS`."""

@@ -1,35 +1,36 @@
-"""`dbsp bench`: a model's attention measured on this machine, for `strategy: auto` and `kernel: auto`."""
+"""`dbsp bench`: a model's attention measured on this machine, for `strategy: auto` and `kernel: auto`.
+
+Compared runs are interleaved, so that a drifting clock affects all of them. A time is the slowest rank's, median over
+the turns: by CUDA events on GPUs, by the clock on a CPU.
+"""
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import typer
 
 from dbsp_cli.generate.ranks import RankInfo
-from dbsp_cli.measure import SPARSE, Measured, Rows, Workload, measure
-from dbsp_cli.output import (
-    PATH,
-    JsonFlag,
-    TextTable,
-    print_json,
-    print_tables,
-    require_picture_path,
-)
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables
 from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.process_groups import meet
 from dbsp_core.config import default_config
 from dbsp_core.cost.machine import (
     SHIPPED,
+    Constants,
     Hardware,
     KernelConstants,
     device_class,
@@ -37,19 +38,31 @@ from dbsp_core.cost.machine import (
     measured_file,
     save_hardware,
 )
-from dbsp_core.models.signature import ModelSignature
+from dbsp_core.cost.prediction import MERGE_BYTES, AttentionShape, Prediction, predict
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model, unknown_model
+from dbsp_core.planning.plan import Plan, make_plan, usual_layout
+from dbsp_core.runtime.attention import DualBalancedAttention
+from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_core.utils.errors import in_number
-from dbsp_core.utils.files import in_bytes, require_file_path, write_atomically
+from dbsp_core.utils.files import require_file_path
 from dbsp_core.utils.process import NOTICE, installed_version
-from dbsp_kernels import KERNELS, KernelRequirements, choose_kernel
+from dbsp_kernels import KERNELS, KernelRequirements, PartialAttention, block_attention, choose_kernel, merge_states
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error against float64 of a kernel that is exact."""
+SPARSE = 0.25
+"""The share of active blocks at which kernels, and whole attentions, are compared."""
+_DENSITIES = (0.1, SPARSE, 0.5, 1.0)
 _ON_CPU = 8, 2048
 """Most heads and tokens on a CPU, where measuring is for trying out."""
 _WRONG = 0.5
 """Relative error of a prediction above which the user is warned."""
+_PLAIN = "contiguous"
+
+Action = Callable[[], object]
 
 
 def bench_command(
@@ -57,7 +70,6 @@ def bench_command(
     out: Annotated[
         Path | None, typer.Option(help="Constants file to write; default: where runs here look for it.", **PATH)
     ] = None,
-    picture: Annotated[Path | None, typer.Option(help="PNG to write.", **PATH)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a model's attention here: kernels, exchanges, balance. strategy: auto and kernel: auto then use it.
@@ -77,127 +89,192 @@ def bench_command(
     device = use_local_device()
     out = out or measured_file(device.type)
     require_file_path(out, "--out")
-    require_picture_path(picture, {"--out": out})
     with nullcontext() if rank_info is None else process_group(device):
-        work, shapes = _workload(model, identity, device, SequenceGroup.from_group())
-        found = _measured(model, work, shapes, out.stem)
-    if rank_info is None or rank_info.local == 0:  # nodes may have folders of their own
-        save_hardware(out, found.hardware, found.record)
-    if work.group.rank:
-        return
-    if picture is not None:
-        write_atomically(picture, _picture(found))
-    if as_json:
-        print_json(**_report(found, out))
-    else:
-        print_tables(_tables(found))
-    for warning in found.warnings:
-        print(f"{NOTICE}{warning}", file=sys.stderr)
-    print(f"wrote {out}", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """Everything that was measured of one model.
-
-    Attributes:
-        others: The hardware profile whose constants replace what was not measured.
-        record: Text in the file about its origin.
-    """
-
-    model: str
-    work: Workload
-    kernels: list[KernelResult]
-    measured: Measured
-    hardware: Hardware
-    others: Hardware
-    record: dict[str, Any]
-
-    @property
-    def warnings(self) -> list[str]:
-        """Lines that the user should read before using the constants."""
-        said = []
-        if self.work.group.size == 1:
-            said.append(
-                f"one rank exchanges nothing: rates of exchanges are those of {self.others.name}, not measured"
-            )
-        worst = max(abs(one.predicted_s / one.seconds - 1) for one in self.measured.attentions)
-        if worst > _WRONG:
-            said.append(
-                f"these constants predict a measured attention wrong by {worst:.0%}: something else ran here; "
-                "measure again"
-            )
-        return said
-
-
-def _workload(
-    model: str, identity: ModelSignature, device: torch.device, group: SequenceGroup
-) -> tuple[Workload, list[tuple[int, int]]]:
-    """Returns the model's attention, cut down on a CPU, and sizes of blocks for which kernels are compared."""
-    spec = find_model_spec(model) or published_model(identity)
-    _, heads, head_dim, _ = identity.sizes
-    tokens = _ON_CPU[1] if spec is None else spec.tokens
-    mask = default_config(identity, spec).mask
-    blocks = getattr(mask, "block_q", 64), getattr(mask, "block_k", 64)
-    dtype, sizes, repeats, shapes = torch.bfloat16, range(16, 29, 3), 9, {blocks, (128, 128)}
-    if device.type == "cpu":
-        heads, tokens = min(heads, _ON_CPU[0]), min(tokens, _ON_CPU[1])
-        dtype, sizes, repeats, shapes = torch.float32, range(12, 23, 3), 5, {blocks}
-    kernel = choose_kernel("auto", device, dtype).name
-    sent = tuple(1 << bits for bits in sizes)
-    return Workload(heads, head_dim, tokens, blocks, kernel, dtype, device, group, sent, repeats), sorted(shapes)
-
-
-def _measured(model: str, work: Workload, shapes: Sequence[tuple[int, int]], name: str) -> Bench:
-    """Measures everything, and labels the constants. Collective."""
-
-    def say(what: str) -> None:
-        if work.group.rank == 0:
-            print(f"{NOTICE}measuring {what}", file=sys.stderr, flush=True)
-
-    # 1. Kernels, and everything else.
-    say("kernels against the reference")
-    kernels = [one for blocks in shapes for one in compare_kernels(work, blocks)]
-    device = device_class(work.device)
-    others = _shipped_like(device, work.device.type)
-    measured = measure(work, others.constants, say)
-    # 2. The machine as runs read it.
-    known, labels = measured.constants, {}
-    for key, value in vars(known).items():
-        if value is not None:
-            same = value == getattr(others.constants, key)
-            labels[key] = others.sources[key] if same else "assumed" if value == 0 else "measured"
-    dtype = str(work.dtype).removeprefix("torch.")
-    rates, exact = kernel_rates(kernels, work), exact_kernels(kernels)
-    hardware = Hardware(name, device, dtype, known, labels, kernels=rates, exact_kernels=exact)
+        # 1. The model's attention, cut down on a CPU
+        spec = find_model_spec(model) or published_model(identity)
+        mask = default_config(identity, spec).mask
+        _, heads, head_dim, _ = identity.sizes
+        work = Workload(
+            heads=heads,
+            head_dim=head_dim,
+            tokens=_ON_CPU[1] if spec is None else spec.tokens,
+            blocks=(getattr(mask, "block_q", 64), getattr(mask, "block_k", 64)),
+            dtype=torch.bfloat16,
+            device=device,
+            group=SequenceGroup.from_group(),
+        )
+        if device.type == "cpu":
+            small = {"heads": min(heads, _ON_CPU[0]), "tokens": min(work.tokens, _ON_CPU[1])}
+            work = replace(work, **small, dtype=torch.float32, sizes=range(12, 23, 3), repeats=5)
+        # 2. Kernels, and everything else
+        work.say("measuring kernels against the reference")
+        shapes = sorted({work.blocks} if device.type == "cpu" else {work.blocks, (128, 128)})
+        kernels = [result for blocks in shapes for result in compare_kernels(work, blocks)]
+        others = _shipped_like(device)
+        measured = measure(work, others.constants)
+    # 3. The file that runs read
+    hardware = _hardware(out.stem, work, kernels, measured, others)
     record = {
         "versions": {
             "dbsp-attention": installed_version("dbsp-attention") or "not installed",
             "torch": str(torch.__version__),
             "kernel": work.kernel,
         },
-        "residuals": {part: round(one, 4) for part, one in measured.residual.items()},
+        "residuals": {part: round(error, 4) for part, error in measured.residual.items()},
         "date": datetime.date.today().isoformat(),
-        "notes": f"dbsp bench {model}: {_size(work)}. Errors of kernels: "
-        + "; ".join(f"{one.kernel} {one.blocks} {one.problem or f'{one.error:.1e}'}" for one in kernels),
+        "notes": f"dbsp bench {model}: {work}. Errors of kernels: "
+        + "; ".join(f"{k.kernel} {k.blocks} {k.problem or f'{k.error:.1e}'}" for k in kernels),
     }
-    return Bench(model, work, kernels, measured, hardware, others, record)
+    if rank_info is None or rank_info.local == 0:  # nodes may have folders of their own
+        save_hardware(out, hardware, record)
+    if work.group.rank:
+        return
+    if as_json:
+        about = {"model": model, "ranks": work.group.size, "file": str(out), "hardware": asdict(hardware) | record}
+        print_json(**about, **_results(kernels, measured))
+    else:
+        print_tables(_tables(f"{model} on {hardware.device}, measured: {work}", kernels, hardware, measured))
+    if work.group.size == 1:
+        work.say(f"one rank exchanges nothing: rates of exchanges are those of {others.name}, not measured")
+    worst = max(abs(run.predicted_s / run.seconds - 1) for run in measured.attentions)
+    if worst > _WRONG:
+        work.say(
+            f"these constants predict a measured attention wrong by {worst:.0%}: something else ran; measure again"
+        )
+    print(f"wrote {out}", file=sys.stderr)
 
 
-def _size(work: Workload) -> str:
-    ranks = in_number(work.group.size, "rank")
-    return f"{ranks}, {work.heads} heads of {work.head_dim}, {work.tokens:,} tokens, blocks of {_blocks(work.blocks)}"
+@dataclass(frozen=True)
+class Workload:
+    """One model's attention, and the ranks that it is measured on.
+
+    Attributes:
+        blocks: Tokens of a query block and of a KV block.
+        sizes: log2 of the bytes that a rank sends, for the rates of exchanges.
+        repeats: Turns.
+    """
+
+    heads: int
+    head_dim: int
+    tokens: int
+    blocks: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    group: SequenceGroup
+    sizes: Sequence[int] = range(16, 29, 3)
+    repeats: int = 9
+
+    def __str__(self) -> str:
+        ranks, blocks = in_number(self.group.size, "rank"), "×".join(map(str, self.blocks))
+        return f"{ranks}, {self.heads} heads of {self.head_dim}, {self.tokens:,} tokens, blocks of {blocks}"
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that attentions are timed with."""
+        return choose_kernel("auto", self.device, self.dtype).name
+
+    @property
+    def local_heads(self) -> int:
+        """Heads of one rank without a ring."""
+        return max(1, self.heads // self.group.size)
+
+    def say(self, text: str) -> None:
+        """Prints a line on rank 0."""
+        if self.group.rank == 0:
+            print(f"{NOTICE}{text}", file=sys.stderr, flush=True)
+
+    def mask(self, heads: int, density: float, tokens: int = 0, blocks: tuple[int, int] | None = None) -> BlockMask:
+        """Makes an imbalanced mask, of all tokens and the model's blocks if nothing else is given."""
+        return imbalanced_mask(heads, BlockGrid(tokens or self.tokens, 0, *(blocks or self.blocks)), density)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Returns every rank's value. Collective."""
+        values = [value] * self.group.size
+        if self.group.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def medians(self, actions: Mapping[str, Action]) -> dict[str, float]:
+        """Returns seconds of each action. Collective: all ranks begin each one together."""
+        for action in [*actions.values()] * 2:
+            action()
+        seconds: dict[str, list[float]] = {name: [] for name in actions}
+        for _ in range(self.repeats):
+            for name, action in actions.items():
+                seconds[name].append(self._seconds(action))
+        by_rank = self.gathered(seconds)
+        return {name: float(np.median(np.max([rank[name] for rank in by_rank], axis=0))) for name in actions}
+
+    def _seconds(self, action: Action) -> float:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+        if self.group.size > 1:
+            meet()
+        if not on_gpu:
+            start = time.perf_counter()
+            action()
+            return time.perf_counter() - start
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        action()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) / 1e3
 
 
-def _blocks(blocks: tuple[int, int]) -> str:
-    return f"{blocks[0]}×{blocks[1]}"
+def imbalanced_mask(heads: int, grid: BlockGrid, density: float, seed: int = 0, slope: float = 0.5) -> BlockMask:
+    """Makes random blocks; heads, rows and columns grow denser from first to last, so contiguous plans are imbalanced.
+
+    Args:
+        density: In the middle. 1: all blocks.
+        slope: The last is (1 + slope) times as dense as the middle, the first (1 − slope) times.
+    """
+    if density == 1:
+        return BlockMask.dense(heads, grid)
+    rng = np.random.default_rng(seed)
+    bits = np.empty((heads, grid.nq, grid.nk), dtype=bool)
+    head, row, column = (np.linspace(1 - slope, 1 + slope, n, dtype=np.float32) for n in bits.shape)
+    for h in range(heads):
+        bits[h] = rng.random(bits.shape[1:], dtype=np.float32) < density * head[h] * row[:, None] * column
+    return BlockMask(torch.from_numpy(bits), grid)
 
 
-def _shipped_like(device: str, kind: str) -> Hardware:
-    """Returns the shipped machine with this device, else an H100 or a CPU."""
-    shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
-    usual = load_hardware("h100" if kind == "cuda" else "cpu-demo")
-    return next((one for one in shipped if one.device == device), usual)
+class Rows(NamedTuple):
+    """All rows of some heads, as a kernel is given them: q [rows, Bq, D], k and v [KV blocks, Bk, D]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    table: KernelTable
+    tokens: int
+
+    @classmethod
+    def from_mask(cls, work: Workload, mask: BlockMask) -> Rows:
+        grid = mask.grid
+        layout = table_layout(make_plan(mask, "U1R1", _PLAIN), 0).to(work.device)
+        table = build_tables(layout, mask)[0].expanded()
+        q = work.random(len(table.kv_count), grid.block_q, work.head_dim)
+        k, v = (work.random(len(table.kv_len), grid.block_k, work.head_dim) for _ in range(2))
+        return cls(q, k, v, table, grid.tokens)
+
+    def attend(self, kernel: str) -> PartialAttention:
+        whole: dict[str, Any] = {} if KERNELS[kernel].returns_lse else {"head_tokens": self.tokens, "lse": False}
+        return block_attention(self.q, self.k, self.v, **vars(self.table), kernel=kernel, **whole)
+
+    def error(self, kernel: str, rows: int = 16) -> float:
+        """Returns the relative error of the first rows and the last against float64; NaN if any is not finite."""
+        out, _ = self.attend(kernel)
+        order = self.table.row_schedule
+        picked = torch.cat([order[: rows // 2], order[-(rows // 2) :]]).long()
+        table = {name: getattr(self.table, name)[picked] for name in ("kv_index", "kv_count")}
+        wide = (self.q[picked].double(), self.k.double(), self.v.double())
+        expected, _ = block_attention(*wide, **table, kv_len=self.table.kv_len, kernel="reference")
+        error = float((out[picked].double() - expected).norm() / expected.norm())
+        return error if bool(out.isfinite().all()) else float("nan")
 
 
 @dataclass(frozen=True)
@@ -222,145 +299,325 @@ class KernelResult:
 
 def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResult]:
     """Runs every kernel for this device on a rank's heads: errors against float64, then times. Collective."""
-    mask = work.mask(work.own_heads, SPARSE, blocks=blocks)
+    mask = work.mask(work.local_heads, SPARSE, blocks=blocks)
     rows, flops = Rows.from_mask(work, mask), 4.0 * int(mask.bits.sum()) * blocks[0] * blocks[1] * work.head_dim
     needs = KernelRequirements(blocks, work.head_dim, tokens=work.tokens)
-    named = [name for name, one in KERNELS.items() if name != "reference" and work.device.type in one.devices]
-    found = {}
-    tried = work.gathered([_tried(rows, name, work, needs) for name in named])
-    for name, *by_rank in zip(named, *tried, strict=True):
-        problem = next((said for said, _ in by_rank if said), None)
-        error = float(np.max([error for _, error in by_rank]))
+    # 1. Problem and error of each on this rank, then the worst of all ranks
+    tried: dict[str, tuple[str | None, float]] = {}
+    for name, kernel in KERNELS.items():
+        if name == "reference" or work.device.type not in kernel.devices:
+            continue
+        tried[name] = kernel.why_unsupported(work.device, work.dtype, needs), float("nan")
+        if tried[name][0] is None:
+            try:
+                tried[name] = None, rows.error(name)
+            except Exception as error:  # other projects' kernels raise anything: it is what the table says of them
+                tried[name] = f"failed: {type(error).__name__}: {error}", float("nan")
+    by_rank = work.gathered(tried)
+    results = {}
+    for name in tried:
+        problem = next((rank[name][0] for rank in by_rank if rank[name][0]), None)
+        error = float(np.max([rank[name][1] for rank in by_rank]))
         exact = error <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
-        found[name] = KernelResult(name, blocks, problem, error, exact)
-    runs = {name: lambda name=name: rows.attend(name) for name, one in found.items() if one.problem is None}
+        results[name] = KernelResult(name, blocks, problem, error, exact)
+    # 2. Times of those that run everywhere
+    runs = {name: lambda name=name: rows.attend(name) for name, result in results.items() if result.problem is None}
     seconds = work.medians(runs)
-    first = next((seconds[name] for name in seconds if found[name].exact), float("nan"))
-    timed = {
-        name: replace(found[name], seconds=took, speed=first / took, flops_per_s=flops / took)
-        for name, took in seconds.items()
-    }
-    return list((found | timed).values())
-
-
-def _tried(rows: Rows, name: str, work: Workload, needs: KernelRequirements) -> tuple[str | None, float]:
-    """Returns why a kernel does not run here, or None, and its error."""
-    reason = KERNELS[name].why_unsupported(work.device, work.dtype, needs)
-    if reason is not None:
-        return reason, float("nan")
-    try:
-        return None, rows.error(name)
-    except Exception as error:  # other projects' kernels raise anything: it is what the table says of them
-        return f"failed: {type(error).__name__}: {error}", float("nan")
+    first = next((seconds[name] for name in seconds if results[name].exact), float("nan"))
+    for name, took in seconds.items():
+        results[name] = replace(results[name], seconds=took, speed=first / took, flops_per_s=flops / took)
+    return list(results.values())
 
 
 def exact_kernels(results: Sequence[KernelResult]) -> tuple[str, ...]:
     """Returns the kernels that were exact wherever they ran, the fastest first."""
     speeds: dict[str, list[float]] = {}
-    for one in results:
-        if one.problem is None:
-            speeds.setdefault(one.kernel, []).append(one.speed if one.exact else float("nan"))
-    exact = {name: float(np.mean(found)) for name, found in speeds.items() if np.isfinite(found).all()}
+    for result in results:
+        if result.problem is None:
+            speeds.setdefault(result.kernel, []).append(result.speed if result.exact else float("nan"))
+    exact = {name: float(np.mean(values)) for name, values in speeds.items() if np.isfinite(values).all()}
     return tuple(sorted(exact, key=lambda name: -exact[name]))
 
 
 def kernel_rates(results: Sequence[KernelResult], work: Workload) -> dict[str, KernelConstants]:
     """Returns the rates of the exact kernels by blocks, but for those that the machine's constants are fitted to."""
     rates: dict[str, dict[str, float]] = {}
-    for one in results:
-        if one.exact and (one.kernel, one.blocks) != (work.kernel, work.blocks):
-            rates.setdefault(one.kernel, {})[f"{one.blocks[0]}x{one.blocks[1]}"] = one.flops_per_s
-    return {name: KernelConstants("measured", flops_by_blocks=found) for name, found in rates.items()}
+    for result in results:
+        if result.exact and (result.kernel, result.blocks) != (work.kernel, work.blocks):
+            rates.setdefault(result.kernel, {})["{}x{}".format(*result.blocks)] = result.flops_per_s
+    return {name: KernelConstants("measured", flops_by_blocks=by_blocks) for name, by_blocks in rates.items()}
 
 
-def _tables(found: Bench) -> list[TextTable]:
-    """Returns the tables of kernels, of one rank's attention, of exchanges and of whole attentions."""
-    work, measured = found.work, found.measured
-    rows: list[tuple[str, ...]] = []
-    for one in found.kernels:
-        numbers = (f"{one.seconds * 1e3:.2f}", f"{one.speed:.2f}×", f"{one.error:.1e}")
-        verdict = one.problem or ("exact" if one.exact else "not exact")
-        rows.append((one.kernel, _blocks(one.blocks), *(("–",) * 3 if one.problem else numbers), verdict))
-    order = ", ".join(found.hardware.exact_kernels) or "none"
-    names: tuple[str, ...] = ("kernel", "blocks", "ms", "speed", "error", "verdict")
-    title = f"{found.model} on {found.hardware.device}, measured: {_size(work)}"
-    tables = [TextTable(title, names, rows, f"kernel: auto takes, in this order: {order}", left=("kernel", "verdict"))]
-    rows = [("dense, torch", f"{measured.dense_s * 1e3:.2f}", "1.00×")]
-    rows += [
-        (f"density {density:g}, {work.kernel}", f"{took * 1e3:.2f}", f"{measured.dense_s / took:.2f}×")
-        for density, took in measured.by_density.items()
+@dataclass(frozen=True)
+class Attention:
+    """One whole attention on all ranks: q, k and v to their owners, the kernel, the outputs back."""
+
+    density: float
+    plan: Plan
+    seconds: float
+    predicted_s: float = float("nan")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Times of attention and exchanges, and the constants fitted to them.
+
+    Attributes:
+        dense_s: Dense attention of a rank's heads by torch.
+        by_density: Seconds of the kernel on a rank's heads, by share of active blocks.
+        exchanges: Seconds of "exchange" (all-to-all) and "p2p" (to the next rank), by bytes that a rank sends.
+        constants: Those of the latency model; another machine's where nothing was measured, or too short to see.
+        residual: Largest relative error of the fits, by part.
+    """
+
+    dense_s: float
+    by_density: dict[float, float]
+    exchanges: dict[str, dict[int, float]]
+    attentions: list[Attention]
+    constants: Constants
+    residual: dict[str, float]
+
+
+def measure(work: Workload, others: Constants) -> Measured:
+    """Measures an attention's parts, and whole attentions. Collective.
+
+    Args:
+        others: Another machine's constants, for what is not measured: exchanges, if there is one rank.
+    """
+    # 1. Parts of an attention
+    work.say("measuring dense and sparse attention of one rank")
+    residual: dict[str, float] = {}
+    dense_s, by_density, known = _measure_compute(work, others, residual)
+    exchanges: dict[str, dict[int, float]] = {}
+    if work.group.size > 1:
+        work.say("measuring exchanges")
+        exchanges = _measure_exchanges(work)
+        known = replace(known, **_exchange_constants(exchanges, others, residual))
+    # 2. Packing and bookkeeping: what an attention without active blocks takes beyond its exchange and rows
+    ulysses, ring = Strategy(work.group.size, 1), Strategy(1, work.group.size)
+    sizes = [work.tokens // part // work.group.size * work.group.size for part in (1, 2, 4)]
+    empty = [_whole(work, work.mask(work.heads, 0.0, size), ulysses, _PLAIN) for size in sizes]
+    seconds = work.medians({str(size): call for size, (_, call) in zip(sizes, empty, strict=True)})
+    predicted = [_predict(work, plan, known) for plan, _ in empty]
+    explained = np.array([p.total_s - p.pack_s for p in predicted])
+    columns = np.array([[p.pack_s, 1.0] for p in predicted])
+    (per_byte, call_s), residual["call"] = fit(columns, np.array([*seconds.values()]), explained)
+    known = replace(known, pack_bytes_per_s=_rate(per_byte, others.pack_bytes_per_s), call_s=call_s)
+    # 3. Whole attentions: dense Ulysses, and the sparse mask on Ulysses and Ring, unbalanced and balanced
+    work.say("measuring whole attentions, balanced and unbalanced")
+    runs: list[tuple[float, Strategy, str]] = [(1.0, ulysses, _PLAIN)]
+    for strategy in dict.fromkeys((ulysses, ring)):
+        runs += [(SPARSE, strategy, planner) for planner in (_PLAIN, "dbsp")]
+    masks = {density: work.mask(work.heads, density) for density in (1.0, SPARSE)}
+    wholes = [_whole(work, masks[density], strategy, planner) for density, strategy, planner in runs]
+    seconds = work.medians({str(number): call for number, (_, call) in enumerate(wholes)})
+    attentions = [
+        Attention(masks[density].density, plan, took)
+        for (density, *_), (plan, _), took in zip(runs, wholes, seconds.values(), strict=True)
     ]
-    tables.append(
-        TextTable("attention of one rank's heads", ("attention", "ms", "over dense"), rows, left=("attention",))
+    plain_rings = [a for a in attentions if a.plan.planner == _PLAIN and a.plan.strategy.ring > 1]
+    if plain_rings:
+        known = replace(known, overlap=_fit_overlap(work, plain_rings, known))
+    attentions = [replace(a, predicted_s=_predict(work, a.plan, known).total_s) for a in attentions]
+    return Measured(dense_s, by_density, exchanges, attentions, known, residual)
+
+
+def _measure_compute(
+    work: Workload, others: Constants, residual: dict[str, float]
+) -> tuple[float, dict[float, float], Constants]:
+    """Times attention without exchanges, merging and a matrix product; returns the constants, exchanges as in others.
+
+    The time of a score's softmax is in that of the products: one head dim cannot separate them.
+    """
+    heads, few = work.local_heads, max(work.blocks[0], work.tokens // 4)
+    masks = {str(density): work.mask(heads, density) for density in _DENSITIES} | {
+        "few": work.mask(heads, SPARSE, few)
+    }
+    rows = {name: Rows.from_mask(work, mask) for name, mask in masks.items()}
+    q, k, v = (work.random(1, heads, work.tokens, work.head_dim) for _ in range(3))
+    width = work.heads * work.head_dim
+    left, right = work.random(-(-work.tokens // work.group.size), width), work.random(width, width)
+    out, part = (torch.randn(heads * work.tokens // 64, 64, work.head_dim, device=work.device) for _ in range(2))
+    lse, part_lse = (torch.randn(out.shape[:2], device=work.device) for _ in range(2))
+    kernel = work.kernel
+    actions: dict[str, Action] = {name: lambda r=r: r.attend(kernel) for name, r in rows.items()}
+    actions["dense"] = lambda: F.scaled_dot_product_attention(q, k, v)
+    actions["linear"] = lambda: left @ right
+    actions["merge"] = lambda: merge_states(out, lse, part, part_lse)
+    seconds = work.medians(actions)
+    flops = [4.0 * int(mask.bits.sum()) * np.prod(work.blocks) * work.head_dim for mask in masks.values()]
+    columns = np.array([[flop, len(r.q), 1.0] for flop, r in zip(flops, rows.values(), strict=True)])
+    (per_flop, row_s, launch_s), residual["compute"] = fit(columns, np.array([seconds[name] for name in masks]))
+    constants = replace(
+        others,
+        flops_per_s=_rate(per_flop, others.flops_per_s),
+        score_s=0.0,
+        row_s=row_s,
+        launch_s=launch_s,
+        call_s=0.0,
+        pack_bytes_per_s=1.0,
+        merge_bytes_per_s=heads * work.tokens * work.head_dim * MERGE_BYTES / seconds["merge"],
+        overlap=1.0,
+        linear_flops_per_s=2.0 * len(left) * width**2 / seconds["linear"],
+        serial_s=0.0,
+        network_latency_s=None,
+        network_bytes_per_s=None,
     )
-    if measured.exchanges:
-        pairs = [measured.exchanges[part] for part in ("exchange", "p2p")]
-        rows = [(in_bytes(size), *(f"{size / one[size] / 1e9:.2f}" for one in pairs)) for size in work.sizes]
-        tables.append(TextTable("exchanges, GB/s", ("bytes a rank sends", "all-to-all", "to one rank"), rows))
-    dense_s = measured.attentions[0].seconds
-    rows = []
+    return seconds["dense"], {density: seconds[str(density)] for density in _DENSITIES}, constants
+
+
+def _measure_exchanges(work: Workload) -> dict[str, dict[int, float]]:
+    """Times an all-to-all in which each rank sends some bytes to the others, and as many to the next rank alone."""
+    group, actions = work.group, dict[str, Action]()
+    before, after = ((group.rank + way) % group.size for way in (-1, 1))
+    for size in (1 << bits for bits in work.sizes):
+        each = max(1, size // 4 // (group.size - 1))
+        splits = [0 if rank == group.rank else each for rank in range(group.size)]
+        sent, to_next = (torch.zeros(n, device=work.device) for n in (sum(splits), max(1, size // 4)))
+        received = torch.empty_like(to_next)
+        both = [dist.P2POp(dist.isend, to_next, after), dist.P2POp(dist.irecv, received, before)]
+        actions[f"exchange {size}"] = lambda sent=sent, splits=splits: group.all_to_all(sent, splits, splits)
+        actions[f"p2p {size}"] = lambda both=both: [done.wait() for done in dist.batch_isend_irecv(both)]
+    seconds = work.medians(actions)
+    sizes = [1 << bits for bits in work.sizes]
+    return {part: {size: seconds[f"{part} {size}"] for size in sizes} for part in ("exchange", "p2p")}
+
+
+def _exchange_constants(
+    exchanges: Mapping[str, Mapping[int, float]], others: Constants, residual: dict[str, float]
+) -> dict[str, float]:
+    known: dict[str, float] = {}
+    for part, seconds in exchanges.items():
+        columns = np.array([[1.0, size] for size in seconds])
+        (latency, per_byte), residual[part] = fit(columns, np.array([*seconds.values()]))
+        rate = f"{part}_bytes_per_s"
+        known |= {f"{part}_latency_s": latency, rate: _rate(per_byte, getattr(others, rate))}
+    return known
+
+
+def _whole(work: Workload, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:
+    """Prepares an attention; returns its plan, and a call of it on this rank's random q, k, v."""
+    layout = usual_layout(planner, mask.grid, strategy)
+    plan = make_plan(mask, strategy, planner, layout=layout)
+    attend = DualBalancedAttention.prepare(plan, mask, layout, work.group, device=work.device, kernel=work.kernel)
+    q, k, v = (work.random(1, mask.heads, layout.shard, work.head_dim) for _ in range(3))
+    return plan, lambda: attend(q, k, v)
+
+
+def _predict(work: Workload, plan: Plan, known: Constants) -> Prediction:
+    shape = AttentionShape(1, plan.heads, work.head_dim, work.dtype.itemsize)
+    labels = {key: "measured" for key, value in vars(known).items() if value is not None}
+    machine = Hardware("being measured", "", "", known, labels)
+    return predict(plan, shape, machine, layout=usual_layout(plan.planner, plan.grid, plan.strategy))
+
+
+def _fit_overlap(work: Workload, rings: Sequence[Attention], known: Constants) -> float:
+    """Fits how far compute hides P2P: 1 is max(compute, P2P), 0 their sum; 1 where it makes no difference."""
+    seconds = np.array([ring.seconds for ring in rings])
+    hidden, apart = (
+        np.array([_predict(work, ring.plan, replace(known, overlap=overlap)).total_s for ring in rings])
+        for overlap in (1.0, 0.0)
+    )
+    gap = (apart - hidden) / seconds
+    if not gap.any():
+        return 1.0
+    return float(np.clip((gap * (apart - seconds) / seconds).sum() / (gap**2).sum(), 0, 1))
+
+
+def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0) -> tuple[tuple[float, ...], float]:
+    """Finds the coefficients ≥ 0 with the least sum of squared relative errors, one per column.
+
+    Every set of coefficients that are not zero is tried: exact, and there are few.
+
+    Args:
+        columns: float64[samples, n], samples ≥ n.
+        seconds: float64[samples] > 0.
+        given: float64[samples], seconds that are explained already.
+
+    Returns:
+        The coefficients, and the largest relative error.
+    """
+    samples, n = columns.shape
+    scaled, wanted = columns / seconds[:, None], np.ones(samples) - given / seconds
+    norms = np.linalg.norm(scaled, axis=0)
+    scaled = scaled / np.where(norms > 0, norms, 1)
+    best, least = np.zeros(n), np.inf
+    for size in range(1, n + 1):
+        for chosen in itertools.combinations(range(n), size):
+            found, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
+            loss = float(((scaled[:, chosen] @ found - wanted) ** 2).sum())
+            if (found >= 0).all() and loss < least - 1e-12:
+                best, least = np.zeros(n), loss
+                best[list(chosen)] = found
+    errors = scaled @ best - wanted
+    return tuple((best / np.where(norms > 0, norms, 1)).tolist()), float(np.abs(errors).max())
+
+
+def _rate(seconds_per_unit: float, otherwise: float) -> float:
+    """Returns units per second, or another machine's where the time was too short to see."""
+    return 1 / seconds_per_unit if seconds_per_unit > 0 else otherwise
+
+
+def _shipped_like(device: torch.device) -> Hardware:
+    """Returns the shipped machine with this device, else an H100 or a CPU."""
+    shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
+    usual = load_hardware("h100" if device.type == "cuda" else "cpu-demo")
+    return next((machine for machine in shipped if machine.device == device_class(device)), usual)
+
+
+def _hardware(
+    name: str, work: Workload, kernels: Sequence[KernelResult], measured: Measured, others: Hardware
+) -> Hardware:
+    """Returns the machine as runs read it, with the origin of each constant."""
+    labels = {}
+    for key, value in vars(measured.constants).items():
+        if value is not None:
+            same = value == getattr(others.constants, key)
+            labels[key] = others.sources[key] if same else "assumed" if value == 0 else "measured"
+    return Hardware(
+        name,
+        device_class(work.device),
+        str(work.dtype).removeprefix("torch."),
+        measured.constants,
+        labels,
+        kernels=kernel_rates(kernels, work),
+        exact_kernels=exact_kernels(kernels),
+    )
+
+
+def _tables(title: str, kernels: Sequence[KernelResult], hardware: Hardware, measured: Measured) -> list[TextTable]:
+    """Returns the tables of kernels and of whole attentions."""
+    rows: list[tuple[str, ...]] = [("torch, dense", "", f"{measured.dense_s * 1e3:.2f}", "", "", "")]
+    for k in kernels:
+        numbers = (f"{k.seconds * 1e3:.2f}", f"{k.speed:.2f}×", f"{k.error:.1e}")
+        verdict = k.problem or ("exact" if k.exact else "not exact")
+        rows.append((k.kernel, "×".join(map(str, k.blocks)), *(("–",) * 3 if k.problem else numbers), verdict))
+    names: tuple[str, ...] = ("kernel", "blocks", "ms", "speed", "error", "verdict")
+    caption = f"one rank's heads, density {SPARSE:g}; kernel: auto takes, in this order: "
+    caption += ", ".join(hardware.exact_kernels) or "none"
+    tables = [TextTable(title, names, rows, caption, left=("kernel", "verdict"))]
+    dense_s, rows = measured.attentions[0].seconds, []
     for run in measured.attentions:
         mask = "dense" if run.density == 1 else f"density {run.density:.2f}"
         times = f"{run.seconds * 1e3:.2f}", f"{run.predicted_s * 1e3:.2f}", f"{dense_s / run.seconds:.2f}×"
         rows.append((mask, str(run.plan.strategy), run.plan.planner, f"{run.plan.rho:.3f}", *times))
     names = ("mask", "strategy", "planner", "ρ_s", "ms", "predicted", "over dense")
     caption = "ρ_s: slowest rank over mean; predicted: by the constants that are written"
-    tables.append(
-        TextTable("whole attentions on all ranks", names, rows, caption, left=("mask", "strategy", "planner"))
-    )
-    return tables
+    left = ("mask", "strategy", "planner")
+    return [*tables, TextTable("whole attentions on all ranks", names, rows, caption, left=left)]
 
 
-def _report(found: Bench, out: Path) -> dict[str, Any]:
-    """Returns what --json prints."""
-    measured = found.measured
+def _results(kernels: Sequence[KernelResult], measured: Measured) -> dict[str, Any]:
+    """Returns what --json prints of the measurements."""
     attentions = [
-        {"strategy": str(one.plan.strategy), "planner": one.plan.planner, "density": one.density, "rho": one.plan.rho}
-        | {"seconds": one.seconds, "predicted_s": one.predicted_s}
-        for one in measured.attentions
+        {"strategy": str(a.plan.strategy), "planner": a.plan.planner, "density": a.density, "rho": a.plan.rho}
+        | {"seconds": a.seconds, "predicted_s": a.predicted_s}
+        for a in measured.attentions
     ]
     return {
-        "model": found.model,
-        "ranks": found.work.group.size,
-        "file": str(out),
-        "hardware": asdict(found.hardware) | found.record,
-        "kernels": [
-            {key: None if value != value else value for key, value in vars(one).items()} for one in found.kernels
-        ],
+        "kernels": [{key: None if value != value else value for key, value in vars(k).items()} for k in kernels],
         "dense_s": measured.dense_s,
         "by_density": measured.by_density,
         "exchanges": measured.exchanges,
         "attentions": attentions,
     }
-
-
-def _picture(found: Bench) -> bytes:
-    """Draws a PNG: one rank's attention over density, rates of exchanges, whole attentions."""
-    from matplotlib.figure import Figure
-
-    work, measured = found.work, found.measured
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(f"{found.model}: {_size(work)} ({found.hardware.device})")
-    over_density, exchanges, whole = figure.subplots(1, 3)
-    over_density.plot(
-        [*measured.by_density], [took * 1e3 for took in measured.by_density.values()], "o-", label=work.kernel
-    )
-    over_density.axhline(measured.dense_s * 1e3, color="grey", linestyle="--", label="dense, torch")
-    over_density.set(title="attention of one rank", xlabel="share of active blocks", ylabel="ms", ylim=(0, None))
-    over_density.legend()
-    for part, label in (("exchange", "all-to-all"), ("p2p", "to one rank")):
-        rates = [(size, size / took / 1e9) for size, took in measured.exchanges.get(part, {}).items()]
-        exchanges.plot(*zip(*rates, strict=True), "o-", label=label) if rates else None
-    title = "exchanges" if measured.exchanges else "exchanges: one rank has none"
-    exchanges.set(title=title, xlabel="bytes that a rank sends", ylabel="GB/s", xscale="log")
-    if measured.exchanges:
-        exchanges.legend()
-    kinds = ["dense" if one.density == 1 else "sparse" for one in measured.attentions]
-    plans = [one.plan for one in measured.attentions]
-    names = [f"{kind} {plan.strategy}\n{plan.planner}" for kind, plan in zip(kinds, plans, strict=True)]
-    whole.barh(names, [one.seconds * 1e3 for one in measured.attentions])
-    whole.invert_yaxis()
-    whole.set(title="whole attentions", xlabel="ms")
-    content = BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    return content.getvalue()

@@ -40,7 +40,7 @@ def generate_command(
     quantize: Annotated[str | None, typer.Option(help=f"Weights: {', '.join(QUANTIZATIONS)}.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer's blocks.")] = False,
     cache: Annotated[str | None, typer.Option(help="first-block, or first-block=0.1: skip steps.")] = None,
-    out: Annotated[str, typer.Option(help="mp4; {index}, {seed}, {prompt} are filled in.")] = "video.mp4",
+    out: Annotated[str, typer.Option(help="mp4; {index} and {seed} are filled in.")] = "video.mp4",
     resume: Annotated[bool, typer.Option("--resume", help="Leave out videos that are there.")] = False,
     report: Annotated[Path | None, typer.Option(help="Folder for the report.", **PATH)] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the file's; repeatable.")] = None,

@@ -21,7 +21,7 @@ from dbsp_cli.mask_tools.convert import (
     read_options,
 )
 from dbsp_cli.mask_tools.fit import fit_recording
-from dbsp_cli.mask_tools.info import MaskInfo, MaskSeries, examine_masks
+from dbsp_cli.mask_tools.info import MaskInfo, MaskSeries, examine_masks, mask_picture
 from dbsp_cli.mask_tools.recording import Recording, recordings_in
 from dbsp_cli.output import (
     MOST_GPUS,
@@ -123,17 +123,16 @@ def fit(
 def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.", **PATH)],
     gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs for ρ_s.")] = 8,
-    quality: Annotated[bool, typer.Option("--quality", help="Measure the error on made, smooth tokens.")] = False,
     branch: Annotated[int, typer.Option(help="Of a recording: which pass of each step (guidance).")] = 0,
     picture: Annotated[Path | None, typer.Option(help="PNG to write.", **PATH)] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say how dense masks are, how balanced their work is, how they change by step, and what they cost in accuracy."""
+    """Say how dense masks are, how balanced their work is, and how they change by step."""
     require_picture_path(picture, {"the mask file": file})
     series = MaskSeries.read(file, branch)
-    found = examine_masks(series, gpus, quality)
+    found = examine_masks(series, gpus)
     if picture is not None:
-        write_atomically(picture, found.picture(file.name, series))
+        write_atomically(picture, mask_picture(file.name, found))
     if as_json:
         print_json(file=str(file), gpus=gpus, **found.as_json())
         return
@@ -174,7 +173,7 @@ def _headline(file: Path, found: MaskInfo) -> str:
     if grid.packed_from:
         size = f" of {len(grid.sequences)} packed sequences"
     return (
-        f"{file}: {len(found.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
+        f"{file}: {len(found.series.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
         f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "
         f"density {found.densities.mean():.3f}"
     )
@@ -183,7 +182,7 @@ def _headline(file: Path, found: MaskInfo) -> str:
 def _tables(found: MaskInfo, gpus: int) -> Iterator[TextTable]:
     rows: list[tuple[str, ...]] = [
         (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
-        for layer, heads in zip(found.layers, found.densities, strict=True)
+        for layer, heads in zip(found.series.layers, found.densities, strict=True)
     ]
     yield TextTable("density", ("layer", "least dense head", "mean", "densest head"), rows)
     rows = [
@@ -199,8 +198,4 @@ def _tables(found: MaskInfo, gpus: int) -> Iterator[TextTable]:
             for d in found.drift
         ]
         names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {DbspConfig.reuse:g}")
-        yield TextTable(f"from step to step, {len(found.steps)} steps", names, rows)
-    if found.errors is not None:
-        rows = [(str(layer), str(e.head), f"{e.density:.3f}", f"{e.error:.4f}") for layer, e in found.errors]
-        names = ("layer", "head", "density", "relative L1 error")
-        yield TextTable("against dense attention, on synthetic tokens", names, rows)
+        yield TextTable(f"from step to step, {len(found.series.steps)} steps", names, rows)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -12,8 +11,7 @@ import torch
 import typer
 
 from dbsp_cli.modelled import MODELLED_ONLY, modelled_table, modelled_videos
-from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables, require_picture_path
-from dbsp_cli.owners_picture import owners_picture
+from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables
 from dbsp_core.cost.machine import hardware_for, load_hardware
 from dbsp_core.cost.prediction import candidates, traffic_of
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -25,7 +23,6 @@ from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.process import printable
 
 _VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
@@ -46,10 +43,6 @@ def plan_command(
     ] = "dbsp",
     keys: Annotated[str, typer.Option(help="all or needed: what ranks are sent.")] = ALL,
     layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
-    picture: Annotated[
-        Path | None,
-        typer.Option(help="PNG to write: the owner of each row, split blindly and in the most even plan.", **PATH),
-    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Plan one attention of a mask file: how balanced the work is before and after, and what migrates."""
@@ -57,18 +50,15 @@ def plan_command(
         raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
     kinds = ("--model", "a mask file")
     this, other = kinds if file is None else kinds[::-1]
-    for name in ("strategy", "planner", "keys", "layer", "picture") if file is None else ("machine",):
+    for name in ("strategy", "planner", "keys", "layer") if file is None else ("machine",):
         if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
             raise UserError(f"--{name} is for {other}, not for {this}; leave it out")
     if file is None:
         _show_model(str(model), gpus, machine, as_json)
         return
-    require_picture_path(picture, {"the mask file": file})
     source = MaskFile(file)
     mask = source.layer(layer)
     plans = _plans(mask, gpus, strategy, planner, keys)
-    if picture is not None:
-        write_atomically(picture, _picture(f"{file.name}, layer {layer}", mask, [one.plan for one in plans]))
     if as_json:
         print_json(file=str(file), gpus=gpus, density=mask.density, plans=[_record(one, keys) for one in plans])
         return
@@ -149,24 +139,9 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
     )
 
 
-def _picture(title: str, mask: BlockMask, plans: list[Plan]) -> bytes:
-    """Draws a PNG of the most balanced plan, below the contiguous one of the same strategy."""
-    best = _most_balanced(plans)
-    ((contiguous, _),) = _plans(mask, best.strategy.world, str(best.strategy), "contiguous", ALL)
-    rows = [("plain sequence parallelism", contiguous), (best.planner, best)]
-    figure = owners_picture(f"{title}: {best.strategy}", rows if best.planner != "contiguous" else rows[:1])
-    content = BytesIO()
-    figure.savefig(content, format="png", dpi=110)
-    return content.getvalue()
-
-
-def _most_balanced(plans: list[Plan]) -> Plan:
-    return min(plans, key=lambda plan: (plan.rho, plan.moved))
-
-
 def _conclusion(plans: list[Plan]) -> str:
     """Names the most even of several plans in a line."""
     if len(plans) == 1:
         return ""
-    best = _most_balanced(plans)
+    best = min(plans, key=lambda plan: (plan.rho, plan.moved))
     return f"most even: {best.strategy}, {best.planner}: ρ_s {best.rho_before:.4f} → {best.rho:.4f}\n"

@@ -15,7 +15,6 @@ from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.files import expand_path, read_text, require_file, user_path
 
 _MOST_VIDEOS = 100_000
-_LONGEST_SLUG = 48
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: in
     for prompt in prompts:
         for number in range(videos):
             seed = first_seed + number
-            path = Path(_named(pattern, index=len(found), seed=seed, prompt=_slug(prompt))).absolute()
+            path = Path(_named(pattern, index=len(found), seed=seed)).absolute()
             if path.suffix != ".mp4":
                 raise UserError(f"--out {pattern} must end in .mp4")
             if path in found:
@@ -103,11 +102,6 @@ def _blame_option(option: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{option}: {error}") from error
-
-
-def _slug(prompt: str) -> str:
-    """Returns a prompt's first words as part of a file's name."""
-    return "-".join(re.findall(r"\w+", prompt))[:_LONGEST_SLUG].rstrip("-") or "video"
 
 
 def replaced_message(outputs: Sequence[Output]) -> str | None:

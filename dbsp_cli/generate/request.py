@@ -24,7 +24,7 @@ from dbsp_cli.generate.outputs import Output, in_utf8, outputs_of, prompts_of, r
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart
-from dbsp_cli.tiny_models import TRAINED_WAN, unknown_words
+from dbsp_cli.tiny_models import trained_weights, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
@@ -57,7 +57,7 @@ from dbsp_kernels import KernelRequirements, choose_kernel
 from dbsp_kernels.errors import page
 from dbsp_kernels.kernel import supports
 
-_SLOW = "can take days on CPUs; --config tiny-wan-trained is for trying out"
+_SLOW = "can take days on CPUs; --config tiny-wan is for trying out"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class GenerationRequest:
         videos: Number of videos for each prompt.
         changes: "key=value", with dots in the key.
         features: Changes to the pipeline in addition to db-SP.
-        out: Files to write; may have the fields `{index}`, `{seed}` and `{prompt}`.
+        out: Files to write; may have the fields `{index}` and `{seed}`.
         resume: True if files that are there already are left out.
     """
 
@@ -189,7 +189,7 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         strategy.require_world(rank_info.world)
     # 3. What is written, and where: rank 0 does it.
     outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
-    vocabulary = TRAINED_WAN if tiny == "wan-trained" else Path(model)
+    vocabulary = trained_weights() if tiny == "wan-trained" else Path(model)
     warnings = (
         *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
         None if spec is None or torch.accelerator.is_available() else f"there is no GPU, and {spec.name} {_SLOW}",

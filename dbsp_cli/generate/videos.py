@@ -17,13 +17,12 @@ from dbsp_cli.generate.outputs import Output
 from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
 from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation
-from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
+from dbsp_cli.video_quality import VIDEO
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import TEMPORARY
 from dbsp_core.utils.process import log
 
@@ -38,13 +37,15 @@ def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
         others.
 
     Raises:
-        UserError: This machine lacks the memory for the checkpoint, or the checkpoint is not whole.
+        UserError: The checkpoint is not whole.
         OSError: A video could not be written.
     """
+    from dbsp_diffusers.preflight import require_checkpoint
     from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
 
     device = use_local_device()
-    _require_runnable(generation)
+    if tiny_architecture(generation.model) is None:
+        require_checkpoint(generation.model)
     silence_libraries()
     alone = os.environ["WORLD_SIZE"] == "1"  # a rank that waits for others in a collective would end too late
     with ending_in_order() if alone else nullcontext(), tempfile.TemporaryDirectory(prefix="dbsp-") as folder:
@@ -61,23 +62,6 @@ def outputs_left(generation: Generation, device: torch.device) -> tuple[Output, 
     found = [generation.left]
     dist.broadcast_object_list(found, src=0, device=device)
     return found[0]
-
-
-def _require_runnable(generation: Generation) -> None:
-    """Raises UserError where this machine lacks the memory for the checkpoint, or the checkpoint is not whole."""
-    from dbsp_diffusers.preflight import require_checkpoint
-
-    if tiny_architecture(generation.model):
-        return
-    features = generation.features
-    if features.offload is None and features.quantize is None:
-        processes = int(os.environ["LOCAL_WORLD_SIZE"])
-        message = memory_message(generation.model, generation.config.generate.torch_dtype, processes)
-        if message is not None:
-            raise UserError(
-                f"{message}; take a smaller model, --offload model, fewer --nproc, or --set generate.dtype=bfloat16"
-            )
-    require_checkpoint(generation.model)
 
 
 def _make_videos(
@@ -114,6 +98,9 @@ def _make_videos(
         if dist.get_rank() == 0:
             _write(pictures, output.path, settings.fps or 16)
             reports[output] = None if observer is None else observer.report
+            folder = generation.report_of(output)
+            if folder is not None and reports[output] is not None:
+                _keep_with_report(output.path, folder / VIDEO)
     return reports
 
 
@@ -157,6 +144,21 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
     except OSError as error:
         raise OSError(f"the video cannot be moved to its path ({error}); it is kept: {made}") from error
     folder.rmdir()
+
+
+def _keep_with_report(video: Path, kept: Path) -> None:
+    """Links a video into its report's folder, for `dbsp report A B`: a later video at its path leaves this one."""
+    temporary = kept.with_name(f"{TEMPORARY}{kept.name}")
+    try:
+        temporary.unlink(missing_ok=True)
+        try:
+            os.link(os.path.realpath(video), temporary)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(video, temporary)
+        temporary.replace(kept)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        log.warning("no video in the report's folder: %s", error)
 
 
 def _whole(video: Path) -> bool:

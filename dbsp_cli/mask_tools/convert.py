@@ -7,25 +7,23 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 
 from dbsp_cli.mask_tools.foreign_files import (
+    SUFFIXES,
     BlockReading,
     StoredArray,
-    empty_heads,
     find_array,
     fit_blocks,
-    head_permutations,
-    is_file,
     numbered_arrays,
     read_arrays,
-    token_orders,
 )
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_core.masks.grid import CANONICAL, BlockGrid
-from dbsp_core.masks.mask_file import MaskFile, one_or_each
+from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
+from dbsp_core.masks.mask_file import MaskFile, Orders, one_or_each
 from dbsp_core.masks.mask_writer import MaskLayout, write_masks
 from dbsp_core.masks.steps import DenoisingStep, StepGroups
 from dbsp_core.utils.errors import UserError, cut_short, in_short
@@ -34,6 +32,8 @@ from dbsp_core.utils.yaml_file import parse_value
 
 Options = TypeVar("Options")
 
+PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
+"""PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
 ENCODINGS = ("absolute", "delta")
 """Key blocks by number ("absolute"), or the first by number and each later one by its distance to the one before it
 ("delta"), as SpargeAttn's kernels and the official db-SP scripts write them."""
@@ -172,27 +172,49 @@ def convert_masks(
     Raises:
         UserError: Something does not fit; names the option that helps.
     """
-    _require_foreign(source)
-    # 1. The file's tensors, and what they are of.
+    try:
+        MaskFile(source)
+    except UserError:
+        pass
+    else:
+        raise UserError(f"{source} is a mask file already; use it as it is")  # its metadata would be lost
+    # 1. The file's tensors: masks […, H, nq, nk], or lists of key blocks […, H, nq, width]
     arrays = read_arrays(source)
     masks, name = _masks(arrays, options, source)
-    lists, shape, grid = options.lut is not None, masks.shape, options.grid
-    counts = find_array(arrays, options.counts, _COUNTS, source, "counts") if lists else None
-    if counts is not None and counts.shape != shape[:-1]:
-        raise UserError(
-            f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
-        )
+    shape, grid, is_lists = masks.shape, options.grid, options.lut is not None
     groups = _groups(shape, options)
-    in_file = options.orders is not None and is_file(options.orders)
-    plan = read_arrays(str(options.orders)) if in_file else arrays
-    orders = token_orders(options.orders, plan, shape)
-    empty = empty_heads(plan, shape) if options.skip_empty else None
-    heads = head_permutations(options.head_permutation, shape) if options.head_permutation else None
-    reading = BlockReading.find(shape[-2], None if lists else shape[-1], grid, options.joined_text, options.crop)
-    tail_dense = (name == "sparse" and not lists) if options.tail_dense is None else options.tail_dense
-    lengths = None if counts is None else counts.read().reshape(-1, *shape[-3:-1])
+    lengths: torch.Tensor | None = None
+    counts = find_array(arrays, options.counts, _COUNTS, source, "counts") if is_lists else None
+    if counts is not None:
+        if counts.shape != shape[:-1]:
+            raise UserError(
+                f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
+            )
+        lengths = counts.read().reshape(-1, *shape[-3:-1])
+    # 2. What a permute plan says: token orders, empty heads, and where the heads were
+    plan_file = options.orders if options.orders is not None and Path(options.orders).suffix in SUFFIXES else None
+    plan = arrays if plan_file is None else read_arrays(plan_file)
+    orders = _token_orders(None if plan_file else options.orders, plan, plan_file, shape)
+    empty = heads = None
+    if options.skip_empty:
+        if "empty" not in plan:
+            raise UserError("skip_empty needs a permute plan with a tensor 'empty'; name its file with orders=FILE")
+        empty = _by_mask(plan["empty"].read(), shape, "empty heads").bool()
+    if options.head_permutation is not None:
+        table = _table(
+            read_arrays(options.head_permutation), "perm_idx", "a permutation of heads", options.head_permutation
+        )
+        heads = _by_mask(table, shape, "permutations of heads").long()
+        if not torch.equal(heads.sort(dim=1).values, torch.arange(shape[-3], device="cpu").expand(heads.shape)):
+            last = shape[-3] - 1
+            raise UserError(f"{options.head_permutation}: each row must hold every head from 0 to {last} once")
+    reading = BlockReading.find(shape[-2], None if is_lists else shape[-1], grid, options.joined_text, options.crop)
+    tail_dense = (name == "sparse" and not is_lists) if options.tail_dense is None else options.tail_dense
+    across = torch.from_numpy(grid.q_axis.starts >= grid.text_tokens)[:, None] & torch.from_numpy(
+        grid.k_axis.starts >= grid.text_tokens
+    )  # bool[nq, nk]: video to video
 
-    # 2. One mask after another.
+    # 3. One mask after another: bool[H, nq, nk]
     def converted() -> Iterator[torch.Tensor]:
         for index, mask in enumerate(masks.masks()):
             if options.lut is None:
@@ -203,12 +225,10 @@ def convert_masks(
             if heads is not None:
                 bits = bits[heads[index].argsort()]
             if empty is not None:
-                video = torch.from_numpy(grid.q_axis.starts >= grid.text_tokens)
-                across = torch.from_numpy(grid.k_axis.starts >= grid.text_tokens)
-                bits = bits & ~(empty[index][:, None, None] & video[:, None] & across)
+                bits = bits & ~(empty[index][:, None, None] & across)
             yield bits
 
-    layout = MaskLayout(grid, shape[-3], shape[-4] if masks.ndim > 3 else None, groups, orders)
+    layout = MaskLayout(grid, shape[-3], shape[-4] if len(shape) > 3 else None, groups, orders)
     write_masks(target, layout, converted(), packed=True)
     return layout
 
@@ -274,15 +294,6 @@ def convert_recording(
     return layout
 
 
-def _require_foreign(source: str | os.PathLike[str]) -> None:
-    """Raises UserError for a mask file of db-SP's, whose metadata would be lost."""
-    try:
-        MaskFile(source)
-    except UserError:
-        return
-    raise UserError(f"{source} is a mask file already; use it as it is")
-
-
 def _masks(
     arrays: Mapping[str, StoredArray], options: ConvertOptions, source: object
 ) -> tuple[StoredArray, str | None]:
@@ -290,7 +301,7 @@ def _masks(
 
     Without one array of them, several are joined: those in a list or mapping of a usual name, or all large ones.
     """
-    large = {name: array for name, array in arrays.items() if array.ndim >= 3}
+    large = {name: array for name, array in arrays.items() if len(array.shape) >= 3}
     usual = tuple(name for name in _MASKS if name in large) or (tuple(large) if len(large) == 1 else ())
     key = options.key
     if key not in arrays and not (key is None and usual):
@@ -306,12 +317,12 @@ def _masks(
             f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME, or stack the masks "
             "of all layers: torch.stack(masks)"
         )
-    if masks.ndim not in (3, 4, 5) or 0 in masks.shape:
+    if len(masks.shape) not in (3, 4, 5) or 0 in masks.shape:
         raise UserError(
             f"{source}: masks of shape {list(masks.shape)}; expected [heads, rows, columns], [layers, heads, …] or "
             "[groups, layers, heads, …]"
         )
-    if masks.ndim == 5 and masks.shape[0] == 1 and options.groups is None and options.steps is None:
+    if len(masks.shape) == 5 and masks.shape[0] == 1 and options.groups is None and options.steps is None:
         masks = masks.without_first()
     return masks, key or (usual[0] if usual else None)
 
@@ -349,3 +360,46 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
     if len(groups) != shape[0]:
         raise UserError(f"groups={groups} names {len(groups)} groups, the masks have {shape[0]}")
     return groups
+
+
+def _token_orders(
+    words: str | None, plan: Mapping[str, StoredArray], plan_file: str | None, shape: Sequence[int]
+) -> tuple[Orders, ...]:
+    """Returns the token orders of each mask, or one for all masks.
+
+    Args:
+        words: Orders separated by commas, or None.
+        plan: Tensors of a permute plan, with indices into PARO_ORDERS in 'permute'; else of the masks' own file.
+        shape: Shape of the masks, […, H, nq, nk].
+
+    Raises:
+        UserError: There is no such order, or the orders don't fit the masks.
+    """
+    if words is not None:
+        names = [name.strip() for name in words.split(",")]
+        for name in names:
+            require_order(name)
+        if len(names) not in (1, shape[-3]):
+            raise UserError(f"orders names {len(names)} token orders, the masks have {shape[-3]} heads")
+        return (one_or_each(names),)
+    if plan_file is None and "permute" not in plan:
+        return ((CANONICAL,),)
+    table = _by_mask(_table(plan, "permute", "token orders", plan_file), shape, "token orders")
+    if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
+        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
+    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
+
+
+def _table(plan: Mapping[str, StoredArray], name: str, what: str, where: object) -> torch.Tensor:
+    """Returns the tensor of that name, or the only one."""
+    if name in plan or len(plan) == 1:
+        return plan.get(name, next(iter(plan.values()))).read()
+    raise UserError(f"{where} has no tensor {name!r} with {what} (it has {', '.join(plan)})")
+
+
+def _by_mask(table: torch.Tensor, shape: Sequence[int], what: str) -> torch.Tensor:
+    """Expands [H], [L, H] or [S, L, H] to [masks, H]."""
+    leading = tuple(shape[:-2])
+    if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
+        raise UserError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
+    return table.expand(leading).reshape(-1, leading[-1])

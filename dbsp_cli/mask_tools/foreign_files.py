@@ -1,4 +1,4 @@
-"""Masks in other projects' files: tensors, PAROAttention's plans, and text whose blocks are of other sizes."""
+"""Arrays in other projects' files, which are never unpickled, and their blocks fitted to a grid of db-SP's."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, require_order
-from dbsp_core.masks.mask_file import Orders, block_counts, one_or_each
+from dbsp_core.masks.grid import BlockAxis, BlockGrid
+from dbsp_core.masks.mask_file import block_counts
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import in_bytes, require_file, user_path
 
@@ -26,6 +27,8 @@ _MOST_VALUES = 1 << 28
 """Most values of a tensor of which its file does not have each one, as of an expanded or a sparse one: a small file
 could claim to have any number."""
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_NUMBERS = "biuf"
+"""Kinds of NumPy's numbers that are read."""
 
 
 @dataclass(frozen=True)
@@ -33,71 +36,26 @@ class StoredArray:
     """An array in a file, read when it is used.
 
     Attributes:
-        read: Reads all of it.
-        masks: Reads the masks [H, nq, nk] of an array […, H, nq, nk], one in memory at a time.
+        parts: Read the array in equal parts along its leading dimensions, mapped from disk if the format allows it.
     """
 
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-    masks: Callable[[], Iterator[torch.Tensor]]
+    parts: tuple[Callable[[], torch.Tensor], ...]
 
-    @classmethod
-    def of_tensor(cls, tensor: torch.Tensor) -> StoredArray:
-        """Wraps a tensor, which is mapped from disk if its format allows it."""
+    def read(self) -> torch.Tensor:
+        """Returns all of it."""
+        parts = [part() for part in self.parts]
+        return (parts[0] if len(parts) == 1 else torch.stack(parts)).reshape(self.shape)
 
-        def read() -> torch.Tensor:
-            return tensor.to_dense() if tensor.layout in _SPARSE else tensor
-
-        def masks() -> Iterator[torch.Tensor]:
-            dense = read()
-            yield from (dense[index] for index in np.ndindex(dense.shape[:-3]))
-
-        return cls(tuple(tensor.shape), read, masks)
-
-    @classmethod
-    def of_zip(cls, path: Path, member: str) -> StoredArray | None:
-        """Wraps a compressed array of an .npz file, of which it reads the header; None unless it has numbers."""
-        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-            shape, fortran, dtype = _npy_header(file)
-            start, size = file.tell(), archive.getinfo(member).file_size
-        if dtype.kind not in _NUMBERS:
-            return None
-        if size - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{member} has {size - start} bytes, not those of shape {list(shape)}")
-
-        def read() -> torch.Tensor:
-            with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-                return _tensor(np.lib.format.read_array(file, allow_pickle=False))
-
-        def masks() -> Iterator[torch.Tensor]:
-            if fortran:
-                yield from cls.of_tensor(read()).masks()
-                return
-            with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-                _npy_header(file)
-                for _ in np.ndindex(shape[:-3]):
-                    content = file.read(math.prod(shape[-3:]) * dtype.itemsize)
-                    yield _tensor(np.frombuffer(content, dtype).reshape(shape[-3:]))
-
-        return cls(shape, read, masks)
-
-    @classmethod
-    def stacked(cls, arrays: Sequence[StoredArray], leading: tuple[int, ...]) -> StoredArray:
-        """Joins arrays of one shape along leading dimensions."""
-        shape = (*leading, *arrays[0].shape)
-        return cls(
-            shape,
-            lambda: torch.stack([one.read() for one in arrays]).reshape(shape),
-            lambda: itertools.chain.from_iterable(one.masks() for one in arrays),
-        )
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
+    def masks(self) -> Iterator[torch.Tensor]:
+        """Yields the masks [H, nq, nk] of an array […, H, nq, nk], with one part in memory at a time."""
+        for part in self.parts:
+            masks = part()
+            yield from (masks[index] for index in np.ndindex(masks.shape[:-3]))
 
     def without_first(self) -> StoredArray:
         """Returns the same array without its first dimension, which is of 1."""
-        return StoredArray(self.shape[1:], lambda: self.read()[0], self.masks)
+        return StoredArray(self.shape[1:], self.parts)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -114,109 +72,79 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
     try:
-        if path.suffix == ".npz":
-            return _zipped_arrays(path)
-        tensors = dict(_named_tensors(_read(path)))
+        arrays = _zipped_arrays(path) if path.suffix == ".npz" else _unpacked_arrays(path)
     except Exception as error:  # damaged files bring up every kind from the libraries that read them
+        if isinstance(error, UserError):
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain "
             "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
         ) from error
+    if not arrays:
+        raise UserError(f"{path} has no tensors in it")
+    return arrays
+
+
+def _zipped_arrays(path: Path) -> dict[str, StoredArray]:
+    """Finds the arrays of numbers in an .npz file by their headers. Raises ValueError if it has none."""
+
+    def read(member: str) -> torch.Tensor:
+        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
+            return _tensor(np.lib.format.read_array(file, allow_pickle=False))
+
+    arrays = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if not member.filename.endswith(".npy"):
+                continue
+            with archive.open(member) as file:
+                version = np.lib.format.read_magic(file)
+                header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
+                shape, _, dtype = getattr(np.lib.format, header)(file)
+                size = member.file_size - file.tell()
+            if dtype.kind not in _NUMBERS:
+                continue
+            if size != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{member.filename} has {size} bytes, not those of shape {list(shape)}")
+            arrays[member.filename.removesuffix(".npy")] = StoredArray(shape, (partial(read, member.filename),))
+    if not arrays:
+        raise ValueError("it has no arrays of numbers")
+    return arrays
+
+
+def _unpacked_arrays(path: Path) -> dict[str, StoredArray]:
+    # 1. The file's content, without running anything of it
+    if path.suffix == ".safetensors":
+        content: Any = load_file(path)
+    elif path.suffix == ".npy":
+        content = np.load(path, allow_pickle=False, mmap_mode="c")
+    else:
+        mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
+        if mapped:
+            with zipfile.ZipFile(path) as archive:
+                unpacked = sum(info.file_size for info in archive.infolist())
+            if unpacked > path.stat().st_size:  # torch.save compresses nothing
+                raise ValueError(f"it would unpack to {in_bytes(unpacked)}")
+        with torch.sparse.check_sparse_tensor_invariants():  # else a sparse tensor's indices could lie anywhere
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    # 2. Its tensors, none of which has many more values than the file
+    tensors = dict(_named_tensors(content))
     for name, tensor in tensors.items():
-        if not _is_whole(tensor):
+        plain = tensor.layout == torch.strided
+        is_whole = plain and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
+        is_small = tensor.numel() <= _MOST_VALUES and (plain or tensor.layout in _SPARSE)
+        if tensor.is_quantized or tensor.device.type != "cpu" or not (is_small or is_whole):
             kind = "quantized" if tensor.is_quantized else "expanded or sparse"
             raise UserError(
                 f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but {kind}; save it "
                 "as .contiguous() or .to_dense() makes it"
             )
-    if not tensors:
-        raise UserError(f"{path} has no tensors in it")
-    return {name: StoredArray.of_tensor(tensor) for name, tensor in tensors.items()}
+    return {name: StoredArray(tuple(tensor.shape), (partial(_dense, tensor),)) for name, tensor in tensors.items()}
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    """Returns True unless a tensor has too many values that are not in its file one by one."""
-    if tensor.device.type != "cpu" or tensor.is_quantized:
-        return False
-    if tensor.numel() <= _MOST_VALUES:
-        return tensor.layout == torch.strided or tensor.layout in _SPARSE
-    if tensor.layout != torch.strided:
-        return False
-    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
-
-
-def find_array(
-    arrays: Mapping[str, StoredArray], wanted: str | None, usual: tuple[str, ...], where: object, option: str
-) -> StoredArray | None:
-    """Returns the array called `wanted`; else the first of the usual names that is there; None if none is.
-
-    Raises:
-        UserError: There is no `wanted`; the message names `option`.
-    """
-    if wanted is not None:
-        if wanted not in arrays:
-            raise UserError(f"{where} has no tensor {wanted!r}; {option} can be one of {', '.join(arrays) or 'none'}")
-        return arrays[wanted]
-    return next((arrays[name] for name in usual if name in arrays), None)
-
-
-def numbered_arrays(arrays: Mapping[str, StoredArray]) -> StoredArray | None:
-    """Joins arrays whose names differ in one number, 0 to L − 1, by layer; in two numbers, by step group and layer.
-
-    Each is of one shape, [H, nq, nk], maybe after a batch dimension of 1. Returns None where that is not so.
-    """
-    each = [one.without_first() if one.ndim == 4 and one.shape[0] == 1 else one for one in arrays.values()]
-    words = [re.split(r"(\d+)", name) for name in arrays]
-    if len({one.shape for one in each}) != 1 or each[0].ndim != 3 or len({len(one) for one in words}) != 1:
-        return None
-    differing = [place for place, column in enumerate(zip(*words, strict=True)) if len(set(column)) > 1]
-    if not 1 <= len(differing) <= 2 or any(place % 2 == 0 for place in differing):  # between the numbers is text
-        return None
-    numbers = [tuple(int(one[place]) for place in differing) for one in words]
-    leading = tuple(max(column) + 1 for column in zip(*numbers, strict=True))
-    if sorted(numbers) != list(np.ndindex(leading)):
-        return None
-    in_order = [array for _, array in sorted(zip(numbers, each, strict=True), key=lambda pair: pair[0])]
-    return StoredArray.stacked(in_order, leading)
-
-
-def _read(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix == ".npy":
-        return np.load(path, allow_pickle=False, mmap_mode="c")
-    mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
-    if mapped:
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(info.file_size for info in archive.infolist())
-        if unpacked > path.stat().st_size:  # torch.save compresses nothing
-            raise ValueError(f"it would unpack to {in_bytes(unpacked)}")
-    with torch.sparse.check_sparse_tensor_invariants():  # else a sparse tensor's indices could lie anywhere
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-
-
-def _zipped_arrays(path: Path) -> dict[str, StoredArray]:
-    """Finds the arrays of numbers in an .npz file. Raises ValueError if it has none."""
-    with zipfile.ZipFile(path) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".npy")]
-    arrays = {name.removesuffix(".npy"): StoredArray.of_zip(path, name) for name in names}
-    found = {name: array for name, array in arrays.items() if array is not None}
-    if not found:
-        raise ValueError("it has no arrays of numbers")
-    return found
-
-
-def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Reads shape, order (True for Fortran's) and dtype from the beginning of an .npy file."""
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(file)
-    return shape, fortran, dtype
-
-
-_NUMBERS = "biuf"
-"""Kinds of NumPy's numbers that are read."""
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_dense() if tensor.layout in _SPARSE else tensor
 
 
 def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -240,74 +168,41 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.array(array, dtype) if copy else array.astype(dtype, copy=False))
 
 
-PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
-"""PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
-
-
-def is_file(text: str) -> bool:
-    """Returns True for the path of a file with arrays, by its suffix."""
-    return Path(text).suffix in SUFFIXES
-
-
-def token_orders(given: str | None, plan: Mapping[str, StoredArray], shape: Sequence[int]) -> tuple[Orders, ...]:
-    """Returns the token orders of each mask, or one for all masks.
-
-    Args:
-        given: Orders in words, separated by commas, or the path of the plan.
-        plan: Tensors of a permute plan, with indices into PARO_ORDERS in 'permute'; else of the masks' own file.
-        shape: Shape of the masks, […, H, nq, nk].
+def find_array(
+    arrays: Mapping[str, StoredArray], wanted: str | None, usual: tuple[str, ...], where: object, option: str
+) -> StoredArray | None:
+    """Returns the array called `wanted`; else the first of the usual names that is there; None if none is.
 
     Raises:
-        UserError: There is no such order, or the orders don't fit the masks.
+        UserError: There is no `wanted`; the message names `option`.
     """
-    if given is not None and not is_file(given):
-        names = [name.strip() for name in given.split(",")]
-        for name in names:
-            require_order(name)
-        if len(names) not in (1, shape[-3]):
-            raise UserError(f"orders names {len(names)} token orders, the masks have {shape[-3]} heads")
-        return (one_or_each(names),)
-    if given is None and "permute" not in plan:
-        return ((CANONICAL,),)
-    table = _by_mask(_table(plan, "permute", "token orders", given), shape, "token orders")
-    if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
-        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
-    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
+    if wanted is not None:
+        if wanted not in arrays:
+            raise UserError(f"{where} has no tensor {wanted!r}; {option} can be one of {', '.join(arrays) or 'none'}")
+        return arrays[wanted]
+    return next((arrays[name] for name in usual if name in arrays), None)
 
 
-def empty_heads(plan: Mapping[str, StoredArray], shape: Sequence[int]) -> torch.Tensor:
-    """Returns bool[masks, H]: heads that a permute plan calls empty."""
-    if "empty" not in plan:
-        raise UserError("skip_empty needs a permute plan with a tensor 'empty'; name its file with orders=FILE")
-    return _by_mask(plan["empty"].read(), shape, "empty heads").bool()
+def numbered_arrays(arrays: Mapping[str, StoredArray]) -> StoredArray | None:
+    """Joins arrays whose names differ in one number, 0 to L − 1, by layer; in two numbers, by step group and layer.
 
-
-def head_permutations(given: str, shape: Sequence[int]) -> torch.Tensor:
-    """Returns int64[masks, H]: the head that is at each position of the stored masks, from the file `given`.
-
-    Raises:
-        UserError: It is no permutation of the heads.
+    Each is of one shape, [H, nq, nk], maybe after a batch dimension of 1. Returns None where that is not so.
     """
-    permutations = _table(read_arrays(given), "perm_idx", "a permutation of heads", given)
-    table = _by_mask(permutations, shape, "permutations of heads").long()
-    if not torch.equal(table.sort(dim=1).values, torch.arange(shape[-3], device="cpu").expand(table.shape)):
-        raise UserError(f"{given}: each row must hold every head from 0 to {shape[-3] - 1} once")
-    return table
-
-
-def _table(plan: Mapping[str, StoredArray], name: str, what: str, where: str | None) -> torch.Tensor:
-    """Returns the tensor of that name, or the only one."""
-    if name in plan or len(plan) == 1:
-        return plan.get(name, next(iter(plan.values()))).read()
-    raise UserError(f"{where} has no tensor {name!r} with {what} (it has {', '.join(plan)})")
-
-
-def _by_mask(table: torch.Tensor, shape: Sequence[int], what: str) -> torch.Tensor:
-    """Expands [H], [L, H] or [S, L, H] to [masks, H]."""
-    leading = tuple(shape[:-2])
-    if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
-        raise UserError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
-    return table.expand(leading).reshape(-1, leading[-1])
+    each = [
+        array.without_first() if len(array.shape) == 4 and array.shape[0] == 1 else array for array in arrays.values()
+    ]
+    words = [re.split(r"(\d+)", name) for name in arrays]  # every second part is a number
+    if len({array.shape for array in each}) != 1 or len(each[0].shape) != 3 or len(set(map(len, words))) != 1:
+        return None
+    differing = [place for place, column in enumerate(zip(*words, strict=True)) if len(set(column)) > 1]
+    if not 1 <= len(differing) <= 2 or any(place % 2 == 0 for place in differing):
+        return None
+    numbers = [tuple(int(parts[place]) for place in differing) for parts in words]
+    leading = tuple(max(column) + 1 for column in zip(*numbers, strict=True))
+    if sorted(numbers) != list(np.ndindex(leading)):
+        return None
+    in_order = [array for _, array in sorted(zip(numbers, each, strict=True), key=lambda pair: pair[0])]
+    return StoredArray((*leading, *each[0].shape), tuple(array.read for array in in_order))
 
 
 @dataclass(frozen=True)
@@ -340,9 +235,8 @@ class BlockReading:
         """
         aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
         joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
-        readings = [
-            cls(grid, one, text) for one in joinings for text in ((True, False) if grid.text_tokens else (True,))
-        ]
+        kinds = (True, False) if grid.text_tokens else (True,)
+        readings = [cls(grid, choice, text) for choice, text in itertools.product(joinings, kinds)]
         fitting = [r for r in readings if rows == r.shape[0] and columns in (None, r.shape[1])]
         beyond = [r for r in readings if r.shape[0] <= rows and r.shape[1] <= (columns or r.shape[1])]
         if not fitting and crop:
@@ -380,10 +274,6 @@ class BlockReading:
         """Returns the number of text rows or columns, in blocks of this size, that the masks lack."""
         return 0 if self.text else -(-self.grid.text_tokens // block)
 
-    def short(self, axis: BlockAxis) -> bool:
-        """Returns True if the last block is shorter than the others."""
-        return (self.grid.tokens - (0 if self.joined else self.grid.text_tokens)) % axis.block != 0
-
 
 def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = False) -> torch.Tensor:
     """Fits bool[H, ≥ rows, ≥ columns] to the reading's grid, as bool[H, nq, nk]; drops what is beyond the last block.
@@ -394,17 +284,16 @@ def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = Fal
     Args:
         tail_dense: True to make the last row and column dense if the last block is short.
     """
-    q, k = reading.grid.q_axis, reading.grid.k_axis
-    rows, columns = reading.shape
-    given = bits[:, :rows, :columns]
-    row, column = reading.left_out(q.block), reading.left_out(k.block)
-    whole = torch.ones(given.shape[0], given.shape[1] + row, given.shape[2] + column, dtype=torch.bool, device="cpu")
-    whole[:, row:, column:] = given
-    if tail_dense and reading.short(q):
+    grid, (rows, columns) = reading.grid, reading.shape
+    row, column = (reading.left_out(axis.block) for axis in (grid.q_axis, grid.k_axis))
+    whole = torch.ones(bits.shape[0], rows + row, columns + column, dtype=torch.bool, device="cpu")
+    whole[:, row:, column:] = bits[:, :rows, :columns]
+    counted = grid.tokens - (0 if reading.joined else grid.text_tokens)
+    if tail_dense and counted % grid.block_q:
         whole[:, -1] = True
-    if tail_dense and reading.short(k):
+    if tail_dense and counted % grid.block_k:
         whole[:, :, -1] = True
-    return _spread(_spread(whole, q, 1), k, 2) if reading.joined else whole
+    return _spread(_spread(whole, grid.q_axis, 1), grid.k_axis, 2) if reading.joined else whole
 
 
 def _spread(bits: torch.Tensor, axis: BlockAxis, dim: int) -> torch.Tensor:

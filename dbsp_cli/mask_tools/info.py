@@ -1,17 +1,16 @@
-"""Figures of `dbsp masks info` about a mask file, and about masks over denoising steps."""
+"""`dbsp masks info`: figures and a picture of a mask file, or of masks recorded over denoising steps."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from dbsp_cli.mask_tools.plots import heads_to_draw, mask_picture, spread_out
-from dbsp_cli.mask_tools.quality import DEFAULT_LIMIT, HeadError, smooth_tokens, sparse_errors
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import candidates
@@ -21,11 +20,11 @@ from dbsp_core.masks.grid import CANONICAL
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts, usual_layout
+from dbsp_core.reports.style import STYLE, heading, rank_colour
 from dbsp_core.runtime.plan_keeper import replay
 from dbsp_core.utils.errors import UserError
 
-_SAMPLE = 4
-"""Layers that are planned and compared, spread over all."""
+_SAMPLED_LAYERS = 4
 _PLANNER = "dbsp"
 
 
@@ -36,14 +35,15 @@ class MaskSeries:
     Attributes:
         steps: First step of each moment that has masks.
         layers: The layers that every moment has.
-        notice: Notice for a reader, such as that the recording was cut short; or None.
+        get: Returns the mask of a step and a layer.
+        stopped: Reason why the recording ended before the run did, or None.
     """
 
     steps: tuple[int, ...]
     layers: tuple[int, ...]
     get: Callable[[int, int], BlockMask]
     branches: tuple[int, ...] = (0,)
-    notice: str | None = None
+    stopped: str | None = None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
@@ -65,7 +65,7 @@ class MaskSeries:
             recording.recorded_layers,
             lambda step, layer: recording.mask(layer, DenoisingStep(step, branch)),
             branches,
-            f"the recording stopped before the run did: {recording.stopped}" if recording.stopped else None,
+            recording.stopped,
         )
 
     def first(self, layer: int) -> BlockMask:
@@ -75,7 +75,7 @@ class MaskSeries:
 
 @dataclass(frozen=True)
 class Balance:
-    """ρ_s over layers, before (contiguous) and by planner: means, and the maximum."""
+    """ρ_s of the sampled layers' plans, before (contiguous) and after: means, and the maximum."""
 
     strategy: str
     planner: str
@@ -103,51 +103,105 @@ class Drift:
     replans: int
 
 
+@dataclass(frozen=True, eq=False)
+class MaskInfo:
+    """Figures of masks. densities: float64[layers, H], of each layer's first mask by head."""
+
+    first: BlockMask
+    series: MaskSeries
+    densities: np.ndarray
+    balance: list[Balance]
+    drift: list[Drift]
+    warnings: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        grid, densities = self.first.grid, self.densities
+        layers = zip(self.series.layers, densities.tolist(), strict=True)
+        return {
+            **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
+            "heads": self.first.heads,
+            "orders": sorted({order for sequence in grid.sequences for order in sequence.orders}),
+            "sequences": [{key: getattr(s, key) for key in ("tokens", "text_tokens", "thw")} for s in grid.sequences],
+            "steps": self.series.steps,
+            "branches": self.series.branches,
+            "density": {"min": densities.min(), "mean": densities.mean(), "max": densities.max()},
+            "layers": [{"layer": layer, "density": heads} for layer, heads in layers],
+            "balance": list(map(asdict, self.balance)),
+            "drift": list(map(asdict, self.drift)),
+            "warnings": self.warnings,
+        }
+
+
+def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
+    """Examines masks, reading one at a time. Plans and changes are those of a few layers.
+
+    Args:
+        gpus: Ranks for which ρ_s is computed.
+    """
+    sampled = spread_out(series.layers, _SAMPLED_LAYERS)
+    masks = [series.first(layer) for layer in sampled]
+    densities = densities_of(series, series.layers)
+    balance = balance_of(masks, gpus)
+    drift = [drift_of(series, layer, str(Strategy(gpus, 1)), _PLANNER, DbspConfig.reuse) for layer in sampled]
+    warnings = [f"the recording stopped before the run did: {series.stopped}"] if series.stopped else []
+    idle = {layer: int((mask.counts.rows == 0).sum()) for layer, mask in zip(sampled, masks, strict=True)}
+    worst = max(sampled, key=lambda layer: idle[layer])
+    if idle[worst]:
+        warnings.append(f"rows of blocks that attend to nothing give zeros: {idle[worst]} in layer {worst}")
+    empty = np.argwhere(densities == 0)
+    if len(empty):
+        first = f"layer {series.layers[empty[0][0]]}, head {empty[0][1]}"
+        warnings.append(f"{len(empty)} heads have no block at all, the first is {first}")
+    return MaskInfo(
+        first=masks[0],
+        series=series,
+        densities=densities,
+        balance=balance,
+        drift=[layer for layer in drift if layer.iou],
+        warnings=warnings,
+    )
+
+
 def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
     """Returns float64[layers, H]: the density by head of each layer's first mask.
 
     Where batch items have masks of their own, H counts the heads of all of them.
     """
-    rows = []
-    for layer in layers:
-        mask = series.first(layer)
-        rows.append(mask.counts.rows.sum(axis=1) / mask.grid.pairs)
+    masks = [series.first(layer) for layer in layers]
+    rows = [mask.counts.rows.sum(axis=1) / mask.grid.pairs for mask in masks]
     most = max(map(len, rows))  # dense layers have one batch item's
     return np.array([np.tile(row, -(-most // len(row)))[:most] for row in rows])
 
 
-def balance_of(series: MaskSeries, layers: Sequence[int], gpus: int, planner: str = _PLANNER) -> list[Balance]:
-    """Plans the layers' first masks for each strategy, without rings longer than the KV blocks."""
-    masks, found = [series.first(layer) for layer in layers], []
+def balance_of(masks: Sequence[BlockMask], gpus: int, planner: str = _PLANNER) -> list[Balance]:
+    """Plans masks for each strategy, without rings longer than the KV blocks."""
+    rows = []
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
-        layouts = [usual_layout(planner, mask.grid.with_orders((CANONICAL,)), strategy) for mask in masks]
-        plans = [
-            make_plan(mask, strategy, planner, layout=layout) for mask, layout in zip(masks, layouts, strict=True)
-        ]
+        plans = []
+        for mask in masks:
+            layout = usual_layout(planner, mask.grid.with_orders((CANONICAL,)), strategy)
+            plans.append(make_plan(mask, strategy, planner, layout=layout))
         before, rho, moved = (fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved"))
-        found.append(Balance(str(strategy), planner, before, rho, max(plan.rho for plan in plans), moved))
-    return found
+        rows.append(Balance(str(strategy), planner, before, rho, max(plan.rho for plan in plans), moved))
+    return rows
 
 
 def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
-    """Compares all recorded steps of one layer, which is an attention as a run keeps plans for."""
-
+    """Compares all recorded steps of one layer, and counts the plans that a run with this threshold makes."""
     grid = series.first(layer).grid
 
     def plan(rows: np.ndarray, _current: Plan | None) -> Plan:
         return plan_from_counts(rows, grid, strategy, planner, compare=False)
 
-    steps: list[int] = []
-    counts: list[np.ndarray] = []
-    iou, changed = [], []
+    steps, counts, iou, changed = [], [], [], []
     before: BlockMask | None = None
     for step in series.steps:
         mask = series.get(step, layer)
         counts.append(mask.counts.rows)
         if before is not None and mask.bits.shape == before.bits.shape:
-            steps.append(step)
             either = int((mask.bits | before.bits).sum())
             differ = int((mask.bits ^ before.bits).sum())
+            steps.append(step)
             iou.append((either - differ) / either if either else 1.0)
             changed.append(differ / mask.bits.numel())
         before = mask
@@ -155,108 +209,58 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, thresh
     return Drift(layer, tuple(steps), tuple(iou), tuple(changed), made)
 
 
-@dataclass(frozen=True, eq=False)
-class MaskInfo:
-    """Statistics of masks.
-
-    Attributes:
-        densities: float64[layers, H].
-        errors: Heads' errors with their layers, or None if they were not asked for.
-    """
-
-    first: BlockMask
-    steps: tuple[int, ...]
-    layers: tuple[int, ...]
-    branches: tuple[int, ...]
-    densities: np.ndarray
-    balance: list[Balance]
-    drift: list[Drift]
-    errors: list[tuple[int, HeadError]] | None
-    warnings: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        grid = self.first.grid
-        return {
-            **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
-            "heads": self.first.heads,
-            "orders": sorted({order for one in grid.sequences for order in one.orders}),
-            "sequences": [
-                {"tokens": one.tokens, "text_tokens": one.text_tokens, "thw": one.thw} for one in grid.sequences
-            ],
-            "steps": self.steps,
-            "branches": self.branches,
-            "density": {"min": self.densities.min(), "mean": self.densities.mean(), "max": self.densities.max()},
-            "layers": [
-                {"layer": layer, "density": heads.tolist()}
-                for layer, heads in zip(self.layers, self.densities, strict=True)
-            ],
-            "balance": list(map(asdict, self.balance)),
-            "drift": list(map(asdict, self.drift)),
-            "quality": None if self.errors is None else [{"layer": i} | asdict(one) for i, one in self.errors],
-            "warnings": self.warnings,
-        }
-
-    def picture(self, title: str, series: MaskSeries) -> bytes:
-        """Draws a PNG; see `mask_picture`."""
-        chosen = [(self.layers[row], head) for row, head in heads_to_draw(self.densities)]
-        drawn = [(layer, head % series.first(layer).heads, series.first(layer)) for layer, head in chosen]
-        similarity = [(f"layer {each.layer}", each.steps, each.iou) for each in self.drift if each.iou]
-        return mask_picture(title, self.layers, self.densities, drawn, similarity)
+def spread_out(values: Sequence[int], count: int) -> list[int]:
+    """Picks at most `count` values at equal distances, the first and last among them."""
+    return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int))]
 
 
-def examine_masks(series: MaskSeries, gpus: int = 8, quality: bool = False) -> MaskInfo:
-    """Examines masks, reading one at a time. Plans, changes and errors are those of a few layers.
-
-    Args:
-        gpus: Ranks for which ρ_s is computed.
-        quality: True to measure errors, which needs masks that have a token grid.
-    """
-    sampled = spread_out(series.layers, _SAMPLE)
-    first = series.first(series.layers[0])
-    densities = densities_of(series, series.layers)
-    balance = balance_of(series, sampled, gpus)
-    drift = [drift_of(series, layer, str(Strategy(gpus, 1)), _PLANNER, DbspConfig.reuse) for layer in sampled]
-    drift = [each for each in drift if each.iou]
-    errors = _errors(series, sampled) if quality else None
-    warnings = [*filter(None, [series.notice]), *_warnings(series, densities, sampled, errors or ())]
-    return MaskInfo(first, series.steps, series.layers, series.branches, densities, balance, drift, errors, warnings)
+def heads_to_draw(densities: np.ndarray, count: int = 3) -> list[tuple[int, int]]:
+    """Returns (row of `densities`, head) from the emptiest head over the middle one to the densest."""
+    order = np.argsort(densities, axis=None, kind="stable").tolist()
+    return [divmod(flat, densities.shape[1]) for flat in spread_out(order, count)]
 
 
-def _errors(series: MaskSeries, layers: Sequence[int]) -> list[tuple[int, HeadError]]:
-    """Measures some heads of each sampled layer, from the emptiest to the densest, on one head of synthetic tokens."""
-    errors, tokens = [], None
-    for layer in layers:
-        mask = series.first(layer)
-        if mask.grid.packed_from:
-            raise UserError("--quality measures masks of one sequence; these are of several that are packed")
-        if mask.grid.thw is None:
-            raise UserError("the masks don't say the size of the video's token grid; convert them with thw=T,H,W")
-        tokens = tokens or smooth_tokens(mask.grid.thw, mask.grid.text_tokens)
-        heads = [head for _, head in heads_to_draw(mask.counts.rows.sum(axis=1)[None], 4)]
-        errors += [(layer, one) for one in sparse_errors(*tokens, mask, heads=heads)]
-    return errors
+def mask_picture(title: str, found: MaskInfo) -> bytes:
+    """Draws a PNG: a heat map of heads × layers, three heads' masks, and how masks change over steps where known."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-
-def _warnings(
-    series: MaskSeries, densities: np.ndarray, sampled: Sequence[int], errors: Sequence[tuple[int, HeadError]]
-) -> list[str]:
-    warnings = []
-    idle = {layer: int((series.first(layer).counts.rows == 0).sum()) for layer in sampled}
-    worst = max(idle, key=lambda layer: idle[layer])
-    if idle[worst]:
-        warnings.append(f"rows of blocks that attend to nothing give zeros: {idle[worst]} in layer {worst}")
-    empty = np.argwhere(densities == 0)
-    if len(empty):
-        row, head = empty[0]
-        warnings.append(
-            f"{len(empty)} heads have no block at all, the first is layer {series.layers[row]}, head {head}"
-        )
-    above = [(layer, one) for layer, one in errors if one.error > DEFAULT_LIMIT]
-    if above:
-        layer, one = max(above, key=lambda pair: pair[1].error)
-        warnings.append(
-            f"relative L1 error above {DEFAULT_LIMIT:g} in {len(above)} of {len(errors)} heads, up to {one.error:.3f} "
-            f"in layer {layer}, head {one.head} (density {one.density:.3f}): check thw, token orders and whether the "
-            "masks are for this model and video size"
-        )
-    return warnings
+    series, densities = found.series, found.densities
+    drawn = [(series.layers[row], head) for row, head in heads_to_draw(densities)]
+    below = len(drawn) + bool(found.drift)
+    picture = BytesIO()
+    with rc_context({**STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(max(9.0, 2.7 * below), 7.4), layout="constrained")
+        FigureCanvasAgg(figure)
+        note = f"{title}: mean density {densities.mean():.3f}; below, heads from the emptiest to the densest"
+        heading(figure, "Which blocks do the masks keep?", note)
+        upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=(1.0, 1.15)))
+        # 1. Density of heads × layers
+        axis = upper.subplots()
+        image = axis.imshow(densities.T, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+        shown = spread_out(range(len(series.layers)), 20)
+        axis.set(xlabel="layer", ylabel="head", xticks=shown, xticklabels=[series.layers[i] for i in shown])
+        axis.yaxis.get_major_locator().set_params(integer=True)
+        upper.colorbar(image, ax=axis, label="density: share of blocks computed")
+        # 2. Some heads' masks
+        axes = np.atleast_1d(lower.subplots(1, below))
+        for axis, (layer, head) in zip(axes, drawn, strict=False):
+            mask = series.first(layer)
+            head %= mask.heads
+            bits, order = mask.square(head).cpu().numpy(), mask.grid.order_of(head)
+            names = order if isinstance(order, str) else ", ".join(dict.fromkeys(order))
+            axis.imshow(bits, cmap="Greys", vmin=0, vmax=1, interpolation="antialiased")  # many blocks: local means
+            axis.set_title(f"layer {layer}, head {head} ({names})\ndensity {bits.mean():.3f}", fontsize=10)
+            axis.set(xlabel="key block", ylabel="query block")
+        # 3. Change from step to step
+        for number, layer_drift in enumerate(found.drift):
+            style = {"markersize": 3.5, "color": rank_colour(number), "label": f"layer {layer_drift.layer}"}
+            axes[-1].plot(layer_drift.steps, layer_drift.iou, "o-", **style)
+        if found.drift:
+            axes[-1].set(xlabel="step", ylabel="IoU with the step before", ylim=(0, 1.03))
+            axes[-1].set_title("How masks drift\nfrom step to step", fontsize=10)
+            axes[-1].xaxis.get_major_locator().set_params(integer=True)
+            axes[-1].legend(fontsize=9, loc="lower left")
+        figure.savefig(picture, format="png")
+    return picture.getvalue()

@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import numpy as np
 from matplotlib import rcParams
+from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-from dbsp_cli.owners_picture import owners_picture
 from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.reports.style import INK, STYLE, WIDTH, heading
+from dbsp_core.reports.style import INK, RANKS, STYLE, WIDTH, heading
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.common import preset_blocks, preset_model
 from scripts.results.colours import PLANNERS
@@ -112,7 +113,31 @@ def masks_picture(mask: BlockMask) -> Figure:
 def owners_of(mask: BlockMask, strategy: str) -> Figure:
     """Who computes each (head, query block) row, and how many active blocks that makes for each rank."""
     plans = [(NAMES[planner], plan_of(mask, strategy, planner)) for planner in NAMES]
-    figure: Figure = owners_picture(f"{strategy}, {mask.heads} heads", plans)
+    world = plans[0][1].strategy.world
+    figure = Figure(figsize=(WIDTH, 1.0 + 2.2 * len(plans)), layout="constrained")
+    note = f"{strategy}, {mask.heads} heads; right: active blocks by GPU, dotted: the mean (counted)"
+    heading(figure, "Who computes what: a plan gives every row an owner", note)
+    axes = figure.subplots(len(plans), 2, squeeze=False, width_ratios=(2.2, 1), sharex="col")
+    for (left, right), (name, plan) in zip(axes, plans, strict=True):
+        # left: the owner of each row, heads × query blocks
+        norm = BoundaryNorm(np.arange(world + 1) - 0.5, world)
+        colour_map = ListedColormap(RANKS[:world])
+        left.imshow(plan.owner, cmap=colour_map, norm=norm, aspect="auto", interpolation="nearest")
+        left.grid(visible=False)
+        left.set_yticks(np.arange(plan.heads + 1) - 0.5, minor=True)
+        left.grid(which="minor", axis="y", color="white", linewidth=0.5)
+        left.tick_params(which="minor", length=0)
+        left.set_ylabel("head")
+        left.set_title(f"{name}: owner of each row", loc="left")
+        # right: active blocks of each rank
+        right.barh(range(world), plan.work, height=0.8, color=RANKS[:world])
+        right.axvline(plan.work.mean(), color=INK, linestyle="dotted")
+        right.set_title(f"ρ_s {plan.rho:.3f}", loc="left")
+        right.set(ylim=(world - 0.5, -0.5))
+        right.grid(visible=False)
+        right.set_yticks(range(world), [f"GPU {rank}" for rank in range(world)])
+    axes[-1][0].set_xlabel("query block")
+    axes[-1][1].set_xlabel("active blocks")
     return figure
 
 

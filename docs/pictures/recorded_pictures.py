@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from dbsp_cli.mask_tools.info import MaskSeries, examine_masks
+from dbsp_cli.mask_tools.info import MaskSeries, examine_masks, mask_picture
 from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.reports.page import balance_picture
 
@@ -26,7 +26,7 @@ def main() -> None:
     layout = SequenceLayout.named("striped", masks[series.layers[0]].grid, Strategy.parse(STRATEGY))
     plans = {layer: make_plan(mask, STRATEGY, layout=layout) for layer, mask in masks.items()}
     pictures = {
-        (out or DOCS / "pictures") / "masks-info.png": examine_masks(series).picture(RECORDED.name, series),
+        (out or DOCS / "pictures") / "masks-info.png": mask_picture(RECORDED.name, examine_masks(series)),
         (out or DOCS) / "balance.png": balance_picture(plans),
     }
     for path, content in pictures.items():

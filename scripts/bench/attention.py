@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dbsp_cli.measure import imbalanced_mask
+from dbsp_cli.commands.bench import imbalanced_mask
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.layout.strategy import Strategy
@@ -86,18 +86,22 @@ class Comparison:
 def compare(cases: Sequence[Case], args: argparse.Namespace, device: str) -> list[Comparison]:
     """Measures the first case on Ulysses and the second on Ring, each with both planners, alternately in one run."""
     strategies = (Strategy(args.ranks, 1), Strategy(1, args.ranks))
-    ways = [(case, str(one), planner) for case, one in zip(cases, strategies, strict=True) for planner in PLANNERS]
+    ways = [
+        (case, str(strategy), planner)
+        for case, strategy in zip(cases, strategies, strict=True)
+        for planner in PLANNERS
+    ]
     with tempfile.TemporaryDirectory() as folder:
         turns_file = str(Path(folder, "turns"))
         how = device, args.kernel, args.repeats, turns_file
         by_rank = run_ranks(measure_attentions, args.ranks, device, tuple(ways), *how)
     seconds = slowest_rank(by_rank)
-    found = []
+    comparisons = []
     for number, (case, strategy) in enumerate(zip(cases, strategies, strict=True)):
         layout = usual_layout("dbsp", case.mask().grid, strategy)
         plan = make_plan(case.mask(), strategy, "dbsp", layout=layout)
-        found.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds[2 * number : 2 * number + 2]))
-    return found
+        comparisons.append(Comparison(str(strategy), plan.rho_before, plan.rho, *seconds[2 * number : 2 * number + 2]))
+    return comparisons
 
 
 def slowest_rank(by_rank: Sequence[Sequence[Sequence[float]]]) -> list[float]:
@@ -164,14 +168,17 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    found = compare(cases(args), args, device)
+    comparisons = compare(cases(args), args, device)
     how = f"measured, {args.ranks} ranks"
     if args.json:
         about = {"label": how, "device": device_class(device), "torch": str(torch.__version__)}
         sizes = {key: getattr(args, key) for key in ("heads", "tokens", "head_dim", "density", "repeats")}
-        print(json.dumps({**about, **sizes, "cases": [one.record() for one in found]}, indent=1))
+        print(json.dumps({**about, **sizes, "cases": [comparison.record() for comparison in comparisons]}, indent=1))
         return
-    print_table(f"{how}, {device_class(device)}; reached: speed-up over expected", [one.record() for one in found])
+    print_table(
+        f"{how}, {device_class(device)}; reached: speed-up over expected",
+        [comparison.record() for comparison in comparisons],
+    )
 
 
 if __name__ == "__main__":

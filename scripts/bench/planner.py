@@ -6,7 +6,6 @@ slower: modelled time of the plan without a price (ρ_s 1.002, splits for nothin
 
 python -m scripts.bench.planner                  Wan2.1-14B's size, masks of many kinds, P = 8 and 6
 python -m scripts.bench.planner --extremes       one dense head, one block row, few heads, few blocks, no work
-python -m scripts.bench.planner --price          the same masks at the prices of shipped machines
 python -m scripts.bench.planner --recorded FILE  masks of a mask file, such as tests/data/learned-masks.safetensors
 python -m scripts.bench.planner --scale          planning time up to P = 128 and a million tokens (counts drawn)
 python -m scripts.bench.planner --json > FILE    the same numbers for a program
@@ -23,7 +22,6 @@ from itertools import product
 import numpy as np
 from rich.console import Console
 
-from dbsp_core.cost.machine import load_hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
@@ -31,7 +29,6 @@ from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.planners import (
-    KEY_PRICE,
     head_price,
     imbalance_ratio,
     majority_rank,
@@ -145,14 +142,11 @@ def measure(
 def masks(args: argparse.Namespace) -> Rows:
     """Every kind of mask, every head count, every strategy."""
     for name, make in MASKS.items():
-        if args.mask not in name:
-            continue
         for heads in args.heads:
-            for seed in range(args.seeds):
-                bits = make(heads, args.blocks, args.first_seed + seed)
-                for strategy in (s for world in args.gpus for s in Strategy.all_for(world)):
-                    found = measure(bits.sum(axis=2), strategy, args.layout, args.repeat)
-                    yield {"mask": name, "heads": heads, "seed": args.first_seed + seed, **found}
+            rows = make(heads, args.blocks, args.first_seed).sum(axis=2)
+            for strategy in (s for world in args.gpus for s in Strategy.all_for(world)):
+                numbers = measure(rows, strategy, args.layout, args.repeat)
+                yield {"mask": name, "heads": heads, "seed": args.first_seed, **numbers}
 
 
 def recorded(args: argparse.Namespace) -> Rows:
@@ -161,8 +155,8 @@ def recorded(args: argparse.Namespace) -> Rows:
     for layer, group in product(range(file.layers), range(len(file.groups or (0,)))):
         mask = file.layer(layer, group)
         for strategy in (s for world in args.gpus for s in Strategy.all_for(world)):
-            found = measure(mask.counts.rows, strategy, args.layout, args.repeat, mask.grid)
-            yield {"mask": f"layer {layer}, group {group}", "heads": mask.heads, "seed": 0, **found}
+            numbers = measure(mask.counts.rows, strategy, args.layout, args.repeat, mask.grid)
+            yield {"mask": f"layer {layer}, group {group}", "heads": mask.heads, "seed": 0, **numbers}
 
 
 def scale(args: argparse.Namespace) -> Rows:
@@ -175,8 +169,8 @@ def scale(args: argparse.Namespace) -> Rows:
         mean = density[:, None] * row * blocks
         rows = np.maximum(mean + rng.standard_normal(mean.shape) * np.sqrt(mean * 0.6), 0).astype(np.int64)
         for strategy in Strategy.all_for(world):
-            found = measure(rows, strategy, args.layout, args.repeat)
-            yield {"mask": f"{blocks * 64:,} tokens", "heads": 40, "seed": args.first_seed, **found}
+            numbers = measure(rows, strategy, args.layout, args.repeat)
+            yield {"mask": f"{blocks * 64:,} tokens", "heads": 40, "seed": args.first_seed, **numbers}
 
 
 def extremes(args: argparse.Namespace) -> Rows:
@@ -200,44 +194,17 @@ def extremes(args: argparse.Namespace) -> Rows:
     }
     for name, rows in works.items():
         for strategy in (s for world in (8, 16) for s in Strategy.all_for(world)):
-            found = measure(rows, strategy, args.layout, args.repeat)
-            yield {"mask": name, "heads": len(rows), "seed": args.first_seed, **found}
+            numbers = measure(rows, strategy, args.layout, args.repeat)
+            yield {"mask": name, "heads": len(rows), "seed": args.first_seed, **numbers}
 
 
-def prices(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Modelled time of plans at `KEY_PRICE`, over plans at the machine's own price: mean and worst, by machine."""
-    found: dict[str, dict[str, float]] = {}
-    works = [(rows, strategy) for rows in _rows_of_masks(args) for strategy in Strategy.all_for(8)]
-    for name in ("a800", "h100", "h200", "h800"):
-        known = load_hardware(name).constants
-        scores = known.flops_per_s * (1 / known.exchange_bytes_per_s + 1 / known.pack_bytes_per_s)
-        ratios = []
-        for rows, strategy in works:
-            grid, parts = BlockGrid.uniform(rows.shape[1] * 64), (strategy.ulysses, strategy.ring)
-            ring_rank, price = ring_ranks_of(grid, strategy, args.layout), head_price(grid, strategy)
-            own = round(price * scores / KEY_PRICE)
-            ours, best = (
-                rank_times(rows, plan_rows(rows, ring_rank, *parts, one), *parts, own).max() for one in (price, own)
-            )
-            ratios.append(float(ours / best))
-        found[name] = {"scores": scores, "mean": float(np.mean(ratios)), "worst": max(ratios)}
-    return found
-
-
-def _rows_of_masks(args: argparse.Namespace) -> Iterator[np.ndarray]:
-    for make in MASKS.values():
-        for heads in args.heads:
-            yield make(heads, args.blocks, args.first_seed).sum(axis=2)
-
-
-def summary(found: list[dict[str, object]]) -> dict[str, dict[str, float]]:
+def summary(plans: list[dict[str, object]]) -> dict[str, dict[str, float]]:
     """The worst of each kind of strategy."""
-    kinds = {"Ulysses": "R1", "ring and hybrids": ""}
     worst = {}
-    for kind, ending in kinds.items():
-        some = [f for f in found if str(f["strategy"]).endswith("R1") == bool(ending)]
-        if some:
-            worst[kind] = {key: max(float(str(f[key])) for f in some) for key in ("rho", "moved", "kv", "plan_ms")}
+    for kind, is_ulysses in (("Ulysses", True), ("ring and hybrids", False)):
+        records = [record for record in plans if str(record["strategy"]).endswith("R1") == is_ulysses]
+        if records:
+            worst[kind] = {key: max(float(str(r[key])) for r in records) for key in ("rho", "moved", "kv", "plan_ms")}
     return worst
 
 
@@ -248,32 +215,29 @@ def main() -> None:
     parser.add_argument(
         "--blocks", type=int, default=1182, help="query and KV blocks of 64 tokens; 1182 is 75,600 tokens"
     )
-    parser.add_argument("--mask", default="", help="only masks whose name contains this")
     parser.add_argument("--layout", choices=["striped", "contiguous"], default="striped")
-    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=5, help="plans timed; the shortest time counts")
     parser.add_argument("--extremes", action="store_true", help="work that no mask of a model has")
-    parser.add_argument("--price", action="store_true", help="plans at the prices of shipped machines")
     parser.add_argument("--scale", action="store_true", help="planning time up to P = 128 and a million tokens")
     parser.add_argument("--recorded", metavar="FILE", help="masks of a mask file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
 
     log = Console(stderr=True)
-    if args.price:
-        print(json.dumps(prices(args), indent=1))
-        return
     kinds = {recorded: args.recorded, scale: args.scale, extremes: args.extremes}
-    found = []
-    for one in next((kind for kind, asked in kinds.items() if asked), masks)(args):
-        found.append(one)
-        log.print(f"{one['mask']}, {one['heads']} heads, {one['strategy']}: ρ_s {one['rho']:.5f}", highlight=False)
+    plans = []
+    for record in next((kind for kind, chosen in kinds.items() if chosen), masks)(args):
+        plans.append(record)
+        line = f"{record['mask']}, {record['heads']} heads, {record['strategy']}: ρ_s {record['rho']:.5f}"
+        log.print(line, highlight=False)
     if args.json:
-        print(json.dumps({"plans": found, "worst": summary(found)}, indent=1))
+        print(json.dumps({"plans": plans, "worst": summary(plans)}, indent=1))
         return
-    print_table(f"planner dbsp, {args.layout} layout", [{field: one[field] for field in FIELDS} for one in found])
-    print_table("worst", [{"kind": kind, **worst} for kind, worst in summary(found).items()])
+    print_table(
+        f"planner dbsp, {args.layout} layout", [{field: record[field] for field in FIELDS} for record in plans]
+    )
+    print_table("worst", [{"kind": kind, **worst} for kind, worst in summary(plans).items()])
 
 
 if __name__ == "__main__":

@@ -79,12 +79,12 @@ def drifting(options: argparse.Namespace) -> Iterator[Series]:
 def trained(steps: int, videos: int, name: str) -> Iterator[Series]:
     """Masks that SpargeAttn's predictor finds in videos of the small trained model, without guidance."""
     pipeline = load_pipeline()
-    found: dict[int, list[BlockMask]] = {}
+    by_layer: dict[int, list[BlockMask]] = {}
     for seed, prompt in enumerate(PROMPTS[:videos]):
         _, watched = generate(pipeline, prompt, seed, steps, PREDICTED, keep=True, guidance=1.0)
         for at in sorted(watched.masks, key=lambda at: at.step):
-            found.setdefault(at.layer, []).append(watched.masks[at])
-    yield from (Series(name, masks, steps) for masks in found.values())
+            by_layer.setdefault(at.layer, []).append(watched.masks[at])
+    yield from (Series(name, masks, steps) for masks in by_layer.values())
 
 
 def measure(series: Series, strategy: str) -> list[Row]:
@@ -97,13 +97,15 @@ def measure(series: Series, strategy: str) -> list[Row]:
 
     counts = [mask.counts.rows for mask in series.masks]
     fresh = float(np.mean([make(rows).rho for rows in counts]))
-    found = []
+    rows_by_threshold = []
     for threshold in THRESHOLDS:
         uses = replay(counts, threshold, make, steps=series.steps)
         rho = [use.counted.rho for use in uses if use.counted is not None]
         plans = sum(use.new for use in uses)
-        found.append(Row(series.name, strategy, threshold, plans, float(np.mean(rho)), max(rho[SETTLED:]), fresh))
-    return found
+        rows_by_threshold.append(
+            Row(series.name, strategy, threshold, plans, float(np.mean(rho)), max(rho[SETTLED:]), fresh)
+        )
+    return rows_by_threshold
 
 
 def over_layers(rows: list[Row]) -> Row:
@@ -114,14 +116,14 @@ def over_layers(rows: list[Row]) -> Row:
 
 def all_rows(options: argparse.Namespace) -> list[Row]:
     """Returns a row for each kind of series, strategy and threshold."""
-    found: dict[tuple[str, str, float], list[Row]] = {}
+    by_kind: dict[tuple[str, str, float], list[Row]] = {}
     kinds = [drifting(options), trained(50, 1, TRAINED)]
     kinds += [trained(steps, VIDEOS, f"trained model, {VIDEOS} videos of {steps} steps") for steps in (8, 4)]
     for series in chain.from_iterable(kinds):
         for strategy in STRATEGIES:
             for row in measure(series, strategy):
-                found.setdefault((row.series, strategy, row.threshold), []).append(row)
-    return [over_layers(rows) for rows in found.values()]
+                by_kind.setdefault((row.series, strategy, row.threshold), []).append(row)
+    return [over_layers(rows) for rows in by_kind.values()]
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -29,4 +29,4 @@ def update_table(
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
-        writer.writerows(table[one] for one in (table if order is None else order) if one in table)
+        writer.writerows(table[key] for key in (table if order is None else order) if key in table)

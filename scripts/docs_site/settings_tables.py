@@ -38,45 +38,50 @@ def main() -> None:
 def with_tables(text: str) -> str:
     """Returns the page with the tables as they are now, each between `<!-- table NAME -->` and `<!-- end -->`."""
 
-    def renewed(found: re.Match[str]) -> str:
-        table = _sources() if found[1] == "mask" else _table(SECTIONS[found[1]])
-        return f"<!-- table {found[1]} -->\n{table}<!-- end -->"
+    def renewed(match: re.Match[str]) -> str:
+        table = _sources() if match[1] == "mask" else _table(SECTIONS[match[1]])
+        return f"<!-- table {match[1]} -->\n{table}<!-- end -->"
 
     return re.sub(r"<!-- table (\w+) -->\n.*?<!-- end -->", renewed, text, flags=re.DOTALL)
 
 
 def _table(cls: type) -> str:
     described = _descriptions(cls)
-    rows = [f"| `{one.name}` | {_default(one)} | {described[one.name]} |\n" for one in _settings(cls)]
+    rows = [f"| `{setting.name}` | {_default(setting)} | {described[setting.name]} |\n" for setting in _settings(cls)]
     return "| key | default | what it does |\n|---|---|---|\n" + "".join(rows)
 
 
 def _sources() -> str:
     rows = []
     for name, cls in SOURCES.items():
-        keys = ", ".join(f"`{one.name}`" for one in _settings(cls))
+        keys = ", ".join(f"`{setting.name}`" for setting in _settings(cls))
         summary = (cls.__doc__ or "").split("\n\n")[0]
         rows.append(f"| `{name}` | {keys} | {_linked(summary)} |\n")
     return "| source | keys | masks |\n|---|---|---|\n" + "".join(rows)
 
 
 def _settings(cls: Any) -> list[Field[Any]]:
-    return [one for one in fields(cls) if one.name in setting_names(cls)]
+    return [setting for setting in fields(cls) if setting.name in setting_names(cls)]
 
 
 def _descriptions(cls: type) -> dict[str, str]:
     """The text of each attribute in a class's docstring."""
     sections = griffe.Docstring(cls.__doc__ or "").parse("google")
     kind = griffe.DocstringSectionKind.attributes
-    return {one.name: _linked(one.description) for part in sections if part.kind is kind for one in part.value}
+    return {
+        parameter.name: _linked(parameter.description)
+        for part in sections
+        if part.kind is kind
+        for parameter in part.value
+    }
 
 
-def _default(one: Field[Any]) -> str:
-    if one.default is MISSING and one.default_factory is MISSING:
+def _default(setting: Field[Any]) -> str:
+    if setting.default is MISSING and setting.default_factory is MISSING:
         return "required"
-    if one.default is MISSING or one.default is None:
+    if setting.default is MISSING or setting.default is None:
         return "none"
-    return f"`{str(one.default).lower() if isinstance(one.default, bool) else one.default}`"
+    return f"`{str(setting.default).lower() if isinstance(setting.default, bool) else setting.default}`"
 
 
 def _linked(text: str) -> str:

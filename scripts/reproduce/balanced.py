@@ -54,10 +54,10 @@ def measure(preset: str, options: argparse.Namespace) -> list[Row]:
         parsed = Strategy.parse(strategy)
         tokens_at = SequenceLayout.named(layout, layers[0].grid, parsed)
         if planner == "dbsp":
-            found = [make_plan(mask, parsed, layout=tokens_at, compare=False) for mask in layers]
+            made = [make_plan(mask, parsed, layout=tokens_at, compare=False) for mask in layers]
         else:
-            found = [plan_ring(mask, parsed, planner, tokens_at, options.reward) for mask in layers]
-        plans[strategy, planner, layout] = found
+            made = [plan_ring(mask, parsed, planner, tokens_at, options.reward) for mask in layers]
+        plans[strategy, planner, layout] = made
     return [_row(preset, *key, here, before[key[0]], bound[key[0]]) for key, here in plans.items()]
 
 

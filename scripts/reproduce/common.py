@@ -97,13 +97,6 @@ def masks(name: str, options: argparse.Namespace, **style: Any) -> Iterator[Bloc
         yield source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens))
 
 
-def mask_of(model: ModelSpec, density: float | None = None, coarsen: int = 1, seed: int = 0) -> BlockMask:
-    """Returns the first layer's mask in the style of its family's preset; density None: the preset's."""
-    name = "cogvideox1.5-5b" if model.pipeline == "CogVideoXPipeline" else "wan2.1-t2v-14b"
-    source = SyntheticSource(preset=name, density=density, seed=seed, **preset_blocks(name, coarsen))
-    return source.mask(MaskRequest(0, model.heads, model.thw, model.text_tokens))
-
-
 def contiguous_rho(
     name: str, strategies: Iterable[str], options: argparse.Namespace, **style: Any
 ) -> list[list[float]]:

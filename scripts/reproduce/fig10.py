@@ -24,7 +24,7 @@ from scripts.reproduce.authors.measured import SEED, STRATEGIES, attention_ms, f
 from scripts.reproduce.authors.runs import dense_s
 from scripts.reproduce.common import arguments
 from scripts.reproduce.lockstep import plan_ring, predict_ring
-from scripts.reproduce.simulate import RunConfig, simulate_layer
+from scripts.reproduce.modelled import RunConfig, simulate_layer
 from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
@@ -76,7 +76,7 @@ def measure(layers: int = 40) -> list[Row]:
         for strategy, name, ms in zip(STRATEGIES, NAMES, measured[layer], strict=True):
             layout = SequenceLayout.contiguous(mask.grid.tokens, 8)
             plan = plan_ring(mask, strategy, "paper", layout, REWARD, equal_heads=True)
-            found = predict_ring(plan, shape, hardware, layout=layout).total_s * 1e3
+            modelled_ms = predict_ring(plan, shape, hardware, layout=layout).total_s * 1e3
             ours = simulate_layer(RunConfig(strategy, "dbsp"), mask, spec, hardware, [0] * 8)
             rows.append(
                 Row(
@@ -85,8 +85,8 @@ def measure(layers: int = 40) -> list[Row]:
                     "fitted" if half[layer] else "held out",
                     max(head.mean() for head in mask.bits.numpy()),
                     ms,
-                    found,
-                    found / ms - 1,
+                    modelled_ms,
+                    modelled_ms / ms - 1,
                     plan.rho,
                     ours.prediction.total_s * 1e3,
                     ours.plan.rho,

@@ -15,8 +15,15 @@ from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.fit import in_scripts
 from scripts.reproduce.authors.measured import DBSP, PARO
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.modelled import MODELLED, PAPER_SCALING, machine, model_masks, modelled_arguments, video
-from scripts.reproduce.simulate import RunConfig
+from scripts.reproduce.modelled import (
+    MODELLED,
+    PAPER_SCALING,
+    RunConfig,
+    machine,
+    model_masks,
+    modelled_arguments,
+    video,
+)
 from scripts.results.colours import PLANNERS, STRATEGIES
 from scripts.results.figures import STAR, grouped_bars, in_words, legend_below, panels
 from scripts.results.result import Result
@@ -49,9 +56,9 @@ def measure(options) -> list[Row]:
         for gpus in (1, 2, 4, 8):
             strategy = Strategy(gpus, 1) if ulysses else Strategy(1, gpus)
             known = in_scripts(hardware, DBSP if planner == "dbsp" else PARO, MODEL)
-            found = video(RunConfig(strategy, planner), masks, model, known)
-            attention = found.attention_s - (found.pack_s if gpus == 1 else 0)  # one GPU packs nothing
-            whole = attention + found.other_s
+            modelled = video(RunConfig(strategy, planner), masks, model, known)
+            attention = modelled.attention_s - (modelled.pack_s if gpus == 1 else 0)  # one GPU packs nothing
+            whole = attention + modelled.other_s
             alone = whole if gpus == 1 else alone
             stated = PAPER_SCALING.get(str(strategy)) if planner == "contiguous" else None
             paper = f"{stated}" if stated else "> 15 minutes (§1); 16.0 by §3.1 and Fig. 8" if gpus == 1 else "–"
@@ -60,9 +67,9 @@ def measure(options) -> list[Row]:
                 Row(
                     line,
                     gpus,
-                    found.rho,
+                    modelled.rho,
                     attention,
-                    found.other_s,
+                    modelled.other_s,
                     whole,
                     share,
                     alone / whole,

@@ -113,19 +113,21 @@ def summary(rows: Sequence[Row]) -> list[str]:
 def wrong_order(rows: Sequence[Row]) -> tuple[list[str], int]:
     """Pairs of a panel's bars that the model has in the wrong order, in words, and how many pairs there are."""
     wrong, pairs = [], 0
-    for one, other in itertools.combinations(rows, 2):
-        apart = abs(one.measured_s - other.measured_s) > WORTH * min(one.measured_s, other.measured_s)
-        if one.panel == other.panel and apart:
+    for bar, other_bar in itertools.combinations(rows, 2):
+        apart = abs(bar.measured_s - other_bar.measured_s) > WORTH * min(bar.measured_s, other_bar.measured_s)
+        if bar.panel == other_bar.panel and apart:
             pairs += 1
-            if (one.measured_s < other.measured_s) != (one.modelled_s < other.modelled_s):
-                wrong.append(f"{one.model}, {one.machine}, {one.method}: {one.way} and {other.way}")
+            if (bar.measured_s < other_bar.measured_s) != (bar.modelled_s < other_bar.modelled_s):
+                wrong.append(f"{bar.model}, {bar.machine}, {bar.method}: {bar.way} and {other_bar.way}")
     return wrong, pairs
 
 
 def _mean_gain(rows: Sequence[Row], kind: str, what: str) -> float:
     field = f"{kind}_attention_s" if what == "attention" else f"{kind}_s"
-    own = {row.panel: getattr(row, field) for row in rows if row.way == DBSP}
-    return float(np.mean([getattr(row, field) / own[row.panel] for row in rows if row.way not in (DBSP, BURST)]))
+    seconds_of_dbsp = {row.panel: getattr(row, field) for row in rows if row.way == DBSP}
+    return float(
+        np.mean([getattr(row, field) / seconds_of_dbsp[row.panel] for row in rows if row.way not in (DBSP, BURST)])
+    )
 
 
 def draw(rows: list[Row]) -> Figure:

@@ -19,8 +19,7 @@ from dbsp_core import Strategy
 from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.measured import speedups
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.modelled import machine, model_masks, modelled_arguments, video
-from scripts.reproduce.simulate import RunConfig
+from scripts.reproduce.modelled import RunConfig, machine, model_masks, modelled_arguments, video
 from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels
@@ -58,10 +57,10 @@ def measure(options) -> list[Row]:
             masks = model_masks(MODEL, options, **{key: value})
             base = video(RunConfig(strategy, "contiguous"), masks, model, hardware)
             for planner in PLANNERS:
-                one = video(RunConfig(strategy, planner), masks, model, hardware)
-                gain = base.attention_s / one.attention_s
+                balanced = video(RunConfig(strategy, planner), masks, model, hardware)
+                gain = base.attention_s / balanced.attention_s
                 label = f"modelled, synthetic masks, {hardware.name}"
-                rows.append(Row(name, planner, f"{key}={value:g}", base.rho / one.rho, gain, label))
+                rows.append(Row(name, planner, f"{key}={value:g}", base.rho / balanced.rho, gain, label))
     return rows
 
 

@@ -60,13 +60,13 @@ def work_by_slot(mask: BlockMask, slot: np.ndarray, ring: int) -> np.ndarray:
     """int64[H, nq, ring]: active blocks of each row by the slot that their keys are sent in, int64[H, nk]."""
     if ring == 1:
         return mask.counts.rows[..., None]
-    found, row, column = [], 0, 0
+    parts, row, column = [], 0, 0
     for part in mask.parts:
         here = torch.from_numpy(slot[:, column : column + part.grid.nk])
         one_hot = torch.nn.functional.one_hot(here, ring).float()
-        found.append(torch.stack([bits.float() @ to for bits, to in zip(part.bits, one_hot, strict=True)]))
+        parts.append(torch.stack([bits.float() @ to for bits, to in zip(part.bits, one_hot, strict=True)]))
         row, column = row + part.grid.nq, column + part.grid.nk
-    cells: np.ndarray = torch.cat(found, dim=1).long().numpy()
+    cells: np.ndarray = torch.cat(parts, dim=1).long().numpy()
     return cells
 
 
@@ -141,7 +141,9 @@ def rho_before(mask: BlockMask, strategy: Strategy | str) -> float:
 
 def _work(mask: BlockMask, owner: np.ndarray, slot: np.ndarray, strategy: Strategy) -> np.ndarray:
     cells = work_by_slot(mask, slot, strategy.ring)
-    by_slot = [np.bincount(owner.ravel(), cells[..., one].ravel(), strategy.world) for one in range(strategy.ring)]
+    by_slot = [
+        np.bincount(owner.ravel(), cells[..., ring_rank].ravel(), strategy.world) for ring_rank in range(strategy.ring)
+    ]
     return work_by_ring_step(np.stack(by_slot, axis=1).astype(np.int64), strategy.ulysses)
 
 
@@ -175,11 +177,6 @@ class RingTimes:
     def compute_s(self) -> float:
         """Compute of all ring steps of the rank that is done last, as if it waited for nothing."""
         return sum(compute for compute, _ in self.steps)
-
-    @property
-    def exposed_s(self) -> float:
-        """What that rank waits: for transfers that compute does not hide, and for its neighbours."""
-        return self.attention_s - self.compute_s
 
 
 @dataclass(frozen=True)
@@ -263,12 +260,12 @@ def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, ov
         overlap: Share of the shorter of compute and P2P that hides behind the longer.
     """
     done = began = np.zeros((strategy.ring, strategy.ulysses))
-    for step, own in enumerate(compute.reshape(-1, *began.shape)):
-        done = began + own
+    for step, compute_of_step in enumerate(compute.reshape(-1, *began.shape)):
+        done = began + compute_of_step
         if step < len(p2p):
             transfer_s = p2p[step]
             met = np.maximum(began, np.maximum(np.roll(began, 1, axis=0), np.roll(began, -1, axis=0)))
-            done = np.maximum(done, met + transfer_s) + (1 - overlap) * np.minimum(own, transfer_s)
+            done = np.maximum(done, met + transfer_s) + (1 - overlap) * np.minimum(compute_of_step, transfer_s)
         began = done
     last = int(done.argmax())
     steps = tuple((float(c), float(t)) for c, t in zip_longest(compute[:, last], p2p, fillvalue=0.0))

@@ -62,20 +62,20 @@ class Row:
 def measure() -> Iterator[Row]:
     with TABLES.open(newline="", encoding="utf-8") as file:
         records = list(csv.DictReader(file))
-    for _, table in itertools.groupby(records, lambda one: (one["table"], one["machine"], one["video"])):
+    for _, table in itertools.groupby(records, lambda record: (record["table"], record["machine"], record["video"])):
         alone: tuple[float, float] | None = None
-        for one in table:
-            gpus, halves, measured = int(one["gpus"]), int(one["halves"]), float(one["measured_s"])
-            spec = _of_size(one["model"], one["video"])
-            modelled, attentions = _seconds(spec, one["machine"], one["strategy"], gpus, halves, one["unit"])
+        for record in table:
+            gpus, halves, measured = int(record["gpus"]), int(record["halves"]), float(record["measured_s"])
+            spec = _of_size(record["model"], record["video"])
+            modelled, attentions = _seconds(spec, record["machine"], record["strategy"], gpus, halves, record["unit"])
             alone = alone or (measured, modelled)
             scaled = measured - alone[0] / gpus, modelled - alone[1] / gpus
             yield Row(
-                *(one[key] for key in ("table", "model", "machine", "video")),
+                *(record[key] for key in ("table", "model", "machine", "video")),
                 gpus,
-                one["strategy"],
+                record["strategy"],
                 halves,
-                one["unit"],
+                record["unit"],
                 measured,
                 modelled,
                 modelled / measured - 1,
@@ -97,8 +97,8 @@ def _seconds(spec: ModelSpec, machine: str, strategy: str, gpus: int, halves: in
     hardware = load_hardware(machine)
     plan = plan_ring(BlockMask.dense(spec.heads, BlockGrid.uniform(spec.tokens, BLOCK)), Strategy.parse(strategy))
     shape = AttentionShape(1, spec.heads, spec.head_dim)
-    found = predict_ring(plan, shape, hardware, nodes_of(hardware, plan.strategy.world))
-    attention_s = found.total_s - (found.pack_s if plan.strategy.world == 1 else 0)  # one GPU packs nothing
+    prediction = predict_ring(plan, shape, hardware, nodes_of(hardware, plan.strategy.world))
+    attention_s = prediction.total_s - (prediction.pack_s if plan.strategy.world == 1 else 0)  # one GPU packs nothing
     one_pass_s = spec.layers * attention_s + linear_flops(spec) * halves / gpus / hardware.constants.linear_flops_per_s
     count = passes(spec) // halves
     if unit == "step":
@@ -109,12 +109,14 @@ def _seconds(spec: ModelSpec, machine: str, strategy: str, gpus: int, halves: in
 def summary(rows: Sequence[Row]) -> list[str]:
     """One GPU's errors, and how far short of the modelled scaling each table falls, in words."""
     lines = []
-    for (table, machine, video), found in itertools.groupby(rows, lambda row: (row.table, row.machine, row.video)):
-        one, *more = found
+    for (table, machine, video), table_rows in itertools.groupby(
+        rows, lambda row: (row.table, row.machine, row.video)
+    ):
+        alone, *more = table_rows
         short = [row.linear / row.modelled_linear for row in more]
         beyond = np.median([row.beyond_ns for row in more])
         lines.append(
-            f"{table}, {machine}, {video}: one GPU {one.error:+.0%}; published over modelled scaling "
+            f"{table}, {machine}, {video}: one GPU {alone.error:+.0%}; published over modelled scaling "
             f"{min(short):.2f} to {max(short):.2f}; median {beyond:.1f} ns beyond the model per token and head"
         )
     return lines

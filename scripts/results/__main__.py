@@ -17,11 +17,11 @@ from scripts.results.evidence import changes_since, read_evidence, record_run
 from scripts.results.result import FOLDER, Result
 
 MODULES = (
-    *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "clusters", "fig3", "fig8", "fig9", "fig10")),
+    *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "fig3", "fig8", "fig9", "fig10")),
     "scripts.bench.reuse",
     *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
-    *(f"scripts.reproduce.knapformer.{name}" for name in ("wir", "throughput", "gamma", "streams")),
-    *(f"scripts.training.trained_model.{name}" for name in ("quality", "rounding")),
+    *(f"scripts.reproduce.knapformer.{name}" for name in ("throughput", "streams")),
+    "scripts.training.trained_model.quality",
 )
 """Each has its results as values of its own."""
 
@@ -36,14 +36,14 @@ def print_stale() -> None:
     """Prints the files whose sources have changed since they were made, with the changes counted."""
     entries = read_evidence()
     stale = 0
-    for one in entries:
-        changes = changes_since(one)
+    for entry in entries:
+        changes = changes_since(entry)
         if changes is None:
-            print(f"{one.files[0]}: this clone lacks commit {one.commit}")
+            print(f"{entry.files[0]}: this clone lacks commit {entry.commit}")
         elif changes:
             stale += 1
             more = f" and {len(changes) - 2} more" if len(changes) > 2 else ""
-            print(f"{one.files[0]}: {', '.join(changes[:2])}{more} changed since {one.commit} ({one.command})")
+            print(f"{entry.files[0]}: {', '.join(changes[:2])}{more} changed since {entry.commit} ({entry.command})")
     print(f"{stale} of {len(entries)} results are older than their sources")
 
 

@@ -44,11 +44,11 @@ def read_evidence() -> list[Evidence]:
     return [build(Evidence, entry, f"entry {number} of {EVIDENCE.name}") for number, entry in enumerate(entries, 1)]
 
 
-def changes_since(one: Evidence) -> list[str] | None:
+def changes_since(entry: Evidence) -> list[str] | None:
     """Returns the sources' files that have changed since its commit; None where this clone lacks that commit."""
-    if _git("cat-file", "-e", f"{one.commit}^{{commit}}") is None:
+    if _git("cat-file", "-e", f"{entry.commit}^{{commit}}") is None:
         return None
-    return (_git("diff", "--name-only", one.commit, "--", *one.all_sources()) or "").splitlines()
+    return (_git("diff", "--name-only", entry.commit, "--", *entry.all_sources()) or "").splitlines()
 
 
 def record_run(name: str) -> Evidence:
@@ -57,28 +57,28 @@ def record_run(name: str) -> Evidence:
     Raises:
         UserError: No entry has the file, or its sources have changes that are in no commit.
     """
-    one = next((one for one in read_evidence() if name in one.files), None)
-    if one is None:
+    evidence = next((evidence for evidence in read_evidence() if name in evidence.files), None)
+    if evidence is None:
         raise UserError(f"{EVIDENCE.name} has no entry with {name}; add one")
-    if changed := _git("status", "--porcelain", "--", *one.all_sources()):
-        raise UserError(f"commit these first, then run {one.command!r}:\n{changed}")
+    if changed := _git("status", "--porcelain", "--", *evidence.all_sources()):
+        raise UserError(f"commit these first, then run {evidence.command!r}:\n{changed}")
     commit = (_git("rev-parse", "--short=8", "HEAD") or "").strip()
-    before, entry = EVIDENCE.read_text(encoding="utf-8").split(f"- files: [{', '.join(one.files)}]", 1)
-    entry = entry.replace(f'commit: "{one.commit}"', f'commit: "{commit}"', 1)
-    EVIDENCE.write_text(f"{before}- files: [{', '.join(one.files)}]{entry}", encoding="utf-8")
-    return one
+    before, entry = EVIDENCE.read_text(encoding="utf-8").split(f"- files: [{', '.join(evidence.files)}]", 1)
+    entry = entry.replace(f'commit: "{evidence.commit}"', f'commit: "{commit}"', 1)
+    EVIDENCE.write_text(f"{before}- files: [{', '.join(evidence.files)}]{entry}", encoding="utf-8")
+    return evidence
 
 
 def imported_scripts(module: str) -> set[str]:
     """Returns the files of `scripts` that a module of it is made of: its own and those that they import."""
-    found: set[str] = set()
+    files: set[str] = set()
     waiting = [module]
     while waiting:
         path = _file_of(waiting.pop())
-        if path is not None and (relative := path.relative_to(ROOT).as_posix()) not in found:
-            found.add(relative)
+        if path is not None and (relative := path.relative_to(ROOT).as_posix()) not in files:
+            files.add(relative)
             waiting += _imports(ast.parse(path.read_text(encoding="utf-8")))
-    return found
+    return files
 
 
 def _file_of(module: str) -> Path | None:
@@ -86,7 +86,9 @@ def _file_of(module: str) -> Path | None:
     if not module.startswith("scripts."):
         return None
     path = ROOT.joinpath(*module.split("."))
-    return next((one for one in (path.with_suffix(".py"), path / "__main__.py") if one.is_file()), None)
+    return next(
+        (candidate for candidate in (path.with_suffix(".py"), path / "__main__.py") if candidate.is_file()), None
+    )
 
 
 def _imports(tree: ast.AST) -> Iterable[str]:

@@ -95,8 +95,8 @@ def imbalance_axis(axes: Axes, most: float | None = None) -> None:
 
 def legend_below(figure: Figure, axes: Axes | Iterable[Axes], columns: int = 4, **options: Any) -> None:
     """One legend under all panels, where it covers nothing; each label once, in the order in which axes have them."""
-    found: dict[str, Any] = {}
-    for one in [axes] if isinstance(axes, Axes) else axes:
-        for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    figure.legend(list(found.values()), list(found), ncols=columns, loc="outside lower center", **options)
+    handles: dict[str, Any] = {}
+    for panel in [axes] if isinstance(axes, Axes) else axes:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    figure.legend(list(handles.values()), list(handles), ncols=columns, loc="outside lower center", **options)

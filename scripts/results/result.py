@@ -95,9 +95,9 @@ def _short(value: Any) -> Any:
 
 def _value(kind: Any, text: str) -> Any:
     """What a field of this type was before it was written; of `float | str`, a number where it is one."""
-    for one in typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,):
+    for candidate in typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,):
         try:
-            return one(text)
+            return candidate(text)
         except ValueError:
             continue
     raise UserError(f"{text!r} is no {kind}")

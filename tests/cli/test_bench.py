@@ -13,12 +13,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from matplotlib.image import imread
 from scipy.optimize import nnls
 
 from dbsp_cli.commands import bench
-from dbsp_cli.commands.bench import KernelResult, exact_kernels, kernel_rates
-from dbsp_cli.measure import Workload, _exchange_constants, fit, imbalanced_mask, measure
+from dbsp_cli.commands.bench import (
+    KernelResult,
+    Workload,
+    _exchange_constants,
+    exact_kernels,
+    fit,
+    imbalanced_mask,
+    kernel_rates,
+    measure,
+)
 from dbsp_core import BlockGrid, SequenceGroup
 from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
 from dbsp_core.utils.errors import UserError
@@ -120,10 +127,10 @@ class TestKernelAuto:
         assert kernel_order("auto", "h100", CPU) == "auto"
 
 
-def test_one_process_measures_writes_where_runs_look_and_draws(dbsp, tmp_path, monkeypatch):
+def test_one_process_measures_and_writes_where_runs_look(dbsp, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bench, "_ON_CPU", (2, 256))
-    code, out, err = dbsp("bench", "tiny-wan", "--picture", tmp_path / "bench.png", "--json")
+    code, out, err = dbsp("bench", "tiny-wan", "--json")
     assert code == 0, err
     assert err.endswith(f"wrote {measured_file('cpu')}\n")
     assert "rates of exchanges are those of cpu-demo, not measured" in err
@@ -138,7 +145,6 @@ def test_one_process_measures_writes_where_runs_look_and_draws(dbsp, tmp_path, m
     assert hardware.sources["flops_per_s"] == "measured"
     assert hardware.sources["exchange_bytes_per_s"] == load_hardware("cpu-demo").sources["exchange_bytes_per_s"]
     assert kernel_order("auto", None, CPU) == "cpu,auto"
-    assert imread(tmp_path / "bench.png").shape[1] > 1000
 
 
 def test_kernel_that_approximates_is_never_one_that_auto_takes(dbsp, tmp_path, monkeypatch):
@@ -156,8 +162,8 @@ def test_kernel_that_approximates_is_never_one_that_auto_takes(dbsp, tmp_path, m
 def measure_tiny(rank: int, world: int) -> dict[str, Any]:
     """Returns main numbers of a measurement on gloo ranks."""
     group = SequenceGroup.from_group()
-    work = Workload(4, 16, 256, (32, 16), "cpu", torch.float32, CPU, group, (1 << 12, 1 << 16), 2)
-    found = measure(work, load_hardware("cpu-demo").constants, lambda what: None)
+    work = Workload(4, 16, 256, (32, 16), torch.float32, CPU, group, sizes=(12, 16), repeats=2)
+    found = measure(work, load_hardware("cpu-demo").constants)
     runs = [(str(one.plan.strategy), one.plan.planner) for one in found.attentions]
     return {"runs": runs, "exchanges": found.exchanges, "constants": vars(found.constants), "residual": found.residual}
 
@@ -178,7 +184,7 @@ def test_two_ranks_measure_exchanges_and_both_strategies(pool):
 def test_ranks_that_srun_has_started_are_joined(mistake, tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # restored after the test
-    slurm = {"PROCID": 1, "STEP_NUM_TASKS": 2, "LOCALID": 1, "STEP_TASKS_PER_NODE": 2, "STEP_NODELIST": "gpu7"}
+    slurm = {"PROCID": 1, "STEP_NUM_TASKS": 2, "LOCALID": 1, "STEP_TASKS_PER_NODE": 2}
     for name, value in slurm.items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))
 
@@ -186,4 +192,4 @@ def test_ranks_that_srun_has_started_are_joined(mistake, tmp_path, monkeypatch):
         raise UserError("joins as " + " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")))
 
     monkeypatch.setattr("dbsp_diffusers.rank_program.process_group", join)
-    assert mistake("bench", "tiny-wan", "--out", tmp_path / "here.yaml") == "dbsp: error: joins as 1 2 gpu7\n"
+    assert mistake("bench", "tiny-wan", "--out", tmp_path / "here.yaml") == "dbsp: error: joins as 1 2 127.0.0.1\n"

@@ -11,12 +11,10 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 import typer
-from matplotlib.image import imread
 from safetensors import SafetensorError
 
 from dbsp_cli.cli import app
 from dbsp_cli.output import path
-from dbsp_cli.owners_picture import owners_picture
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
 from dbsp_core.cost.prediction import traffic_of
@@ -84,25 +82,6 @@ class TestPlan:
         assert "least possible" not in text
         assert "most even" not in dbsp(*ask[:-1], "snake")[1], "one plan needs no conclusion"
 
-    def test_a_picture_has_the_most_even_plan_below_the_contiguous_one(self, dbsp, mask_file, monkeypatch):
-        drawn = []
-
-        def draw(title, plans):
-            drawn.append((title, [name for name, _ in plans], [plan.rho for _, plan in plans]))
-            return owners_picture(title, plans)
-
-        monkeypatch.setattr("dbsp_cli.commands.plan.owners_picture", draw)
-        picture = mask_file.parent / "new" / "owners.png"
-        code, out, err = dbsp("plan", mask_file, "--gpus", 4, "--layer", 1, "--picture", picture, "--json")
-        assert code == 0, err
-        plans = json.loads(out)["plans"]
-        best = min(plans, key=lambda plan: plan["rho"])
-        ((title, names, (before, after)),) = drawn
-        assert title == f"{mask_file.name}, layer 1: {best['strategy']}"
-        assert names == ["plain sequence parallelism", "dbsp"]
-        assert (before, after) == (best["rho_before"], best["rho"])
-        assert min(imread(picture).shape[:2]) > 300
-
 
 class TestPlanOfModel:
     def test_the_table_answers_what_a_newcomer_asks(self, dbsp):
@@ -144,7 +123,7 @@ MISTAKES = [
             ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given],
             f"{given[0]} is for a mask file, not for --model",
         )
-        for given in (["--strategy", "U8R1"], ["--planner", "dbsp"], ["--keys", "all"], ["--picture", "x.png"])
+        for given in (["--strategy", "U8R1"], ["--planner", "dbsp"], ["--keys", "all"])
     ),
     (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
     (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
@@ -173,7 +152,6 @@ MISTAKES = [
     (["tiny", "wan", "."], "is not a checkpoint folder"),
     (["bench", "wan2.1-t2v-14c"], "did you mean 'wan2.1-t2v-14b'?"),
     (["bench", "tiny-wan", "--out", "."], "is a folder; give the name of a file"),
-    (["bench", "tiny-wan", "--out", "x.png", "--picture", "x.png"], "are the same path"),
     *(
         (command, "are the same path")
         for command in (
@@ -181,7 +159,6 @@ MISTAKES = [
             ["masks", "convert", "MASK", "LINK", "tokens=64"],
             ["masks", "info", "MASK", "--picture", "MASK"],
             ["masks", "fit", "MASK", "MASK"],
-            ["plan", "MASK", "--gpus", "2", "--picture", "MASK"],
             ["report", "MASK", "--html", "MASK"],
         )
     ),
@@ -193,7 +170,7 @@ MISTAKES += [([*args, "--json"], message) for args, message in MISTAKES if args[
 def test_a_mistake_is_one_line_and_exit_code_2(mistake, mask_file, monkeypatch, args, message):
     folder = mask_file.parent
     monkeypatch.chdir(folder)
-    Path("notes.txt").write_text("this is no mask, and no checkpoint either")
+    Path("notes.txt").write_text("this is no mask, and no checkpoint either", encoding="utf-8")
     link = folder / "link"
     link.symlink_to(mask_file)
     before = {path: path.read_bytes() for path in folder.iterdir()}

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from dbsp_cli.mask_tools.convert import (
+    PARO_ORDERS,
     ConvertOptions,
     RecordingOptions,
     convert_masks,
@@ -24,7 +25,7 @@ from dbsp_cli.mask_tools.convert import (
     lut_bits,
     read_options,
 )
-from dbsp_cli.mask_tools.foreign_files import PARO_ORDERS, BlockReading, fit_blocks
+from dbsp_cli.mask_tools.foreign_files import BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
@@ -419,13 +420,6 @@ class TestRejected:
         np.savez_compressed(tmp_path / "in.npz", mask=bits_of(2, 3).numpy(), other=np.zeros((64, 1 << 20), np.uint8))
         most = peak_of(lambda: convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS))
         assert most < 16 * 2**20
-
-    def test_one_compressed_mask_is_in_memory_at_a_time(self, tmp_path):
-        grid = BlockGrid(1 << 14, 0, 8, 8)
-        np.savez_compressed(tmp_path / "in.npz", mask=np.zeros((32, 1, grid.nq, grid.nk), np.uint8))  # 128 MiB
-        options = ConvertOptions(tokens=grid.tokens, block_q=8, block_k=8)
-        most = peak_of(lambda: convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", options))
-        assert most < 32 * 2**20
 
     @pytest.mark.parametrize("claimed", [(2, 3, 5, 6), (1 << 40, 3, 5, 5)])
     def test_an_array_whose_header_claims_another_size_is_rejected(self, tmp_path, claimed):

@@ -243,8 +243,8 @@ def test_what_an_encoding_lacks_is_replaced(mask_file, encoding):
 def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, code, closed):
     """Tries a plan and a mistake. A stream's number is not given to a file that is opened later."""
     (tmp_path / "other").mkdir()
-    target = tmp_path / "other" / "plan.png"
-    asked = ["plan", mask_file, "--gpus", "2", "--strategy", "U2R1", "--picture", target] if code == 0 else ["plan"]
+    target = tmp_path / "other" / "masks.png"
+    asked = ["masks", "info", mask_file, "--gpus", "2", "--picture", target] if code == 0 else ["masks", "info"]
     done = start(*asked, closed=closed)
     assert done.returncode == code, done
     assert b"Traceback" not in done.stderr

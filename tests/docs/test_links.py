@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from tests.support.repository import ROOT
-from tests.support.texts import PAGES, found_in, nodes_of, strings_of, without_code_blocks
+from tests.support.texts import PAGES, found_in, nodes_of, without_code_blocks
 from tests.test_layering import PACKAGES, files
 
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
@@ -63,17 +63,6 @@ def test_messages_send_to_pages_that_are_there():
     }
     assert {"engines", "masks", "kernels"} <= sent
     assert [name for name in sent if not (ROOT / "docs" / f"{name}.md").is_file()] == []
-
-
-def test_no_message_names_a_file_that_a_wheel_lacks_or_a_package_that_is_not_published():
-    said = {
-        f"{path.relative_to(ROOT)}: {text}"
-        for path in files(*PACKAGES)
-        for text in strings_of(path)
-        if re.search(r"docs/[\w-]+\.md|\bconfigs/|pip install '?dbsp", text)
-    }
-    extras = "kernels/dbsp_kernels/errors.py: pip install 'dbsp-attention["  # of the package that is installed already
-    assert said == {extras}
 
 
 def test_the_results_that_are_named_are_there():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
@@ -29,10 +28,6 @@ def balanced(strategy: str, planner: str, layout: str, *keys: str) -> list[float
     """Returns numbers of balanced.csv on one way to plan Wan2.1-14B's masks."""
     (row,) = rows("balanced", preset="wan2.1-t2v-14b", strategy=strategy, planner=planner, layout=layout)
     return [float(row[key]) for key in keys]
-
-
-def rho(strategy: str, planner: str, layout: str = "contiguous") -> float:
-    return balanced(strategy, planner, layout, "rho")[0]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -76,75 +71,3 @@ def test_seconds_per_video():
             assert title.partition(", ")[2] == f"{row['size']}, {row['steps']} steps"
         named.append((model, gpu))
     assert len(named) == len(set(named)) == 4
-
-
-def test_what_planners_leave():
-    even, snake, ours = said(r"equal split has ([\d.]+) \| ([\d.]+) \| – \| ([\d.]+) \|")
-    assert even == round(rho("U8R1", "contiguous"), 3)
-    assert snake == round(rho("U8R1", "snake"), 3)
-    assert ours == round(rho("U8R1", "dbsp", "striped"), 3)
-
-
-def test_how_even_fresh_plans_are():
-    ours = [round(rho(one, "dbsp", "striped"), 3) for one in STRATEGIES]
-    before = [round(rho(one, "contiguous"), 2) for one in STRATEGIES]
-    pattern = (
-        r"does ([\d.]+) to ([\d.]+) times the mean work, where .*? has ([\d.]+) to ([\d.]+) \(counted, (\d+) layers"
-    )
-    layers = rows("balanced", preset="wan2.1-t2v-14b")[0]["layers"]
-    assert said(pattern) == [min(ours), max(ours), min(before), max(before), float(layers)]
-
-
-def test_how_even_plans_are_in_use():
-    of_default = [row for row in rows("reuse", threshold="1.02") if row["series"] in IN_USE]
-    assert {row["series"] for row in of_default} == set(IN_USE)
-    means = [round(float(row["rho"]), 3) for row in of_default]
-    worst = round(max(float(row["rho_worst"]) for row in of_default), 2)
-    assert said(r"\[([\d.]+) to ([\d.]+) in the mean, ([\d.]+) in the worst call\]") == [min(means), max(means), worst]
-
-
-def test_how_much_faster_videos_are():
-    ends = [row for row in rows("clusters") if row["cluster"].startswith("8 ") and "end to end" in row["figure"]]
-    modelled = [round(extreme(float(row[key]) for row in ends), 2) for extreme, key in ((min, "least"), (max, "most"))]
-    theirs = [float(one) for row in ends for one in row["theirs"].split("–")]
-    assert said(r"([\d.]+) to ([\d.]+) times end to end on 8 GPUs, modelled") == modelled
-    assert said(r"the paper measured ([\d.]+) to ([\d.]+)\]") == [min(theirs), max(theirs)]
-
-
-def test_what_masks_cost():
-    at_85, at_95 = (rows("quality", source="sparge cdf", setting=f"cdf {cdf}") for cdf in ("0.85", "0.95"))
-    numbers = said(r"keep ([\d.]+) dB of PSNR against dense videos at density ([\d.]+) and ([\d.]+) dB at ([\d.]+)")
-    for (psnr, density), found in zip((numbers[:2], numbers[2:]), (at_85, at_95), strict=True):
-        assert psnr == round(mean(found, "psnr"))
-        assert density == round(mean(found, "density"), 2)
-
-
-def mean(found: list[dict[str, str]], key: str) -> float:
-    return sum(float(row[key]) for row in found) / len(found)
-
-
-def test_what_vllm_omni_does():
-    (row,) = rows("engines", engine="vllm-omni", case="75 tokens, Ulysses, 2 ranks")
-    assert said(r"not tried \| ([\d.e-]+) off \| exact") == [
-        float(row["stock"].removeprefix("differs from one process: "))
-    ]
-    (row,) = rows("engines", engine="vllm-omni", case="block-sparse, ring, 2 ranks")
-    assert row["stock"].startswith("not run: the kernel of its ring needs a GPU")
-    assert f"vLLM-Omni {row['version'].rpartition('.')[0]}" in TEXT
-
-
-@pytest.mark.parametrize(
-    "message", ["does not support ring parallelism", "h must be divisible", "use_spargeattn_head_balance"]
-)
-def test_what_xdit_says_is_in_its_source(message):
-    xfuser = importlib.util.find_spec("xfuser")
-    if xfuser is None:
-        pytest.skip("xfuser is not installed")
-    assert message in TEXT
-    (folder,) = xfuser.submodule_search_locations
-    sources = (
-        path
-        for part in ("core", "model_executor/layers", "config")
-        for path in ROOT.joinpath(folder, part).rglob("*.py")
-    )
-    assert any(message in path.read_text(encoding="utf-8") for path in sources)

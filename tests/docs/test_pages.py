@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import pytest
 import yaml
-from matplotlib.image import imread
 
 import dbsp_core
 import dbsp_diffusers
@@ -21,9 +20,8 @@ import dbsp_para
 import dbsp_xdit
 from dbsp_core import SequenceLayout, Strategy, make_plan
 from dbsp_core.config import DbspConfig
-from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
-from dbsp_xdit.command_line import _RIVALS, add_flags, config_from, source_of
+from dbsp_xdit.command_line import add_flags, config_from, source_of
 from scripts.docs_site import settings_tables
 from scripts.reproduce.lockstep import rho_before
 from tests.support.programs import run
@@ -72,13 +70,6 @@ def test_the_function_to_write_oneself(tmp_path, monkeypatch):
     assert not bits[0, np.isin(frame, (5, 6, 7))].any()
 
 
-def test_the_window_for_wan_has_blocks_that_are_tiles():
-    assert len(MEASURED) > 5, "or no row of the table is tried"
-    mask = DbspConfig.load(ROOT / "configs" / "wan2.1-t2v-14b-window.yaml").mask.mask(WAN)
-    assert (mask.counts.rows == 3 * 5 * 5).all()
-    assert round(mask.density, 3) == 0.119
-
-
 XDIT_PAGE = (ROOT / "docs" / "xdit.md").read_text()
 COMMANDS = re.findall(r"^xdit (?:.*\\\n)*.*", XDIT_PAGE, re.MULTILINE)
 
@@ -99,19 +90,6 @@ def test_commands_of_xdit_are_right(tmp_path, monkeypatch, command):
     args = vars(parser.parse_args([word.replace("--sp-", "--sp_") for word in words]))
     assert config_from(args) is not None
     source_of(args["model"])
-
-
-def test_the_page_of_xdit_names_all_checkpoints():
-    assert COMMANDS, "or nothing above is tried"
-    names = [name for spec in MODEL_SPECS.values() for name in spec.names]
-    assert not [name for name in names if f"`{name}`".casefold() not in XDIT_PAGE.casefold()]
-
-
-def test_the_page_of_xdit_names_every_flag_and_what_does_not_go_with_them():
-    parser = add_flags(argparse.ArgumentParser(add_help=False))
-    flags = {option.replace("_", "-") for action in parser._actions for option in action.option_strings}
-    assert all(f"`{flag}" in XDIT_PAGE for flag in flags)
-    assert all(f"`--{name}`" in XDIT_PAGE for name in _RIVALS)
 
 
 TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
@@ -146,11 +124,6 @@ def test_the_page_quotes_messages_that_the_code_has():
     assert [message for message in messages if not is_in(message, texts)] == []
 
 
-def test_a_message_whose_parts_are_in_different_texts_is_found():
-    texts = ["has … GiB", "the weights of …"]
-    assert [is_in(message, texts) for message in ("the weights of … has", "has … GiB")] == [False, True]
-
-
 @pytest.mark.long
 def test_the_site_builds_strictly(tmp_path):
     strict = ["--fail-on-warning", "--keep-going", "--quiet", "-c", "scripts/docs_site"]
@@ -174,26 +147,3 @@ def test_tables_of_settings_say_what_their_classes_say():
     text = settings_tables.PAGE.read_text(encoding="utf-8")
     assert text == settings_tables.with_tables(text), "run scripts/docs tables"
     assert text.count("<!-- table ") == text.count("<!-- end -->") == len(settings_tables.SECTIONS) + 1
-
-
-def test_a_table_that_is_stale_is_found():
-    text = settings_tables.PAGE.read_text(encoding="utf-8").replace("| `reuse` | `1.02`", "| `reuse` | `1.2`")
-    assert text != settings_tables.with_tables(text)
-
-
-PICTURES = ROOT / "docs" / "pictures"
-(NAMES,) = re.findall(r"for each in (.+); do", (PICTURES / "draw").read_text(encoding="utf-8"))
-QUICK = "strategies_picture"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.long) for name in NAMES.split()]
-)
-def test_script_draws_its_pictures_in_the_size_of_those_that_are_shown(tmp_path, name):
-    done = run([sys.executable, PICTURES / f"{name}.py", "--out", tmp_path])
-    assert done.returncode == 0, done.stderr
-    drawn = sorted(tmp_path.glob("*.png"))
-    assert sorted(done.stdout.splitlines()) == [f"wrote {path}" for path in drawn]
-    for path in drawn:
-        shown = next(folder / path.name for folder in (PICTURES, PICTURES.parent) if (folder / path.name).is_file())
-        assert imread(path).shape == imread(shown).shape, path.name

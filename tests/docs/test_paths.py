@@ -56,14 +56,6 @@ def test_files_and_modules_that_are_named_are_there():
     assert found_in(TEXTS, lambda path: missing(path.read_text(encoding="utf-8"))) == {}
 
 
-def test_what_is_not_there_is_found():
-    gone = ["dbsp_core/gone.py", "scripts/gone", "runtime/gone.py", "scripts.bench.gone"]
-    text = "`{}` ./{} `{}` python -m {} ".format(*gone)
-    kept = "`dbsp_core/runtime/chunk_attention.py` ./scripts/demo `runtime/chunk_attention.py` `runtime/`"
-    there = f"{kept} python -m scripts.bench.nodes --json"
-    assert missing(text + there) == gone
-
-
 CODE_MAP = (ROOT / "docs" / "code-map.md").read_text(encoding="utf-8")
 PRODUCT = [path.relative_to(ROOT) for path in files(*PACKAGES) if not path.name.startswith("__")]
 

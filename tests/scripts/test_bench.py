@@ -104,9 +104,3 @@ def test_rounding_errors_in_exchanges():
     found = json.loads(output_of("scripts.bench.rounding_error", "--tokens", 512, "--heads", 1, "--json"))
     for errors in found["relative_errors"].values():
         assert errors["fp8 e4m3"] > 3 * errors["int8, k less its mean"] > 5e-3
-
-
-def test_planning_of_sequences():
-    rows = json.loads(output_of("scripts.bench.sequences.sharing", "--repeats", 1, "--json"))["rows"]
-    assert [row["sequences"] for row in rows if row["gpus"] == 32] == [128] * 6 + [1024] * 3
-    assert 0 < max(row["worst_wir"] for row in rows if row["bags"].startswith("g8")) <= 1.005

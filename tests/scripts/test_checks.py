@@ -1,4 +1,4 @@
-"""Help of all scripts; checks of other projects' masks, engines' tests, seeded faults and versions of frameworks."""
+"""Help of all scripts; seeded faults and private names of frameworks."""
 
 from __future__ import annotations
 
@@ -8,38 +8,10 @@ from collections import Counter
 import pytest
 
 from scripts.checks.csv_table import update_table
-from scripts.checks.engines import tests_run
+from scripts.checks.private_names import PrivateName, message, private_names
 from scripts.checks.seeded_faults import REPO, copied, faults, tried
-from scripts.checks.upstream.upstream_refs.finding import compared
-from scripts.checks.versions.__main__ import TESTS, by_reason, outcomes
-from scripts.checks.versions.environments import claimed_requirements
-from scripts.checks.versions.private_names import PrivateName, message, private_names
 from tests.support.programs import output_of
 from tests.support.repository import ROOT
-
-
-def test_masks_that_differ_are_counted_in_both_directions(tmp_path):
-    found = compared("project", tmp_path, "masks", [[1, 1], [0, 0]], [[1, 0], [1, 1]])
-    assert (found.compared, found.theirs_only, found.ours_only, found.equal) == (4, 1, 2, False)
-    assert (found.density_theirs, found.density_ours) == (0.5, 0.75)
-    assert compared("project", tmp_path, "masks", [True], [True]).equal
-
-
-REPORT = """<testsuites><testsuite>
-<testcase name="test_exact[U2R1]"/><testcase name="test_exact[U1R2]"><failure message="off"/></testcase>
-<testcase name="test_exact[U2R2]"><error message="hang"/></testcase>
-<testcase name="test_rejected"><skipped message="no GPU"/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_cases_are_counted_by_test_and_outcome(tmp_path, monkeypatch):
-    report = tmp_path / "engine.xml"
-    report.write_text(REPORT, encoding="utf-8")
-    monkeypatch.setattr(tests_run, "version", lambda engine: f"1.0 of {engine}")
-    assert tests_run.rows_of("sglang", report) == [
-        {"engine": "sglang", "version": "1.0 of sglang", "test": name, "passed": one, "failed": two, "skipped": three}
-        for name, one, two, three in (("test_exact", 1, 2, 0), ("test_rejected", 0, 0, 1))
-    ]
 
 
 @pytest.mark.parametrize("concept", faults())
@@ -60,7 +32,7 @@ def test_a_fault_is_caught_and_no_fault_is_missed(tmp_path):
 
 def test_what_is_installed_has_every_private_name():
     """Fails when a framework has changed: then look at the modules of ours that private_names.yaml names."""
-    found = json.loads(output_of("scripts.checks.versions.private_names").splitlines()[-1])
+    found = json.loads(output_of("scripts.checks.private_names").splitlines()[-1])
     assert found["messages"] == []
     assert found["of"] == Counter(name.package for name in private_names() if name.belongs)
     assert set(found["of"]) == {"xfuser", "diffusers", "para-attn", "cache-dit", "torch"}
@@ -93,30 +65,6 @@ def test_every_private_name_names_a_module_of_ours():
         assert (ROOT / path).is_file() or (ROOT / "kernels" / path).is_file(), one
 
 
-def test_versions_tries_the_oldest_torch_that_db_sp_admits_not_that_of_an_extra():
-    pytest.importorskip("tomllib", reason="from Python 3.11 on")
-    assert claimed_requirements()["torch"].specifier == ">=2.6"
-
-
-def test_tests_of_versions_exist():
-    for one in TESTS:
-        path, _, name = one.partition("[")[0].partition("::")
-        assert f"def {name}(" in (ROOT / path).read_text(), one
-
-
-def test_what_many_names_lack_for_one_reason_is_said_once():
-    messages = [f"diffusers:{name}: cannot be imported" for name in "abc"]
-    messages += ["diffusers:d takes no x", "torch:e takes no x"]
-    said = ["diffusers:a and 2 others: cannot be imported", "diffusers:d takes no x", "torch:e takes no x"]
-    assert by_reason(messages) == said
-
-
-def test_cases_that_fail_or_are_skipped_are_named():
-    report = """<testsuites><testsuite><testcase name="one"/><testcase name="two"><failure message="off&#10;by"/>
-    </testcase><testcase name="three"><skipped message="no gloo"/></testcase></testsuite></testsuites>"""
-    assert outcomes(report) == ("1 of 3", ["two: off", "three: no gloo"])
-
-
 def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
     table = tmp_path / "table.csv"
     update_table(table, [{"name": name, "of": 1, "found": 3} for name in ("b", "a")], ("name", "of"))
@@ -127,10 +75,10 @@ def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
 
 
 OF_CHECKS = (
-    *("gpu.compilation", "versions.private_names"),
-    *("engines.sglang_command", "engines.vllm_omni_command", "engines.tests_run"),
+    *("gpu.compilation", "private_names"),
+    *("engines.sglang_command", "engines.vllm_omni_command"),
 )
-PARTS = {f"scripts.checks.{name}" for name in (*OF_CHECKS, "stress.faults.fault_injection")}
+PARTS = {f"scripts.checks.{name}" for name in OF_CHECKS}
 """Processes that other programs start."""
 
 

@@ -16,11 +16,10 @@ pytestmark = pytest.mark.long
 PNG = b"\x89PNG"
 OTHER_OPTIONS = [
     ("throughput", ["--measure"]),
-    ("gamma", ["--lengths", "64,128,256,512"]),
 ]
 """Programs of KnapFormer whose figures depend on the machine, or do with these options."""
-PLANS = ("python -m scripts.bench.planner", "python -m scripts.bench.sequences.sharing")
-"""Programs that count next to what they time, in fields that end with `_ms`."""
+PLANS = "python -m scripts.bench.planner"
+"""Counts next to what it times, in fields that end with `_ms`."""
 EXACT = [one for one in read_evidence() if "measured" not in one.how or one.command.startswith(PLANS)]
 """What was counted, modelled, fitted or published: its command gives the same on any machine."""
 

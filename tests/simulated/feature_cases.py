@@ -19,7 +19,7 @@ import dbsp_diffusers
 from tests.diffusers.cache_cases import CPU, Denoising, enable_cache_dit
 from tests.simulated.model_cases import MASKS, brief_inputs, moved, own_device
 from tests.support.models.tiny_transformers import make_brief_transformer
-from tests.support.outcomes import apart, assert_near
+from tests.support.outcomes import apart
 from tests.support.shared import shared
 from tests.support.single_process import attach_single_process
 
@@ -52,7 +52,7 @@ class Feature:
         skips: Whether it skips blocks.
         offloads: Whether it brings weights to the device itself.
         keeps: Where it keeps, out of reach, the forward that it found, which calls the transformer's own once db-SP
-            is disabled, or what torch.compile keeps of its own.
+            is disabled.
     """
 
     put_on: PutOn
@@ -197,14 +197,6 @@ FEATURES: dict[str, Feature] = {
 }
 
 
-_compiles = functools.partial(Feature, keeps="._compiled_call_impl.")
-COMPILED = {
-    "compiled by blocks": _compiles(lambda run: run.transformer.compile_repeated_blocks(backend="eager")),
-    "compiled in moment": _compiles(lambda run: run.transformer.compile(backend="eager")),
-}
-"""On the CPU: torch.compile does not trace simulated devices."""
-
-
 @dataclass(frozen=True)
 class Together:
     """The findings of one rank about features together with db-SP.
@@ -233,7 +225,7 @@ class Order:
     """Features in the order in which they are put on, and when db-SP is enabled.
 
     Attributes:
-        features: Names in `FEATURES` or `COMPILED`.
+        features: Names in `FEATURES`.
         before: How many of them are put on before `enable`.
         config: db-SP's settings.
         model: The tiny transformer's name, or "" for the one that the features name.
@@ -246,7 +238,7 @@ class Order:
 
     @property
     def parts(self) -> list[Feature]:
-        return [feature_named(name) for name in self.features]
+        return [FEATURES[name] for name in self.features]
 
     @property
     def sizes(self) -> tuple[str, int, int]:
@@ -257,18 +249,14 @@ class Order:
 
     @property
     def acting(self) -> tuple[str, ...]:
-        return tuple(name for name in self.features if feature_named(name).acts)
-
-
-def feature_named(name: str) -> Feature:
-    return FEATURES[name] if name in FEATURES else COMPILED[name]
+        return tuple(name for name in self.features if FEATURES[name].acts)
 
 
 def _on_the_cpu(sizes: tuple[str, int, int], names: tuple[str, ...]) -> Run:
     """Returns a transformer with these features."""
     run = Run(*sizes)
     for name in names:
-        feature_named(name).put_on(run)
+        FEATURES[name].put_on(run)
     return run
 
 
@@ -284,18 +272,6 @@ def one_process(order: Order, names: tuple[str, ...]) -> tuple[Samples, list[int
     return _one_process(order.sizes, names, json.dumps(order.config))
 
 
-def alone(rank: int, world: int, order: Order, simulated: bool = True) -> None:
-    """Raises what features raise by themselves, without db-SP, or if they don't give what they give on the CPU.
-
-    On rank 0. Group offload on a stream with FasterCache does not, in diffusers 0.42.
-    """
-    if rank != 0:
-        return
-    samples, _ = never_enabled(order, torch.device("cuda", 0) if simulated else CPU).run()
-    one_process(order, order.acting)
-    assert_near(samples, _on_the_cpu(order.sizes, order.acting).run()[0])
-
-
 def never_enabled(order: Order, device: torch.device) -> Run:
     """Returns a transformer with these features that db-SP was never enabled on."""
     run = Run(*order.sizes, device)
@@ -307,16 +283,16 @@ def never_enabled(order: Order, device: torch.device) -> Run:
     return run
 
 
-def together(rank: int, world: int, order: Order, simulated: bool = True) -> Together:
-    """Runs features together with db-SP, and alone after `disable`, on simulated devices or the CPU."""
-    device = torch.device("cuda", rank) if simulated else CPU
+def together(rank: int, world: int, order: Order) -> Together:
+    """Runs features together with db-SP, and alone after `disable`, on simulated devices."""
+    device = torch.device("cuda", rank)
     before, after = order.parts[: order.before], order.parts[order.before :]
     without, _ = one_process(order, ())
     expected, computed = one_process(order, order.acting)
     ours = Run(*order.sizes, device)
     # 1. A transformer that db-SP is enabled on.
     _put_on(before, ours)
-    if simulated and after and not before:
+    if after and not before:
         if any(one.offloads for one in after):
             own_device(rank)  # else db-SP finds it by the weights or offload hooks
         else:

@@ -84,16 +84,21 @@ def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) 
         settings = environment_of(engine, Path(folder)) | environment
         if cases[0].mask is not None:  # SGLang's plug-in looks at it when it is loaded
             settings.setdefault("DBSP_CONFIG", cases[0].mask)
-        what = [str(ulysses), str(ring), json.dumps([asdict(one) for one in cases]), str(Path(folder, "reference.pt"))]
+        what = [
+            str(ulysses),
+            str(ring),
+            json.dumps([asdict(case) for case in cases]),
+            str(Path(folder, "reference.pt")),
+        ]
         if engine in _SEPARATE_REFERENCE:
             alone = {name: value for name, value in settings.items() if name != "DBSP_CONFIG"}
             succeed([module, *what], alone, Path(folder))
         ranks = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ulysses * ring), "-m", module]
         printed = succeed([*ranks, *what], settings, Path(folder))
-    found = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("CASE ")]
-    if len(found) != len(cases):
-        raise RuntimeError(f"{len(cases)} cases were asked for, {len(found)} found:\n{printed}")
-    return found
+    results = [json.loads(line[5:]) for line in printed.splitlines() if line.startswith("CASE ")]
+    if len(results) != len(cases):
+        raise RuntimeError(f"{len(cases)} cases were asked for, {len(results)} found:\n{printed}")
+    return results
 
 
 def cases_of(text: str) -> list[Case]:
@@ -104,11 +109,11 @@ def cases_of(text: str) -> list[Case]:
 def report(find: Callable[..., dict[str, Any]], *arguments: Any) -> None:
     """Prints what find(*arguments) returns, on rank 0, or the engine's own rejection, which every rank raises."""
     try:
-        found = find(*arguments)
+        result = find(*arguments)
     except Exception as error:
-        found = {"rejected": f"{type(error).__name__}: {error}"}
+        result = {"rejected": f"{type(error).__name__}: {error}"}
     if os.environ.get("RANK", "0") == "0":
-        print("CASE " + json.dumps(found), flush=True)
+        print("CASE " + json.dumps(result), flush=True)
 
 
 def environment_of(engine: str, folder: Path) -> dict[str, str]:

@@ -59,10 +59,10 @@ def packed_for(setting: Setting, shape: Shape, seed: int = 1) -> Packed:
     return kinder(replace(made, kv_index=made.kv_index.clamp(min=0)))
 
 
-def differing(what: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
+def differing(what: str, actual: torch.Tensor, twin: torch.Tensor) -> Row:
     """Counts the numbers that are not the twin's; where its number is NaN, NaN is the same."""
-    found = found.cpu()
-    same = (found == twin) | (found != found) & (twin != twin)
+    actual = actual.cpu()
+    same = (actual == twin) | (actual != actual) & (twin != twin)
     return Row(what, float((~same).sum()), "", 0.0)
 
 
@@ -92,7 +92,7 @@ def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
     later = p.kv_index.gather(1, (torch.arange(width)[None] + half[:, None]).clamp(max=width - 1))
     first = replace(p, kv_count=half).to(setting.device).attend("triton", out_dtype=torch.float32)
     second = replace(p, kv_index=later, kv_count=p.kv_count - half).to(setting.device)
-    merged = tuple(one.clone() for one in first)
+    merged = tuple(part.clone() for part in first)
     merge_into(*merged, *second.attend("triton"))
     out, lse = second.attend("triton", partial=first, out_dtype=shape.dtype)
     expected, _ = p.exact()
@@ -105,11 +105,11 @@ def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
 def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
     """Gradients against autograd of the same attention in float64, twice: bits must repeat."""
     expected, inputs = expected_and_inputs(packed_for(setting, shape), device=setting.device)
-    found, again = (block_attention_backward(inputs, "triton") for _ in range(2))
-    for name, one, other, right in zip("qkv", found, again, expected, strict=True):
-        error = relative_error(one.cpu(), right)
+    gradients, gradients_again = (block_attention_backward(inputs, "triton") for _ in range(2))
+    for name, gradient, repeated, exact in zip("qkv", gradients, gradients_again, expected, strict=True):
+        error = relative_error(gradient.cpu(), exact)
         yield Row(f"error of d{name}", error, "‖·‖", MOST_GRADIENT_ERROR[shape.dtype])
-        yield differing(f"numbers of d{name} that change when repeated", one, other.cpu())
+        yield differing(f"numbers of d{name} that change when repeated", gradient, repeated.cpu())
 
 
 def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
@@ -123,8 +123,8 @@ def prediction(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[
     tokens = torch.randn(2, 3, int(first[-1]), head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
     position, on = torch.from_numpy(rng.permutation(int(first[-1]))), setting.device
 
-    def differ(name: str, found: torch.Tensor, twin: torch.Tensor) -> Row:
-        return differing(f"{name} that differ from the twin's", found, twin)
+    def differ(name: str, actual: torch.Tensor, twin: torch.Tensor) -> Row:
+        return differing(f"{name} that differ from the twin's", actual, twin)
 
     sums = predicted.sum_tokens(tokens, position, first)
     yield differ("sums", on_gpu.sum_tokens_triton(tokens.to(on), position.to(on), first.to(on)), sums)
@@ -161,15 +161,15 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         source[0, 0, ::7], source[1, 2, 5, 3] = 0, torch.inf
         less = torch.randn(2, 5, head_dim)
         expected = torch.zeros(2, 1, positions, row_words(head_dim), dtype=torch.int32)
-        found = torch.full_like(expected, 7, device=setting.device)
+        actual = torch.full_like(expected, 7, device=setting.device)
         quantise_segments(source, expected, CopySegments.from_columns(table, CPU), less)
         restored = restore_rows(expected, head_dim, dtype)
         there = CopySegments.from_columns(table, torch.device(setting.device))
-        given = (source.to(setting.device), found, there.table, there.mean, less.to(setting.device))
-        triton_quantise_segments(*given)
-        scales = (one.view(torch.float32)[..., -1] for one in (found, expected))
+        arguments = (source.to(setting.device), actual, there.table, there.mean, less.to(setting.device))
+        triton_quantise_segments(*arguments)
+        scales = (words.view(torch.float32)[..., -1] for words in (actual, expected))
         yield differing(f"scales that differ, segments of {mean}", *scales)
-        yield differing(f"words that differ, segments of {mean}", found[..., :-1], expected[..., :-1])
+        yield differing(f"words that differ, segments of {mean}", actual[..., :-1], expected[..., :-1])
         back = restore_rows(expected.to(setting.device), head_dim, dtype)
         yield differing(f"restored otherwise, segments of {mean}", back, restored)
 
@@ -183,12 +183,12 @@ def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Ro
             table, positions = segment_table(setting, mean, int(not add))
             source = torch.randn(2, 600, 5, head_dim).transpose(1, 2).to(dtype)
             expected = torch.ones(2, 1, positions, head_dim, dtype=dtype)
-            found = expected.to(setting.device)
+            actual = expected.to(setting.device)
             copy_segments([source], expected, [CopySegments.from_columns(table, CPU)], add=add)
             there = CopySegments.from_columns(table, torch.device(setting.device))
-            triton_copy_segments([source.to(setting.device)], found, [there], add)
+            triton_copy_segments([source.to(setting.device)], actual, [there], add)
             name = f"numbers {'added' if add else 'copied'} otherwise, segments of {mean}"
-            yield differing(name, found, expected)
+            yield differing(name, actual, expected)
 
 
 def row_bits(setting: Setting) -> Iterator[Row]:
@@ -201,17 +201,17 @@ def row_bits(setting: Setting) -> Iterator[Row]:
     length = torch.from_numpy(rng.integers(63, 65, width)).int()
     order, spans, turn = torch.from_numpy(rng.permutation(rows)), torch.zeros(rows).long(), torch.arange(rows) * 9999
     columns, present = torch.arange(width)[None, None], torch.ones(1, 1, width, dtype=torch.bool)
-    given = mask, order, spans, turn, columns, present, (length == 64)[None, None]
-    packed_bits = pack_rows(*given)
-    found = triton_pack_rows(*(one.to(setting.device) for one in given))
-    for name, one, twin in zip(("bits", "counts", "full counts", "turns"), found, packed_bits, strict=True):
-        yield differing(f"{name} that differ", one, twin)
-    bits, count, full, _ = (one[0] for one in packed_bits)
+    inputs = mask, order, spans, turn, columns, present, (length == 64)[None, None]
+    packed_bits = pack_rows(*inputs)
+    on_device = triton_pack_rows(*(tensor.to(setting.device) for tensor in inputs))
+    for name, tensor, twin in zip(("bits", "counts", "full counts", "turns"), on_device, packed_bits, strict=True):
+        yield differing(f"{name} that differ", tensor, twin)
+    bits, count, full, _ = (tensor[0] for tensor in packed_bits)
     base = torch.zeros(rows, dtype=torch.int32)
     arguments = bits, base, length, full
     for batch in (1, 3):
         expected = expand_rows(*arguments, width, 64, batch)
-        index = triton_expand_rows(*(one.to(setting.device) for one in arguments), width, 64, batch).cpu()
+        index = triton_expand_rows(*(tensor.to(setting.device) for tensor in arguments), width, 64, batch).cpu()
         used = (torch.arange(width) < count[:, None]).repeat(batch, 1)
         yield differing(f"entries that differ, batch {batch}", index[used], expected[used])
 

@@ -33,16 +33,16 @@ def together(setting: Setting) -> Iterator[Row]:
     world = 2 if setting.dry else torch.cuda.device_count()
     if setting.simulated or world < 2:
         raise Skipped("one process" if setting.simulated else "one GPU: nothing to exchange")
-    found = mp.get_context("spawn").SimpleQueue()
-    ranks = mp.spawn(_rank, (world, free_port(), setting, found), nprocs=world, join=False)
+    rows = mp.get_context("spawn").SimpleQueue()
+    ranks = mp.spawn(_rank, (world, free_port(), setting, rows), nprocs=world, join=False)
     ended = False
     while not ended:
         ended = ranks.join(POLL_S)  # raises what a rank has raised
-        while not found.empty():
-            yield found.get()
+        while not rows.empty():
+            yield rows.get()
 
 
-def _rank(rank: int, world: int, port: int, setting: Setting, found: Any) -> None:
+def _rank(rank: int, world: int, port: int, setting: Setting, rows: Any) -> None:
     options: dict[str, Any] = {"init_method": f"tcp://127.0.0.1:{port}", "timeout": timedelta(seconds=90)}
     if setting.device != "cpu":
         torch.cuda.set_device(rank)
@@ -51,7 +51,7 @@ def _rank(rank: int, world: int, port: int, setting: Setting, found: Any) -> Non
     jobs: tuple[Callable[[int, int, Setting], Iterator[Row]], ...] = (sessions, exchanges)
     for row in itertools.chain.from_iterable(job(rank, world, setting) for job in jobs):
         if rank == 0:
-            found.put(row)
+            rows.put(row)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -64,8 +64,8 @@ def sessions(rank: int, world: int, setting: Setting) -> Iterator[Row]:
         right = expected_on_one(sizes, mask, qkv, dout)
         for strategy in strategies_of(world):
             layout, mine = on_rank(rank, world, setting, sizes, strategy, mask, qkv, dout)
-            for (name, limit), one, other in zip(limits_of(dtype).items(), mine, right, strict=True):
-                error = _largest(setting, relative_error(one, local(other, layout, rank)))
+            for (name, limit), shard, full in zip(limits_of(dtype).items(), mine, right, strict=True):
+                error = _largest(setting, relative_error(shard, local(full, layout, rank)))
                 yield Row(f"{strategy}, {kind}: error of {name}", error, "‖·‖", 2 * limit)
 
 
@@ -87,7 +87,7 @@ def exchanges(rank: int, world: int, setting: Setting) -> Iterator[Row]:
             pending.wait()
 
         ms = sampler.medians({"exchange": exchange, "product": lambda i: torch.mm(left, left), "both": beside})
-        ms = {name: _largest(setting, one) for name, one in ms.items()}
+        ms = {name: _largest(setting, value) for name, value in ms.items()}
         sent_bytes = sent.nbytes * (world - 1) / world
         yield Row(f"all-to-all, {megabytes} MB a rank", sent_bytes / ms["exchange"] / 1e6, "GB/s")
         yield Row(f"{megabytes} MB beside a product / longer of both", ms["both"] / max(ms["exchange"], ms["product"]))
@@ -95,6 +95,6 @@ def exchanges(rank: int, world: int, setting: Setting) -> Iterator[Row]:
 
 def _largest(setting: Setting, value: float) -> float:
     """Returns the largest of all ranks."""
-    found = torch.tensor(value, device=setting.device)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
+    largest = torch.tensor(value, device=setting.device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)

@@ -99,17 +99,17 @@ class Published:
 def publish(folder: Path) -> int:
     """Writes everything. Returns the exit status."""
     try:
-        found = Published.read(folder)
+        published = Published.read(folder)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    written = [write_hardware(found)]
+    written = [write_hardware(published)]
     videos = list(seconds.rows())  # modelled by these constants
-    written += write_results(found, videos)
-    texts = {"status": status(found), "kernels": kernels_table(found), "seconds": seconds_table(videos)}
+    written += write_results(published, videos)
+    texts = {"status": status(published), "kernels": kernels_table(published), "seconds": seconds_table(videos)}
     written += write_pages(texts)
     print("wrote", *(path.relative_to(REPO) for path in written), sep="\n  ")
-    print(f"commit these, then note it: python -m scripts.results --ran seconds.csv  ({found.verdict})")
+    print(f"commit these, then note it: python -m scripts.results --ran seconds.csv  ({published.verdict})")
     return 0
 
 
@@ -119,11 +119,11 @@ def machine_name(device: str) -> str:
     return known.get(device) or re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def write_hardware(found: Published) -> Path:
+def write_hardware(published: Published) -> Path:
     """Replaces the constants that were measured, with their labels."""
-    path = SHIPPED / f"{found.name}.yaml"
-    before = load_hardware(found.name if path.is_file() else "h100")
-    rows = [row for key, outcome in found.outcomes.items() if key.part == "constants" for row in outcome.rows]
+    path = SHIPPED / f"{published.name}.yaml"
+    before = load_hardware(published.name if path.is_file() else "h100")
+    rows = [row for key, outcome in published.outcomes.items() if key.part == "constants" for row in outcome.rows]
     # 1. Constants of the model.
     measured = {row.what: row.value for row in rows if row.what in vars(before.constants)}
     constants = replace(before.constants, **measured)
@@ -136,41 +136,39 @@ def write_hardware(found: Published) -> Path:
     rates = {name: KernelConstants("measured", flops_by_blocks=blocks) for name, blocks in by_kernel.items()}
     hardware: Hardware = replace(
         before,
-        name=found.name,
-        device=found.device,
+        name=published.name,
+        device=published.device,
         constants=constants,
         sources=sources,
         kernels={**before.kernels, **rates},
     )
     others = ", ".join(name for name, label in sources.items() if label != "measured")
-    notes = (
-        f"Measured on one GPU by scripts/gpu_suite at commit {found.commit}, but for {others}, which are as before."
-    )
-    save_hardware(path, hardware, {"date": found.date, "notes": notes})
+    notes = f"Measured on one GPU by scripts/gpu_suite at commit {published.commit}; as before: {others}."
+    save_hardware(path, hardware, {"date": published.date, "notes": notes})
     return path
 
 
-def write_results(found: Published, videos: list[seconds.Row]) -> Iterator[Path]:
+def write_results(published: Published, videos: list[seconds.Row]) -> Iterator[Path]:
     """Writes gpu-NAME.csv with its entry in evidence.yaml, and seconds.csv. Yields their paths."""
     lines = [
         Line(*key, row.what, row.value, row.unit, row.limit, row.goal, outcome.state)
-        for key, outcome in found.outcomes.items()
+        for key, outcome in published.outcomes.items()
         for row in outcome.rows
     ]
     results = REPO / "docs" / "results"
-    write_csv(found.file, lines, results)
-    yield results / f"{found.file}.csv"
+    write_csv(published.file, lines, results)
+    yield results / f"{published.file}.csv"
     evidence = results / "evidence.yaml"
     entry = f"""
-- files: [{found.file}.csv]
-  what: checks and measurements of scripts/gpu_suite on one {found.device}
+- files: [{published.file}.csv]
+  what: checks and measurements of scripts/gpu_suite on one {published.device}
   command: scripts/gpu_suite --out FOLDER, then scripts/gpu_suite --publish FOLDER
   how: [measured]
-  machine: {found.device}
-  commit: "{found.commit}"
+  machine: {published.device}
+  commit: "{published.commit}"
   sources: [kernels, dbsp_core/runtime, dbsp_core/comm, scripts/checks/gpu]
 """
-    others = re.sub(rf"\n- files: \[{found.file}\.csv\]\n(  .*\n)+", "", evidence.read_text(encoding="utf-8"))
+    others = re.sub(rf"\n- files: \[{published.file}\.csv\]\n(  .*\n)+", "", evidence.read_text(encoding="utf-8"))
     evidence.write_text(others.rstrip("\n") + "\n" + entry, encoding="utf-8")
     yield evidence
     write_csv("seconds", videos, results)
@@ -188,37 +186,37 @@ def write_pages(texts: dict[str, str]) -> Iterator[Path]:
             yield page
 
 
-def status(found: Published) -> str:
-    rate, ratio = found.rate("128×64", "0.4"), found.value(_case("128×64"), "rate / best dense, density 0.4")
+def status(published: Published) -> str:
+    rate, ratio = published.rate("128×64", "0.4"), published.value(_case("128×64"), "rate / best dense, density 0.4")
     speed = f", kernel at {rate:.0f} TFLOP/s, {ratio:.2f} of the best dense one's" if rate and ratio else ""
     return (
         "\n**Status:** exact in tests on CPUs and on simulated GPUs.\n"
-        f"Run on one {found.device}: {found.verdict}{speed}\n"
-        f"([measured](docs/results/{found.file}.csv)). Not yet run on several GPUs.\n"
+        f"Run on one {published.device}: {published.verdict}{speed}\n"
+        f"([measured](docs/results/{published.file}.csv)). Not yet run on several GPUs.\n"
     )
 
 
-def kernels_table(found: Published) -> str:
+def kernels_table(published: Published) -> str:
     """Returns rates by blocks and density."""
     rows = []
     for blocks in BLOCKS:
         for density in DENSITIES:
             names = f"rate / best dense, density {density}", f"gain over best dense, density {density}"
-            values = found.rate(blocks, density), *(found.value(_case(blocks), name) for name in names)
+            values = published.rate(blocks, density), *(published.value(_case(blocks), name) for name in names)
             if None not in values:
                 rows.append(f"| {blocks} | {density} | {values[0]:.0f} | {values[1]:.2f} | {values[2]:.2f} |\n")
     return (
-        f"\n`triton` on one {found.device}, 5 heads of 75,600 tokens (Wan2.1-14B on 8 GPUs), bfloat16, measured at\n"
-        f"commit {found.commit} ([all rows](results/{found.file}.csv)):\n\n"
+        f"\n`triton` on one {published.device}, 5 heads of 75,600 tokens (Wan2.1-14B on 8 GPUs), bfloat16,\n"
+        f"measured at commit {published.commit} ([all rows](results/{published.file}.csv)):\n\n"
         "| blocks | density | TFLOP/s on active blocks | over the best dense kernel's | times as fast as dense |\n"
-        f"|---|---|---|---|---|\n{''.join(rows)}\n{balance_lines(found)}"
+        f"|---|---|---|---|---|\n{''.join(rows)}\n{balance_lines(published)}"
     )
 
 
-def balance_lines(found: Published) -> str:
+def balance_lines(published: Published) -> str:
     """Returns what balance gains on the device, and what a call costs besides the kernel."""
     lines = []
-    for key, outcome in found.outcomes.items():
+    for key, outcome in published.outcomes.items():
         values = {row.what: row.value for row in outcome.rows}
         if key.part == "balance" and "contiguous / dbsp" in values:
             before, after = (values[f"{planner}: slowest / mean, in time"] for planner in ("contiguous", "dbsp"))

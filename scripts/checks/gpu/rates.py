@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from dbsp_kernels import KERNELS, KernelRequirements, block_attention, fused_kernel
 from scripts.checks.gpu.clock import Work
-from scripts.checks.gpu.jobs import PackedJob, dense_works, runs, tile_variants, used_tiles
+from scripts.checks.gpu.jobs import PackedJob, dense_works, runs, tile_variants
 from scripts.checks.gpu.results import Case, Row, Skipped
 from scripts.checks.gpu.setting import MOST_ERROR, Model, Setting, Shape
 
@@ -28,7 +27,6 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield Case("dense heads, together and one by one", partial(dense_heads, setting), alone=True)
     yield Case("more than 2³¹ numbers", partial(beyond_int32, setting), alone=True)
     yield Case("merging", partial(merging, setting, shape), alone=True)
-    yield Case("stages", partial(stages, setting, shape), alone=True)
 
 
 def by_density(
@@ -128,13 +126,3 @@ def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
     running = job.work("triton", out_dtype=torch.float32)(0)
     ms = setting.sampler.medians({"plain": job.work("triton"), "merged": job.work("triton", partial=running)})
     yield Row("merged / plain", ms["merged"] / ms["plain"], goal="≤ 1.03")
-
-
-def stages(setting: Setting, shape: Shape) -> Iterator[Row]:
-    """Times the tiles in use with other numbers of stages."""
-    job = PackedJob(setting, shape, setting.large, setting.local_heads, setting.densities[0])
-    used = used_tiles(setting, shape)
-    works = {stages: job.tiled(replace(used, stages=stages)) for stages in (used.stages, 3, 4, 6)}
-    ms = setting.sampler.medians({str(number): work for number, work in works.items() if runs(work)})
-    for number, took in ms.items():
-        yield Row(f"{number} stages / {used.stages}", took / ms[str(used.stages)])

@@ -50,7 +50,6 @@ class Part:
 
 
 PARTS = (
-    Part("ceilings", "rates of matrix products and copies, and torch's choice for dense attention"),
     Part("compilation", "machine code of three loops at three shapes, and seconds with a cold cache"),
     Part("kernels", "kernels at the main shapes, against their twins in float64 or bit for bit"),
     Part("rates", "rates at Wan2.1-14B's size, next to dense kernels; other sizes; dense heads"),

@@ -66,12 +66,12 @@ def main() -> int:
         print(f"{args.arch}, Triton {triton.__version__}")
         _print_row({name: name for name in COLUMNS})
     any_failed = False
-    for one in _records(variants, args.jobs):
-        any_failed |= "failed" in one
+    for record in _records(variants, args.jobs):
+        any_failed |= "failed" in record
         if args.json:
-            print(json.dumps(one), flush=True)
+            print(json.dumps(record), flush=True)
         else:
-            _print_row(one)
+            _print_row(record)
     return int(any_failed)
 
 
@@ -80,12 +80,12 @@ def _records(variants: Sequence[Variant], jobs: int) -> Iterator[dict[str, Any]]
     spawn = multiprocessing.get_context("spawn")
     broken = []
     with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        coming = {pool.submit(reported, variant): variant for variant in variants}
-        for one in as_completed(coming):
+        variant_of = {pool.submit(reported, variant): variant for variant in variants}
+        for future in as_completed(variant_of):
             try:
-                yield one.result()
+                yield future.result()
             except BrokenProcessPool:  # one of those that were at work, and all that were not begun
-                broken.append(coming[one])
+                broken.append(variant_of[future])
     for variant in broken:
         with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             try:

@@ -43,7 +43,7 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
         arch: 90 for Hopper.
         name: Of the kernels' function, without leading underscores; others that are launched are passed over.
     """
-    found = []
+    launches = []
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -51,13 +51,13 @@ def compiled_launches(launch: Callable[[], object], arch: int, name: str) -> lis
             return
         with _kept_logs() as logs:
             made = run(self, *args, grid=grid, warmup=True, **options)
-        found.append((made, "".join(logs)))
+        launches.append((made, "".join(logs)))
 
     with gpu_of(arch), mock.patch.object(JITFunction, "run", compile_only), FakeTensorMode():
         launch()
     return [
         Compiled(made.asm["ttgir"], made.asm["ptx"], _disassembled(made.asm["cubin"]), said, made.metadata.shared)
-        for made, said in found
+        for made, said in launches
     ]
 
 

@@ -64,8 +64,10 @@ def findings(compiled: Compiled, arch: int) -> dict[str, Any]:
         "registers": registers,
         "spills": sum(map(int, re.findall(r"(\d+) bytes spill", compiled.log))),
         "stack": int(_found(r"(\d+) bytes stack frame", compiled.log)),
-        "local_accesses": sum(one.name in LOCAL for one in code),
-        "local_in_loops": len({one.at for body in loops(code) for one in body if one.name in LOCAL}),
+        "local_accesses": sum(instruction.name in LOCAL for instruction in code),
+        "local_in_loops": len(
+            {instruction.at for body in loops(code) for instruction in body if instruction.name in LOCAL}
+        ),
         "shared_bytes": compiled.shared,
         "programs_per_multiprocessor": _programs(compiled, registers, MULTIPROCESSORS[arch]),
     }
@@ -86,7 +88,7 @@ def of_step(compiled: Compiled, code: Sequence[Instruction]) -> dict[str, Any]:
     loop = full_loop(code)
     if loop is None:
         return dict.fromkeys(OF_STEP)
-    step = Counter(one.name for one in loop)
+    step = Counter(instruction.name for instruction in loop)
     products, of_warpgroups = (sum(step[name] for name in names) for names in (PRODUCTS, OF_WARPGROUPS))
     waits = step["WARPGROUP.DEPBAR"]
     return {
@@ -131,7 +133,11 @@ _TILE_COPY = r"ttng\.async_tma_copy_global_to_local |ttg\.async_copy_global_to_l
 
 def full_loop(code: Sequence[Instruction]) -> Sequence[Instruction] | None:
     """Returns the loop over full blocks, the shortest with products, as the other masks; None: there is none."""
-    return min((body for body in loops(code) if any(one.name in PRODUCTS for one in body)), key=len, default=None)
+    return min(
+        (body for body in loops(code) if any(instruction.name in PRODUCTS for instruction in body)),
+        key=len,
+        default=None,
+    )
 
 
 def _programs(compiled: Compiled, registers: int, of: Multiprocessor) -> int:

@@ -49,8 +49,8 @@ class Instruction:
 def instructions(sass: str) -> list[Instruction]:
     """Returns the instructions of the longest function in what cuobjdump -sass wrote, in order."""
     parts = re.split(r"(?m)^\s+Function : \S+", sass)
-    found = re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", max(parts, key=len), re.MULTILINE)
-    return [Instruction(int(at, 16), text.strip()) for at, text in found]
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", max(parts, key=len), re.MULTILINE)
+    return [Instruction(int(at, 16), text.strip()) for at, text in lines]
 
 
 def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
@@ -58,23 +58,23 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
 
     A jump from the kernel's end back into a loop, out of a slow path, spans its exit, and makes none.
     """
-    address = {one.at: i for i, one in enumerate(code)}
-    found = []
-    for end, one in enumerate(code):
-        if one.target is not None and one.target < one.at and one.target in address:
-            body = code[address[one.target] : end + 1]
-            if not any(other.name == "EXIT" for other in body):
-                found.append(body)
-    return found
+    address = {instruction.at: i for i, instruction in enumerate(code)}
+    bodies = []
+    for end, instruction in enumerate(code):
+        if instruction.target is not None and instruction.target < instruction.at and instruction.target in address:
+            body = code[address[instruction.target] : end + 1]
+            if not any(inner.name == "EXIT" for inner in body):
+                bodies.append(body)
+    return bodies
 
 
-def _queue_of_products(waiting: list[int], one: Instruction) -> list[int]:
+def _queue_of_products(waiting: list[int], instruction: Instruction) -> list[int]:
     """Returns the groups of products not waited for after an instruction; the last one is open."""
-    if one.name in OF_WARPGROUPS:
+    if instruction.name in OF_WARPGROUPS:
         waiting = [*waiting[:-1], waiting[-1] + 1]
-        return [*waiting, 0] if "gsb" in one.text else waiting
-    if one.name == "WARPGROUP.DEPBAR":
-        kept = int(one.text.rsplit(",", 1)[1], 16)
+        return [*waiting, 0] if "gsb" in instruction.text else waiting
+    if instruction.name == "WARPGROUP.DEPBAR":
+        kept = int(instruction.text.rsplit(",", 1)[1], 16)
         return [*(waiting[:-1][-kept:] if kept else []), waiting[-1]]
     return waiting
 
@@ -84,14 +84,14 @@ def in_flight_at_exponentials(loop: Sequence[Instruction]) -> float | None:
 
     What is 0 has nothing on the tensor core while its softmax runs. Exponentials of one value a row count as others.
     """
-    if not any(one.name in OF_WARPGROUPS for one in loop):
+    if not any(instruction.name in OF_WARPGROUPS for instruction in loop):
         return None
     waiting: list[int] = [0]
-    for one in loop:  # a step before, for what it leaves in flight
-        waiting = _queue_of_products(waiting, one)
+    for instruction in loop:  # a step before, for what it leaves in flight
+        waiting = _queue_of_products(waiting, instruction)
     counted = []
-    for one in loop:
-        waiting = _queue_of_products(waiting, one)
-        if one.name == "MUFU.EX2":
+    for instruction in loop:
+        waiting = _queue_of_products(waiting, instruction)
+        if instruction.name == "MUFU.EX2":
             counted.append(sum(waiting))
     return sum(counted) / len(counted) if counted else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
-from scripts.checks.versions.environments import REPO, pip
-
+REPO = Path(__file__).resolve().parents[3]
 TRITONS = {"3.5.1": "2.9", "3.6.0": "2.10, 2.11", "3.7.0": "2.12", "3.8.0": "2.14", "3.9.0": ""}
 """Versions that machine code is read under, oldest first, and the torch for GPUs that pins each. 3.9 is in our own
 environment."""
@@ -29,7 +29,11 @@ def folder_of(version: str) -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".") as scratch:
         whole = Path(scratch, version)
-        pip(sys.executable, "install", "--quiet", "--no-deps", "--no-compile", "--target", whole, f"triton=={version}")
+        options = ["--quiet", "--no-deps", "--no-compile", "--disable-pip-version-check", "--target", str(whole)]
+        command = [sys.executable, "-m", "pip", "install", *options, f"triton=={version}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError((done.stderr.strip().splitlines() or ["pip gave no reason"])[-1])
         try:
             whole.rename(folder)
         except OSError:  # another process was faster

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pkgutil
 import secrets
 import sys
-from multiprocessing import forkserver
-from pathlib import Path
+import time
+from typing import Any
 
-from scripts.checks.stress.frame import Part, read_state, run_part
+from scripts.checks.stress.part import Part
 from tests.support import interpreter  # noqa: F401  before anything else imports triton
 
-STRESS = "scripts.checks.stress"
 PARTS = {
-    "oracle": (f"{STRESS}.oracle.oracle_part:Oracle", 0.4),
-    "faults": (f"{STRESS}.faults.faults_part:Faults", 0.2),
-    "features": (f"{STRESS}.features_part:Features", 0.15),
-    "engines": (f"{STRESS}.engines_part:Engines", 0.05),
-    "fuzz": (f"{STRESS}.fuzz.fuzz_part:Fuzz", 0.1),
-    "soak": (f"{STRESS}.soak.soak_part:Soak", 0.1),
+    "oracle": ("scripts.checks.stress.oracle:Oracle", 0.7),
+    "faults": ("scripts.checks.stress.faults:Faults", 0.3),
 }
-"""Class of each, imported when it runs, which takes seconds; and its share of the time, where all parts run."""
-REPO = Path(__file__).resolve().parents[3]
+"""Class of each, imported when it runs, which takes seconds; and its share of the time if all parts run."""
 
 
 def _seed(text: str) -> int:
@@ -36,39 +31,70 @@ def part_named(name: str) -> Part:
     return part
 
 
+def run_part(name: str, part: Part, seed: int, seconds: float) -> dict[str, Any]:
+    """Runs cases of a part for so long, but at least one. Prints failures at once, and returns numbers."""
+    failures: list[str] = []
+    worst: dict[str, float] = {}
+    start = time.monotonic()
+    try:
+        for number in itertools.count():
+            case = part.draw(seed, number)
+            outcome = part.outcome(case)
+            for key, value in outcome.measure.items():
+                worst[key] = max(value, worst.get(key, value))
+            if outcome.failure is not None:
+                failures.append(f"scripts/campaign --case {name}:{seed}:{number}   {outcome.failure}   {case}")
+                print(failures[-1], file=sys.stderr, flush=True)
+            elapsed = time.monotonic() - start
+            if elapsed > seconds:
+                break
+    finally:
+        part.close()
+    return {"cases": number + 1, "failures": failures, "worst": worst, "seconds": round(elapsed, 1)}
+
+
+def repeat(name: str, seed: int, number: int) -> int:
+    """Runs one case again, and prints what it is. Returns the exit code."""
+    part = part_named(name)
+    case = part.draw(seed, number)
+    try:
+        outcome = part.outcome(case)
+    finally:
+        part.close()
+    print(f"{outcome.failure or 'passed'} {dict(outcome.measure)}\n{case}")
+    return int(outcome.failure is not None)
+
+
 def main() -> int:
     """Returns the exit code, 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="scripts/campaign", description="Tries to break db-SP: see tests/README.md")
     parser.add_argument("--minutes", type=float, default=3.0, help="for all parts together")
-    parser.add_argument("--seed", type=_seed, help="of all cases, or new; default: that of the state file, else 0")
+    parser.add_argument("--seed", type=_seed, default=0, help="of all cases, or new")
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
-    parser.add_argument("--state", type=Path, default=REPO / "out" / "campaign.json", help="says how far it has come")
     parser.add_argument("--case", metavar="PART:SEED:NUMBER", help="repeat one case, and say what it is")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     options = parser.parse_args()
     if options.case:
         name, seed, number = options.case.split(":")
-        part = part_named(name)
-        outcome = part.repeat(int(seed), int(number))
-        print(f"{outcome.failure or 'passed'} {dict(outcome.measure)}\n{part.explain(int(seed), int(number))}")
-        return int(outcome.failure is not None)
+        return repeat(name, int(seed), int(number))
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # xfuser logs to standard output
-    state = read_state(options.state, options.seed)
-    called = f"scripts/campaign --seed {state['seed']} --part {options.part} --minutes {options.minutes:g}"
-    print(called, file=sys.stderr, flush=True)
+    os.dup2(2, 1)  # libraries of workers log to standard output
+    command = f"scripts/campaign --seed {options.seed} --part {options.part} --minutes {options.minutes:g}"
+    print(command, file=sys.stderr, flush=True)
+    parts = {}
     for name in PARTS if options.part == "all" else [options.part]:
         share = PARTS[name][1] if options.part == "all" else 1.0
-        run_part(part_named(name), state, options.state, options.minutes * 60 * share)
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]  the next part's imports other modules
+        parts[name] = run_part(name, part_named(name), options.seed, options.minutes * 60 * share)
     if options.json:
-        print(json.dumps(state), file=out)
+        print(json.dumps({"seed": options.seed, "parts": parts}), file=out)
     else:
-        for name, one in state["parts"].items():
-            print(f"{name}: {one['cases']} cases, {one['failures']} failures, worst {one['worst']}", file=out)
-        print("\n".join([*state["failures"], called]), file=out)
+        for name, numbers in parts.items():
+            failures = numbers["failures"]
+            print(f"{name}: {numbers['cases']} cases, {len(failures)} failures, worst {numbers['worst']}", file=out)
+            print("".join(f"{failure}\n" for failure in failures), end="", file=out)
+        print(command, file=out)
     out.close()
-    return int(bool(state["failures"]))
+    return int(any(numbers["failures"] for numbers in parts.values()))
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ NAMES = (
 START = (140.0, 300.0, 5.0, 500.0, 1000.0, 300.0, 1.4, 2.0, 1.0, 2.0, 0.8, 0.5)
 
 
-def fit_bars(known: dict[str, Constants], given: Sequence[Bar], score_flops: float | None = None) -> Fit:
+def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar], score_flops: float | None = None) -> Fit:
     """Least squares on relative errors of bars, and of all that is not attention, over the bars' times.
 
     Args:
@@ -129,25 +129,25 @@ def fit_bars(known: dict[str, Constants], given: Sequence[Bar], score_flops: flo
         return Fit(machines, Unknowns(densities, value["tile"], costs), score)
 
     def errors(x: np.ndarray) -> list[float]:
-        found = unpack(x)
+        fit = unpack(x)
         rest_s = [
-            (other_s(bar.model, found.machines[bar.machine], bar.gpus) - bar.other_s) / bar.end_to_end_s
-            for bar in given
+            (other_s(bar.model, fit.machines[bar.machine], bar.gpus) - bar.other_s) / bar.end_to_end_s
+            for bar in fitted_bars
             if bar.other_s is not None
         ]
-        return [found.error(bar) for bar in given] + rest_s
+        return [fit.error(bar) for bar in fitted_bars] + rest_s
 
     start = np.array(START)
     return unpack(least_squares(errors, start, bounds=(start / 100, start * 100), x_scale=start).x)
 
 
-def leave_one_out(known: dict[str, Constants], given: Sequence[Bar], whole: Fit) -> dict[str, list[float]]:
+def leave_one_out(known: dict[str, Constants], fitted_bars: Sequence[Bar], whole: Fit) -> dict[str, list[float]]:
     """Errors on each model's bars by a fit to the other's; not SpargeAttn's, whose density a fit to others lacks."""
-    found = {}
+    errors = {}
     for model in (WAN, COGVIDEOX):
-        fit = fit_bars(known, [bar for bar in given if bar.model != model], whole.score_flops)
-        found[model] = [fit.error(bar) for bar in given if bar.model == model and bar.method != SPARGE]
-    return found
+        fit = fit_bars(known, [bar for bar in fitted_bars if bar.model != model], whole.score_flops)
+        errors[model] = [fit.error(bar) for bar in fitted_bars if bar.model == model and bar.method != SPARGE]
+    return errors
 
 
 def errors_in_words(errors: Sequence[float]) -> str:
@@ -167,17 +167,17 @@ def main() -> None:
     density = blocks_s / dense_s(WAN, known["a800"])
     print(f"Fig. 10: launch_s {launch_s:.4g}, density {density:.4f}, growth {growth_s:.4g} s; {rates}")
     known = {
-        name: replace(one, launch_s=launch_s, exchange_bytes_per_s=rates["exchange_bytes_per_s"])
-        for name, one in known.items()
+        name: replace(constants, launch_s=launch_s, exchange_bytes_per_s=rates["exchange_bytes_per_s"])
+        for name, constants in known.items()
     }
-    given = [bar for bar in bars() if bar.fitted]
-    fit = fit_bars(known, given)
-    for name, found in fit.machines.items():
-        print(f"{name}: {found}")
+    fitted_bars = [bar for bar in bars() if bar.fitted]
+    fit = fit_bars(known, fitted_bars)
+    for name, constants in fit.machines.items():
+        print(f"{name}: {constants}")
     print(f"{fit.unknowns}, score_flops {fit.score_flops:.4g}")
-    print(f"fitted: {errors_in_words([fit.error(bar) for bar in given])}")
+    print(f"fitted: {errors_in_words([fit.error(bar) for bar in fitted_bars])}")
     print(f"held out, 4 GPUs: {errors_in_words([fit.error(bar) for bar in bars() if not bar.fitted])}")
-    for model, errors in leave_one_out(known, given, fit).items():
+    for model, errors in leave_one_out(known, fitted_bars, fit).items():
         print(f"fitted without {model}, on it: {errors_in_words(errors)}")
 
 

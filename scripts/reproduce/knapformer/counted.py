@@ -108,18 +108,18 @@ def evaluate(
     tokens, blocks = plan.runs.by_rank(topology.world), np.zeros(topology.world, dtype=np.int64)
     sent_bytes, rhos = np.zeros(topology.world), [1.0]
     for bag, (first, ranks) in enumerate(zip(topology.first_rank.tolist(), topology.ranks.tolist(), strict=True)):
-        here, own = slice(first, first + ranks), np.flatnonzero(plan.bag == bag)
-        if not len(own):
+        ranks_of_bag, members = slice(first, first + ranks), np.flatnonzero(plan.bag == bag)
+        if not len(members):
             continue
-        rows = np.concatenate([work.row_work[one] for one in own], axis=1)
-        grids = [work.grids[one] for one in own]
+        rows = np.concatenate([work.row_work[sequence] for sequence in members], axis=1)
+        grids = [work.grids[sequence] for sequence in members]
         owner = owners(rows, grids, ranks)
-        blocks[here] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
+        blocks[ranks_of_bag] = np.bincount(owner.ravel(), rows.ravel(), ranks).astype(np.int64)
         if ranks == 1:
             continue
-        rhos.append(imbalance_ratio(blocks[here]))
+        rhos.append(imbalance_ratio(blocks[ranks_of_bag]))
         layout = bag_layout(plan, work.tokens, bag)
         both = sent_in_bag(owner, grids, layout, layer).sum(axis=0)
-        sent_bytes[here] = both.sum(axis=1) - both.diagonal()
+        sent_bytes[ranks_of_bag] = both.sum(axis=1) - both.diagonal()
     moved = moved_tokens(plan.runs, loader, 1)[0]
     return SequencePlanMetrics(tokens, blocks, cost.picoseconds(tokens, blocks), max(rhos), moved, sent_bytes)

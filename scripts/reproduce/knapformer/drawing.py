@@ -14,6 +14,10 @@ TOKEN_PIXELS = 16
 """Height and width of a token: a VAE that shrinks by 8, patches of 2."""
 _NARROWEST = 0.75
 """Least ratio of a video's height to its width."""
+TEXT, AREA = (0, 392), (0.96, 1.04)
+"""What codes leave open, as KnapFormer's published simulator has it: least and most text tokens of a sequence, and
+least and most of what a batch's aspect ratio multiplies the tokens of a frame by. Both are drawn uniformly."""
+ASSUMED = "assumed: 0 to 392 text tokens a sequence, frames' tokens times 0.96 to 1.04 for aspect ratios"
 
 
 @dataclass(frozen=True)
@@ -51,51 +55,16 @@ def parse_streams(text: str) -> tuple[Stream, ...]:
     """Reads codes with commas between. Left out, f is 1, and s is 1 for more than one frame.
 
     Raises:
-        UserError: For text that is none, or sizes that make no tokens.
+        UserError: For other text.
     """
-    return tuple(map(_parse, text.split(",")))
-
-
-def _parse(code: str) -> Stream:
-    match = _CODE.fullmatch(code.strip())
-    if match is None:
-        raise UserError(
-            f"sequences {code.strip()!r} are not of the form g{{G}}b{{B}}i{{R}}f{{F}}s{{S}}: G GPUs with B sequences "
-            "each, R pixels square, F frames, S 1 for a clip and 0 for images or key frames; for example g4b1i512f85s1"
-        )
-    gpus, batch, resolution, frames = (int(match[n] or 1) for n in range(1, 5))
-    if min(gpus, frames) < 1 or resolution < TOKEN_PIXELS:
-        raise UserError(
-            f"sequences {code.strip()!r} need at least one GPU, one frame and {TOKEN_PIXELS} pixels, a token's size"
-        )
-    most = {"GPUs": (gpus, 4096), "sequences": (gpus * batch, 1 << 16), "pixels": (resolution, 1 << 16)}
-    for what, (count, limit) in (most | {"frames": (frames, 1_000_000)}).items():
-        if count > limit:
-            raise UserError(f"sequences {code.strip()!r} have more than {limit:,} {what}; give fewer")
-    return Stream(gpus, batch, resolution, frames, frames > 1 if match[5] is None else match[5] == "1")
-
-
-@dataclass(frozen=True)
-class StreamAssumptions:
-    """Assumptions about what codes leave open. The defaults are those of KnapFormer's published simulator.
-
-    Attributes:
-        text: Least and most text tokens of a sequence, drawn uniformly.
-        area: Least and most of what aspect ratios multiply the tokens of a frame by, drawn uniformly for each batch.
-    """
-
-    text: tuple[int, int] = (0, 392)
-    area: tuple[float, float] = (0.96, 1.04)
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.text[0] <= self.text[1]:
-            raise UserError(f"text tokens {self.text} must be a least and a most number, for example 0-392")
-        if not 0 < self.area[0] <= self.area[1]:
-            raise UserError(f"area factors {self.area} must be a least and a most positive number, such as 0.96-1.04")
-
-    def in_words(self) -> str:
-        text, area = (f"{low:g}" if low == high else f"{low:g} to {high:g}" for low, high in (self.text, self.area))
-        return f"assumed: {text} text tokens a sequence, frames' tokens times {area} for aspect ratios"
+    streams = []
+    for code in text.split(","):
+        match = _CODE.fullmatch(code.strip())
+        if match is None:
+            raise UserError(f"expected streams as g4b1i512f85s1, got {code.strip()!r}; see KnapFormer §4.1")
+        gpus, batch, resolution, frames = (int(match[n] or 1) for n in range(1, 5))
+        streams.append(Stream(gpus, batch, resolution, frames, frames > 1 if match[5] is None else match[5] == "1"))
+    return tuple(streams)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,14 +84,14 @@ class DrawnSequences:
     @property
     def tokens(self) -> np.ndarray:
         """int64[n]: text and video together."""
-        found: np.ndarray = self.text + self.thw.prod(axis=1)
-        return found
+        tokens: np.ndarray = self.text + self.thw.prod(axis=1)
+        return tokens
 
     def __len__(self) -> int:
         return len(self.text)
 
 
-def draw(streams: tuple[Stream, ...], world: int, seed: int, assumptions: StreamAssumptions) -> DrawnSequences:
+def draw(streams: tuple[Stream, ...], world: int, seed: int) -> DrawnSequences:
     """One step's sequences, the streams repeated until all ranks have one.
 
     Raises:
@@ -140,8 +109,8 @@ def draw(streams: tuple[Stream, ...], world: int, seed: int, assumptions: Stream
     by_rank = [stream for stream in streams for _ in range(stream.gpus)]
     for rank in range(world):
         stream = by_rank[rank % gpus]
-        height, width = _frame(stream.side, rng.uniform(*assumptions.area))
-        text.append(rng.integers(assumptions.text[0], assumptions.text[1] + 1, stream.batch))
+        height, width = _frame(stream.side, rng.uniform(*AREA))
+        text.append(rng.integers(TEXT[0], TEXT[1] + 1, stream.batch))
         thw += [(stream.latent_frames, height, width)] * stream.batch
         loader += [rank] * stream.batch
     if not thw:

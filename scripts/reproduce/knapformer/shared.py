@@ -22,7 +22,7 @@ from scripts.reproduce.knapformer.counted import (
     evaluate,
     gamma_corrected,
 )
-from scripts.reproduce.knapformer.drawing import DrawnSequences, StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.drawing import DrawnSequences, draw, parse_streams
 from scripts.results.colours import PLANNERS
 from scripts.results.result import FOLDER
 
@@ -33,7 +33,6 @@ FLUX = LayerSize(heads=24, head_dim=128, token_flops=24 * WIDTH**2)
 GAMMA = 0.4
 """Of Eq. 2: what the example in the README of KnapFormer's program runs with."""
 FLOPS_PER_S = 1e15  # scales all costs equally
-ASSUMPTIONS = StreamAssumptions()
 MIXED = "mixed-resolution images"
 STREAMS = {
     "low-resolution images": "g32b32i256f1s0",
@@ -90,7 +89,7 @@ def knapformer_arguments(description: str | None, draws: int) -> argparse.Argume
 
 
 def drawn(stream: str, seed: int) -> DrawnSequences:
-    return draw(parse_streams(STREAMS[stream]), WORLD, seed, ASSUMPTIONS)
+    return draw(parse_streams(STREAMS[stream]), WORLD, seed)
 
 
 def pair_cost() -> SequenceCost:

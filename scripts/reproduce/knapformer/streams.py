@@ -11,9 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dbsp_core.reports.style import rank_colour
-from scripts.reproduce.knapformer.drawing import parse_streams
+from scripts.reproduce.knapformer.drawing import ASSUMED, parse_streams
 from scripts.reproduce.knapformer.shared import (
-    ASSUMPTIONS,
     COLOURS,
     GAMMA,
     STREAMS,
@@ -47,9 +46,9 @@ def measure(options) -> list[Row]:
     rows = []
     for stream, text in STREAMS.items():
         steps = [drawn(stream, seed) for seed in range(options.draws)]
-        tokens = np.concatenate([one.tokens for one in steps])
+        tokens = np.concatenate([sequences.tokens for sequences in steps])
         cost = pair_cost().picoseconds(tokens, tokens**2)
-        loader, first = np.concatenate([one.loader for one in steps]), 0
+        loader, first = np.concatenate([sequences.loader for sequences in steps]), 0
         for code in parse_streams(text):
             mine = (loader >= first) & (loader < first + code.gpus)
             first += code.gpus
@@ -64,7 +63,7 @@ def measure(options) -> list[Row]:
                     int(tokens[mine].max()),
                     float(tokens[mine].sum() / tokens.sum()),
                     float(cost[mine].sum() / cost.sum()),
-                    f"drawn; {ASSUMPTIONS.in_words()}; γ {GAMMA:g}",
+                    f"drawn; {ASSUMED}; γ {GAMMA:g}",
                 )
             )
     return rows
@@ -74,7 +73,7 @@ def draw(rows: list[Row]) -> Figure:
     """The lower panels distribute one step's sequences, drawn anew from their seed: the CSV has sums of all steps."""
     figure, axes = panels(
         "What do the data loaders of 32 GPUs bring, and how is it distributed?",
-        f"Sequences are drawn, not real data; γ {GAMMA:g}\n{ASSUMPTIONS.in_words()}",
+        f"Sequences are drawn, not real data; γ {GAMMA:g}\n{ASSUMED}",
         2,
         len(STREAMS),
         height=6.6,

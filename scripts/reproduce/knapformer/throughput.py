@@ -120,12 +120,12 @@ class Row:
 
 
 def load_of(stream: str, bags: str, balancer: str, draws: int) -> Load:
-    found = []
+    loads = []
     for sequences in (drawn(stream, seed) for seed in range(draws)):
         plan, counted = by_ranks(sequences, dense_work(sequences), bags, balancer)
         tokens, ranks = sequences.tokens.astype(float), plan.topology.ranks
         pieces = np.where(ranks > 1, np.bincount(plan.bag, minlength=len(ranks)) * ranks, 0)
-        found.append(
+        loads.append(
             (
                 tokens.sum(),
                 FORWARDS * LAYERS * (FLUX.token_flops * tokens + 4 * WIDTH * tokens**2).sum(),
@@ -134,7 +134,7 @@ def load_of(stream: str, bags: str, balancer: str, draws: int) -> Load:
                 pieces.max() if balancer == "knapsack" else 0,
             )
         )
-    return Load(*np.mean(found, axis=0).tolist())
+    return Load(*np.mean(loads, axis=0).tolist())
 
 
 def fit(loads: list[Load], seconds: list[float], piece_s: float, weights: float = WEIGHT_BYTES) -> Rates:

@@ -11,16 +11,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from dbsp_core.cost.sequence_cost import SequenceWork
 from dbsp_core.planning.bags import BagTopology
-from dbsp_core.reports.style import INK
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.knapformer.counted import work_of
 from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import (
-    COLOURS,
     FLUX,
     GAMMA,
     STREAMS,
@@ -34,8 +31,7 @@ from scripts.reproduce.knapformer.shared import (
     knapformer_arguments,
     loads,
 )
-from scripts.results.figures import STAR, grouped_bars, legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import print_table, write_csv
 
 SPARSE_DENSITY = 0.3
 
@@ -79,7 +75,7 @@ def measure(options) -> Iterator[Row]:
         if (stream, mask) not in made:
             steps = [drawn(stream, seed) for seed in range(options.draws if mask == "dense" else options.sparse_draws)]
             count = dense_work if mask == "dense" else sparse_work
-            made[stream, mask] = [(one, count(one)) for one in steps]
+            made[stream, mask] = [(sequences, count(sequences)) for sequences in steps]
         for balancer in ("knapsack",) if bags == "none" else ("knapsack", "dbsp"):
             equation, counted = [], []
             for sequences, work in made[stream, mask]:
@@ -96,56 +92,20 @@ def measure(options) -> Iterator[Row]:
                 GAMMA,
                 "–" if paper is None else f"{paper.wir:.2f}",
                 float(np.mean(equation)) if mask == "dense" else "–",
-                float(np.mean([one.wir for one in counted])),
-                max(one.wir for one in counted),
-                max(one.rho for one in counted),
-                float(np.mean([one.moved / one.tokens.sum() for one in counted])),
+                float(np.mean([metrics.wir for metrics in counted])),
+                max(metrics.wir for metrics in counted),
+                max(metrics.rho for metrics in counted),
+                float(np.mean([metrics.moved / metrics.tokens.sum() for metrics in counted])),
                 "counted, drawn sequences, modelled cost",
             )
-
-
-def draw(rows: list[Row]) -> Figure:
-    figure, axes = panels(
-        "How imbalanced are 32 GPUs with sequences of many sizes?",
-        "Work of the busiest GPU over that of the idlest (WIR), less 1; dense attention; dotted: 1.005, the goal\n"
-        f"γ {GAMMA:g}; {rows[0].label}",
-        columns=len(STREAMS),
-        height=4.6,
-        sharey=True,
-    )
-    for axis, stream in zip(axes[0], STREAMS, strict=True):
-        here = {(row.bags, row.balancer): row for row in rows if row.stream == stream and row.mask == "dense"}
-        keys = {"as loaded": "–"}
-        series = {
-            label: [
-                here[bags, keys.get(label, label)].wir_of_ranks - 1
-                if (bags, keys.get(label, label)) in here
-                else float("nan")
-                for bags in TOPOLOGIES
-            ]
-            for label in COLOURS
-        }
-        grouped_bars(axis, ["none" if bags == "none" else bags for bags in TOPOLOGIES], series, COLOURS)
-        paper = {bags: row.wir - 1 for bags, row in TABLE_1.get(stream, {}).items() if row.wir > 1}
-        columns = [list(TOPOLOGIES).index(bags) for bags in paper]
-        axis.plot(columns, list(paper.values()), **STAR, label="KnapFormer's Table 1")
-        axis.axhline(0.005, color=INK, linestyle=":", linewidth=1.2)
-        axis.set(yscale="log", title=stream, ylim=(5e-5, 60), xlabel="bags")
-        axis.tick_params(axis="x", labelsize=9.5)
-    axes[0, 0].set_ylabel("WIR − 1")
-    legend_below(figure, axes[0, 0])
-    return figure
-
-
-RATIOS = Result("knapformer-wir", "Workload imbalance ratio, KnapFormer's Table 1", Row, draw)
 
 
 def main() -> None:
     parser = knapformer_arguments(__doc__, draws=20)
     parser.add_argument("--sparse-draws", type=int, default=3, help="of them, for sparse masks, which take longer")
     options = parser.parse_args()
-    rows = list(measure(options))
-    RATIOS.publish(rows, options.out)
+    title = "Workload imbalance ratio, KnapFormer's Table 1"
+    print_table(title, write_csv("knapformer-wir", list(measure(options)), options.out))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-from dbsp_cli.tiny_models import TRAINED_WAN
+from dbsp_cli.tiny_models import trained_weights
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
@@ -75,7 +75,7 @@ def load_pipeline() -> Any:
     from diffusers.utils import logging
 
     logging.disable_progress_bar()
-    pipeline = WanPipeline.from_pretrained(TRAINED_WAN, torch_dtype=torch.float32, local_files_only=True)
+    pipeline = WanPipeline.from_pretrained(trained_weights(), torch_dtype=torch.float32, local_files_only=True)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -1,4 +1,4 @@
-"""Messages before a rank is started: settings that cannot work here, checkpoints that are missing or too large."""
+"""Messages before a rank is started: settings that cannot work here, checkpoints that are missing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from dbsp_cli.generate import resources
-from dbsp_cli.generate.resources import memory_message
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
@@ -107,46 +104,17 @@ def test_a_variant_is_loaded(tiny, tmp_path, one_rank):
     assert (tmp_path / "v.mp4").stat().st_size > 0
 
 
-@pytest.fixture
-def small_machine(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(resources, "_machine_memory", lambda: 100 * 2**30)
-
-
-def test_weights_too_large_for_the_machine_are_counted(cache, small_machine):
-    assert memory_message(WAN.hub, torch.bfloat16, 2) is None
-    said = memory_message(WAN.hub, torch.float32, 2)
-    assert said is not None
-    assert f"2 processes hold the weights of {WAN.hub}, each 74.4 GiB in float32" in said
-    assert "has 100.0 GiB of memory" in said
-
-
-def test_weights_of_a_folder_are_counted_from_its_files_once(tmp_path, small_machine, monkeypatch):
-    monkeypatch.setattr(resources, "_machine_memory", lambda: 1000)
-    for part, name in (("transformer", "diffusion_pytorch_model-00001-of-00002"), ("vae", "diffusion_pytorch_model")):
-        (tmp_path / part).mkdir()
-        save_file({"a": torch.zeros(10, 6), "b": torch.zeros(40)}, tmp_path / part / f"{name}.safetensors")
-    save_file({"a": torch.zeros(999)}, tmp_path / "vae" / "diffusion_pytorch_model.fp16.safetensors")
-    assert memory_message(str(tmp_path), torch.float32, 1) is None  # 200 numbers
-    assert memory_message(str(tmp_path), torch.float64, 1) is not None
-
-
 @pytest.mark.parametrize(
     "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x09" + b"\0" * 7 + b'{"a": {}}']
 )
-def test_what_is_no_file_of_weights_is_named(tmp_path, content):
+def test_what_is_no_file_of_weights_is_named(tiny, content):
     """Tries Git LFS's stub, too, whose first eight bytes are no length to read."""
-    file = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"
-    file.parent.mkdir()
+    file = tiny / "transformer" / "diffusion_pytorch_model.safetensors"
     file.write_bytes(content)
-    with pytest.raises(UserError, match=rf"^{file} cannot be read as weights .*; download it again$"):
-        memory_message(str(tmp_path), torch.float32, 1)
-
-
-def test_a_machine_that_does_not_say_is_not_judged(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(resources, "_machine_memory", lambda: None)
-    assert memory_message(WAN.hub, torch.float64, 1000) is None
+    with pytest.raises(
+        UserError, match=rf"^{file} (cannot be read as weights .*; download it|is a pointer of Git LFS)"
+    ):
+        require_checkpoint(str(tiny))
 
 
 @pytest.mark.parametrize(("gpu", "model", "said"), [(False, WAN.name, 1), (True, WAN.name, 0), (False, "tiny-wan", 0)])
@@ -154,7 +122,7 @@ def test_a_published_model_on_a_cpu_is_warned_of(tmp_path, monkeypatch, gpu, mod
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
     config = "tiny-wan" if model == "tiny-wan" else None
     warnings = decided(tmp_path, config=config, model=model, changes=()).warnings
-    expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan-trained is for trying out"
+    expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out"
     assert [one for one in warnings if "no GPU" in one] == [expected] * said
 
 

@@ -18,7 +18,7 @@ from dbsp_cli.generate.loras import Lora
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
-from dbsp_cli.tiny_models import TRAINED_WAN, make_tiny, unknown_words
+from dbsp_cli.tiny_models import make_tiny, trained_weights, unknown_words
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_writer import save_mask
@@ -76,13 +76,11 @@ class TestPrompts:
     def test_words_that_a_model_cannot_know_are_named(self, tmp_path, prompt, unknown):
         copy = tmp_path / "mine" / "tokenizer"
         copy.mkdir(parents=True)
-        shutil.copy(TRAINED_WAN / "tokenizer" / "tokenizer.json", copy)
+        shutil.copy(trained_weights() / "tokenizer" / "tokenizer.json", copy)
         expected = None
         if unknown:
-            expected = (
-                f"the prompt has words that this model has never seen: {unknown}; it knows a, ball, behind, blue"
-            )
-        for folder in (TRAINED_WAN, tmp_path / "mine"):
+            expected = f"this model has never seen these words of the prompt: {unknown}; use a, ball, behind, blue"
+        for folder in (trained_weights(), tmp_path / "mine"):
             said = unknown_words(folder, prompt)
             assert (said and said[: len(expected or "")]) == expected
         assert unknown_words(tmp_path, prompt) is None
@@ -163,13 +161,13 @@ class TestVideos:
     def test_each_prompt_has_its_seeds_and_each_video_a_file(self, tmp_path):
         (tmp_path / "p.txt").write_text("a red ball\nthe sea, at dusk!\n")
         made = decided(
-            tmp_path, prompt=f"@{tmp_path / 'p.txt'}", seed=7, videos=2, out=str(tmp_path / "{prompt}-{seed}.mp4")
+            tmp_path, prompt=f"@{tmp_path / 'p.txt'}", seed=7, videos=2, out=str(tmp_path / "{index}-{seed}.mp4")
         )
         assert [(output.path.name, output.prompt, output.seed) for output in made.outputs] == [
-            ("a-red-ball-7.mp4", "a red ball", 7),
-            ("a-red-ball-8.mp4", "a red ball", 8),
-            ("the-sea-at-dusk-7.mp4", "the sea, at dusk!", 7),
-            ("the-sea-at-dusk-8.mp4", "the sea, at dusk!", 8),
+            ("0-7.mp4", "a red ball", 7),
+            ("1-8.mp4", "a red ball", 8),
+            ("2-7.mp4", "the sea, at dusk!", 7),
+            ("3-8.mp4", "the sea, at dusk!", 8),
         ]
 
     def test_what_is_there_is_left_out_when_resuming(self, tmp_path):
@@ -200,11 +198,10 @@ class TestVideos:
 
 PATTERNS = {
     "v.mp4": "names one file for several of 3 videos; put {index} in the name",
-    "{prompt}.mp4": "names one file for several of 3 videos",
-    "{number}.mp4": "use the fields {index}, {seed}, {prompt}, or double the braces of a name",
-    "{.mp4": "use the fields {index}, {seed}, {prompt}",
-    "{index:x!}.mp4": "use the fields {index}, {seed}, {prompt}",
-    "{index.real}.mp4": "use the fields {index}, {seed}, {prompt}",
+    "{number}.mp4": "use the fields {index}, {seed}, or double the braces of a name",
+    "{.mp4": "use the fields {index}, {seed}",
+    "{index:x!}.mp4": "use the fields {index}, {seed}",
+    "{index.real}.mp4": "use the fields {index}, {seed}",
     "{index}.avi": "must end in .mp4",
 }
 FEATURES = [
@@ -278,16 +275,18 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, given, me
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else found(name))
     monkeypatch.chdir(tmp_path)
-    Path("empty.txt").write_text("\n")
+    Path("empty.txt").write_text("\n", encoding="utf-8")
     Path("binary.txt").write_bytes(b"\xff")
-    Path("pointer.txt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
+    Path("pointer.txt").write_text(
+        "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n", encoding="utf-8"
+    )
     with open("large.txt", "wb") as file:
         file.truncate(1 << 40)  # no bytes on disk
     Path("folder.mp4").mkdir()
     Path("file").touch()
     save_video("from.mp4")
-    Path("my.yaml").write_text("model: tiny-wan\nreport: file\n")
-    Path("c.yaml").write_text("model: tiny-wan\n")
+    Path("my.yaml").write_text("model: tiny-wan\nreport: file\n", encoding="utf-8")
+    Path("c.yaml").write_text("model: tiny-wan\n", encoding="utf-8")
     Path("link.mp4").symlink_to("c.yaml")
     Image.new("RGB", (96, 64)).save("wide.png")
     Image.new("RGB", (64, 160)).save("tall.png")

@@ -146,6 +146,7 @@ def test_several_videos_are_those_of_their_seeds(tmp_path):
     first, second = make_videos(decided(tmp_path, **asked)).values()
     assert names(tmp_path) == {"7.mp4", "8.mp4", "report"}
     assert names(tmp_path / "report") == {"7", "8"}
+    assert (tmp_path / "report" / "8" / "video.mp4").samefile(tmp_path / "8.mp4"), "for dbsp report A B"
     assert first.calls.layer == second.calls.layer
     make_videos(decided(tmp_path, seed=8, out=str(tmp_path / "alone.mp4"), report=tmp_path / "alone", **brief))
     assert torch.equal(latents_of(tmp_path / "report" / "8"), latents_of(tmp_path / "alone"))

@@ -20,7 +20,6 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
 from scripts.reproduce.knapformer.counted import evaluate, gamma_corrected, moved_tokens, work_of
-from scripts.reproduce.knapformer.gamma import gamma_of
 from scripts.reproduce.knapformer.shared import FLUX
 from tests.core.cost.latency_cases import machine
 from tests.support.generators import random_bits
@@ -69,6 +68,12 @@ def test_counted_work_and_bytes_equal_those_of_packed_plans(bags):
     assert found.blocks.sum() == work.blocks.sum()
     assert np.array_equal(found.picoseconds, cost.picoseconds(found.tokens, found.blocks))
     assert found.moved == moved_tokens(plan.runs, loader, 1)[0]
+
+
+def gamma_of(layer, hardware):
+    """Returns KnapFormer's γ (Eq. 2): seconds per FLOP of attention over seconds per FLOP of everything else."""
+    constants = hardware.constants
+    return block_s(1, 1, layer.head_dim, constants) / (4 * layer.head_dim) * constants.linear_flops_per_s
 
 
 def test_gamma_follows_from_the_constants():

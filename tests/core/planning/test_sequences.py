@@ -14,7 +14,7 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
 from scripts.reproduce.knapformer.counted import gamma_corrected, moved_tokens
-from scripts.reproduce.knapformer.drawing import StreamAssumptions, draw, parse_streams
+from scripts.reproduce.knapformer.drawing import draw, parse_streams
 
 STREAMS = {
     "low": "g32b32i256",
@@ -160,7 +160,7 @@ def test_large_costs_do_not_overflow():
 def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
     """Requires 1.005 at most."""
     for seed in range(5):
-        found = draw(parse_streams(STREAMS[stream]), 32, seed, StreamAssumptions())
+        found = draw(parse_streams(STREAMS[stream]), 32, seed)
         tokens = found.tokens
         cost = gamma_corrected(3072, gamma).picoseconds(tokens, tokens**2)
         load = loads(plan_sequences(cost, tokens, found.loader, BagTopology((8,) * 4)), cost)

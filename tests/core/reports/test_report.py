@@ -16,6 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dbsp_para
 from dbsp_cli.tiny_models import make_tiny
@@ -405,8 +406,9 @@ def test_cli_with_one_run_prints_it(dbsp, tmp_path):
     assert [layer["replans"] for layer in values["layers"]] == [2, 1]
 
 
-def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
-    a, b = tmp_path / "[red]a", tmp_path / "b[" / "red] [[b]"
+def _two_runs(folder):
+    """Writes reports of two runs, of which the second took other settings and seconds."""
+    a, b = folder / "[red]a", folder / "b[" / "red] [[b]"
     a.mkdir()
     b.mkdir(parents=True)
     report = small_report()
@@ -415,25 +417,45 @@ def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
     calls = dataclasses.replace(report.calls, seconds=[1.0] * 6)
     _write(a, model="[/x] a model")
     _write(b, model="[/x] a model", environment=environment, calls=calls, seconds=9.0)
-    page = tmp_path / "difference.html"
-    code, out, _ = dbsp("report", a, b, "--html", page)
+    return a, b
+
+
+def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
+    a, b = _two_runs(tmp_path)
+    code, out, _ = dbsp("report", a, b)
     assert code == 0
     assert "+100.0%" in out
     assert f"A: {a}  " in out
-    assert f"B: {b}\n" in out
+    assert f"B: {b}  " in out
+    assert f"videos not compared: {a} has no videos; put one there, as mp4 or frames as png" in out
     assert "[/x] a model, db-SP in para" in dbsp("report", a)[1]
-    words = " ".join(Page(page.read_text()).text)
-    assert "mask.source" in words
-    assert "window" in words
-    assert "://" not in page.read_text()
-    code, out, _ = dbsp("report", a, b, "--json")
-    values = json.loads(out)
+    values = json.loads(dbsp("report", a, b, "--json")[1])
     changed = {one["what"]: (one["a"], one["b"]) for one in values["settings"]}
     assert changed == {"mask.source": ("sparge", "window"), "mask.cdf": (0.6, None), "planner": ("dbsp", "paper")}
     numbers = {one["what"]: one for one in values["numbers"]}
     assert numbers["attention, slowest rank"]["change"] == pytest.approx(1.0)
     assert numbers["ρ_s used"]["change"] == 0
-    assert values["layers"][1]["b"]["seconds"] == pytest.approx(3.0)
+    assert (values["psnr"], values["ssim"], values["latents_psnr"]) == (None, None, None)
+
+
+def test_cli_compares_videos_and_latents_of_two_runs(dbsp, tmp_path):
+    imageio = pytest.importorskip("imageio.v2")
+    folders = _two_runs(tmp_path)
+    rng = np.random.default_rng(0)
+    for folder in folders:
+        frames = [(rng.random((32, 48, 3)) * 255).astype(np.uint8) for _ in range(3)]
+        imageio.mimwrite(folder / "video.mp4", frames, fps=16, macro_block_size=1)
+        save_file({"latents": torch.from_numpy(rng.normal(size=(1, 2, 3)))}, folder / "latents.safetensors")
+    values = json.loads(dbsp("report", *folders, "--json")[1])
+    assert 5 < values["psnr"] < 20
+    assert -0.2 < values["ssim"] < 0.5
+    assert values["latents_psnr"] < 20
+    assert values["notes"] == []
+    words = " ".join(dbsp("report", *folders)[1].split())
+    for text in (f"video: PSNR {values['psnr']:.2f} dB", f"video: SSIM {values['ssim']:.4f}", "latents: PSNR"):
+        assert text in words
+    same = " ".join(dbsp("report", folders[0], folders[0] / "report.json")[1].split())
+    assert "video: PSNR equal video: SSIM 1.0000 latents: PSNR equal" in same
 
 
 @pytest.mark.parametrize(
@@ -441,6 +463,7 @@ def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
     [
         (["nowhere"], "report nowhere does not exist; a run leaves one in the folder of setting `report`"),
         (["a", "a", "a"], "takes one run or two"),
+        (["a", "b", "--html", "page.html"], "--html writes the page of one run"),
         ([], "Missing argument"),
     ],
 )

@@ -15,7 +15,6 @@ from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size
 from dbsp_core.utils.yaml_file import parse_value, read_settings
-from scripts.reproduce.knapformer.drawing import parse_streams
 
 
 @pytest.mark.parametrize("nested", ["[" * 2000, "{a: " * 2000])
@@ -41,8 +40,6 @@ LONG = "9" * 5000
     [
         (Strategy.parse, f"U{LONG}R2"),
         (lambda text: BagTopology.parse(text, 8), f"g{LONG}n4"),
-        (parse_streams, f"g{LONG}b1i256"),
-        (parse_streams, "g8b999999999i256"),
         (StepGroups.parse, f"5-{LONG}"),
         (require_order, f"tile:{LONG}x1x1"),
         (parse_layers, f"0,{LONG}"),

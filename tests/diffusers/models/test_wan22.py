@@ -81,7 +81,7 @@ def test_two_transformers_share_steps_and_a_report(pool, folder, tmp_path):
     """Gives the first the steps before the boundary. Dense are the first two and the last one of all, not of each."""
     pool(2).run(run_both, folder, str(tmp_path))
     assert sorted(path.name for path in Path(tmp_path, "masks").iterdir()) == ["transformer", "transformer_2"]
-    report = json.loads(Path(tmp_path, "report", "report.json").read_text())
+    report = json.loads(Path(tmp_path, "report", "report.json").read_text(encoding="utf-8"))
     assert report["model"].endswith(f", layers {LAYERS} to {2 * LAYERS - 1}: transformer_2")
     calls = report["calls"]
     assert set(calls["layer"]) == set(range(2 * LAYERS))

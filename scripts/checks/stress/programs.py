@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from importlib import metadata
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
+from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import Video
-from dbsp_core.masks.mask_writer import save_mask
 from dbsp_core.reports.observer import observed_session
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.sources import LocalQK, SpargeSource
+from dbsp_core.sources import LocalQK
 from dbsp_diffusers.api import disable, enable
 from dbsp_diffusers.report_hook import report_or_say_why_not
-from scripts.checks.stress.faults.fault_injection import reference
-from scripts.checks.stress.faults.phases import WINDOW
+from scripts.checks.stress.phases import WINDOW
 from tests.support.attention_cases import Case, random_mask, shards
 from tests.support.oracle import dense_attention, largest_difference
 from tests.support.settings import with_debug
 from tests.support.single_process import attach_single_process, masked_attention
 
 CALLS = 3
-DONE = "attention is done:"
+_REFERENCE = ContextVar("reference", default=False)
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Marks calls by which a rank computes the expected output by itself: no other rank waits for them."""
+    token = _REFERENCE.set(True)
+    try:
+        yield
+    finally:
+        _REFERENCE.reset(token)
+
+
+def in_reference() -> bool:
+    return _REFERENCE.get()
+
+
+calls_done = 0
+"""Number of calls of this rank's program that have returned."""
+
+
+def _count_call() -> None:
+    global calls_done
+    calls_done += 1
 
 
 @dataclass(frozen=True)
 class Values(Case):
     """Inputs of a program; one rank may be given something else. `seed` is that of the mask.
 
-    settings: of the configuration;  record: folder of recorded masks, or None
+    settings: of the configuration
     backward: whether attention by itself is followed by its backward;  extra: positions too many
-    flipped: whether what is predicted is turned round;  mask_file: "" for none, or what became of it
-    version: package that the rank has another version of
+    finite: whether keys have no NaN
     """
 
     strategy: str = "U1R2"
@@ -50,7 +69,6 @@ class Values(Case):
     thw: tuple[int, int, int] = (4, 6, 8)
     debug: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
-    record: str | None = None
     timestep: float = 900.0
     cfg_branch: int | None = None
     latents_seed: int = 7
@@ -60,13 +78,10 @@ class Values(Case):
     scale: float | None = None
     gradients: bool = False
     finite: bool = True
-    flipped: bool = False
-    mask_file: str = ""
-    version: str | None = None
 
     def configured(self, **settings: Any) -> DbspConfig:
-        """Returns the settings, other ones for what they leave open, and what ranks read from the environment."""
-        return replace(with_debug({**settings, **self.settings}, self.debug), record=self.record)
+        """Returns the configuration of `settings` and this rank's own."""
+        return with_debug({**settings, **self.settings}, self.debug)
 
 
 def attention(values: Values) -> float:
@@ -78,16 +93,16 @@ def attention(values: Values) -> float:
     worst = 0.0
     for call in range(CALLS):
         full, local, mine, positions = _inputs(values, layout, group.rank, torch.Generator().manual_seed(call))
-        for one in local:
-            one.requires_grad_(values.backward or values.gradients)
+        for tensor in local:
+            tensor.requires_grad_(values.backward or values.gradients)
         out = attend(*local, scale=values.scale)
-        print(DONE, call, flush=True)
+        _count_call()
         if values.backward:
             out.sum().backward()
-            whole = [one.double().requires_grad_() for one in full]
+            whole = [tensor.double().requires_grad_() for tensor in full]
             dense_attention(*whole, mask, torch.arange(values.tokens)).sum().backward()
-            for one, of_all in zip(local, whole, strict=True):
-                worst = max(worst, largest_difference(one.grad[:, :, positions], of_all.grad[:, :, mine]))
+            for shard, leaf in zip(local, whole, strict=True):
+                worst = max(worst, largest_difference(shard.grad[:, :, positions], leaf.grad[:, :, mine]))
         expected = dense_attention(full[0][:, :, mine], full[1], full[2], mask, queries=mine)
         worst = max(worst, largest_difference(out.detach()[:, :, positions], expected))
     return worst
@@ -96,11 +111,6 @@ def attention(values: Values) -> float:
 def session(values: Values) -> float:
     """Runs three denoising steps of one layer, and a report where one is asked for."""
     group = SequenceGroup.from_group()
-    if values.mask_file:
-        mask = {"source": "file", "path": _mask_file(values, group.rank)}
-        values = replace(values, settings={**values.settings, "mask": mask})
-    if values.flipped:
-        _flip_predicted_masks()
     config = values.configured()
     inner = observed_session(config, group, Strategy.parse(values.strategy), heads=values.heads, layers=2)
     alone = MaskProvider(config.mask, config.dense_schedule, values.heads, 2)
@@ -111,7 +121,7 @@ def session(values: Values) -> float:
         alone.begin([Video(values.thw)], timestep, values.cfg_branch)
         full, local, mine, positions = _inputs(values, layout, group.rank, seed, size=2.0)
         out = inner.attend(values.layer, *local, scale=values.scale)
-        print(DONE, step, flush=True)
+        _count_call()
         with reference():
             expected = masked_attention(*full, alone.mask(values.layer, LocalQK.alone(full[0], full[1])))
         worst = max(worst, largest_difference(out[:, :, positions], expected[:, :, mine]))
@@ -138,9 +148,9 @@ def transformer(values: Values) -> float:
             stock = model(**inputs)[0]
         enable(model, config, strategy=values.strategy)
         worst = 0.0
-        for call in range(2):
+        for _ in range(2):
             worst = max(worst, largest_difference(model(**inputs)[0], expected))
-            print(DONE, call, flush=True)
+            _count_call()
         disable(model)
         return max(worst, largest_difference(model(**inputs)[0], stock))
 
@@ -153,9 +163,9 @@ def redistribution(values: Values) -> float:
     way = Redistribution.between(source, target, group, debug=values.debug)
     tokens = torch.randn(source.shard, values.head_dim, dtype=values.dtype)
     worst, (_, positions) = 0.0, source.tokens_at(group.rank)
-    for call in range(CALLS):
+    for _ in range(CALLS):
         worst = max(worst, largest_difference(way.back(way.there(tokens))[positions], tokens[positions]))
-        print(DONE, call, flush=True)
+        _count_call()
     return worst
 
 
@@ -168,27 +178,6 @@ PROGRAMS: dict[str, Callable[[Values], float]] = {
 """Each returns the largest absolute error on this rank."""
 
 
-def _mask_file(values: Values, rank: int) -> str:
-    """Writes a file of this rank's own, which is allowed; but their content must be one."""
-    video, path = replace(values, tokens=values.tokens - values.text_tokens, text_tokens=0), f"masks{rank}.safetensors"
-    save_mask(path, [random_mask(video, video.grid)] * 2)
-    if values.mask_file == "vanished":
-        os.unlink(path)
-    if values.mask_file == "truncated":
-        os.truncate(path, os.path.getsize(path) // 2)
-    return path
-
-
-def _flip_predicted_masks() -> None:
-    predict = SpargeSource.mask
-
-    def flipped(*arguments: Any) -> BlockMask:
-        mask = predict(*arguments)
-        return BlockMask(~mask.bits, mask.grid)
-
-    SpargeSource.mask = flipped  # type: ignore[method-assign]
-
-
 def _inputs(
     values: Values, layout: SequenceLayout, rank: int, draws: torch.Generator, size: float = 1.0
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor, torch.Tensor]:
@@ -196,20 +185,7 @@ def _inputs(
     shape = values.batch, values.heads, layout.tokens, values.head_dim
     full = [torch.randn(shape, generator=draws, dtype=values.dtype) * size for _ in range(3)]
     local, mine, positions = shards(full, layout, rank, padded=True)
-    local = [F.pad(one, (0, 0, 0, values.extra)) for one in local]
+    local = [F.pad(tensor, (0, 0, 0, values.extra)) for tensor in local]
     if not values.finite:
         local[1][0, 0, 0, 0] = torch.nan
     return full, local, mine, positions
-
-
-def have_another_version_of(package: str) -> None:
-    """Makes this process see another version of an installed package."""
-    real = metadata.version
-
-    def version(name: str) -> str:
-        return "0.0.1+other" if name == package else real(name)
-
-    metadata.version = version
-    for module in list(sys.modules.values()):
-        if getattr(module, "version", None) is real:
-            module.version = version  # type: ignore[attr-defined]

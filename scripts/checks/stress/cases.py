@@ -1,12 +1,12 @@
-"""Cases of attention, each drawn from (seed, number) alone; the masks of a case, and smaller variants of it."""
+"""Cases of attention, each drawn from (seed, number) alone; and the masks of a case."""
 
 from __future__ import annotations
 
 import math
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,6 @@ class Draw(Case):
     sequences: tuple[DrawnSequence, ...] = ()
     backward: bool = False
 
-    def __str__(self) -> str:
-        given = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
-        return f"Draw({', '.join(f'{name}={value!r}' for name, value in given.items())})"
-
     @property
     def world(self) -> int:
         return Strategy.parse(self.strategy).world
@@ -89,7 +85,7 @@ class Draw(Case):
     @property
     def possible(self) -> bool:
         """True if db-SP supports it."""
-        text_alone = self.streams is not None and not any(one.text for one in self.sequences)
+        text_alone = self.streams is not None and not any(sequence.text for sequence in self.sequences)
         batch = self.batch == 1 or len(self.sequences) == 1 or not self.predicted
         tiles = self.block_q == self.block_k or not any(sequence.source == "vsa" for sequence in self.sequences)
         kernel = self.kernel != "triton" or self.dtype != torch.float64
@@ -143,50 +139,24 @@ def _sequence(rng: random.Random, most: int) -> DrawnSequence:
     return DrawnSequence((frames, rows, min(columns, 12)), text, rng.choice(["random", "random", *STATIC, *PREDICTED]))
 
 
-def variants(case: Draw) -> Iterator[Draw]:
-    """Yields cases with less of one thing, or with one field as it is by default, the greatest steps first."""
-    plain = [f"U{case.world}R1", f"U1R{case.world}"]
-    changes: list[dict[str, Any]] = [{"sequences": fewer} for fewer in _fewer(case.sequences)]
-    changes += [{"strategy": one} for one in plain[: (*plain, case.strategy).index(case.strategy)]]
-    changes += [{"heads": n, "orders": case.orders[:n]} for n in (1, case.heads // 2, case.heads - 1)]
-    changes += [{"batch": case.batch - 1}]
-    counted = ("sequences", "strategy", "heads")
-    changes += [{one.name: one.default} for one in fields(case) if one.name not in counted]
-    for smaller in dict.fromkeys(replace(case, **change) for change in changes):
-        if smaller != case and min(smaller.heads, smaller.batch) >= 1 and smaller.possible:
-            yield smaller
-
-
-def _fewer(sequences: tuple[DrawnSequence, ...]) -> Iterator[tuple[DrawnSequence, ...]]:
-    """Yields sequences with one less, or one of them smaller."""
-    for number, one in enumerate(sequences):
-        smaller = [replace(one, text=0), replace(one, source="random")]
-        for axis, size in enumerate(one.thw):
-            halved = (*one.thw[:axis], max(1, size // 2), *one.thw[axis + 1 :])
-            smaller.append(replace(one, thw=halved))  # type: ignore[arg-type]
-        for instead in ([], *([new] for new in smaller)):
-            if instead or len(sequences) > 1:
-                yield (*sequences[:number], *instead, *sequences[number + 1 :])
-
-
 @dataclass(frozen=True, eq=False)
-class _Made(BlockSizes):
-    """A source of one mask, which fits the request."""
+class _FixedMask(BlockSizes):
+    """A source that returns the same mask for every request."""
 
-    made: BlockMask | None = None
+    fixed: BlockMask | None = None
 
     def mask(self, request: MaskRequest) -> BlockMask:
-        assert self.made is not None
-        return self.made
+        assert self.fixed is not None
+        return self.fixed
 
 
 def sources_of(case: Draw) -> list[tuple[BlockGrid, MaskSource]]:
     """Returns the grid and the source of each sequence."""
-    found = []
-    for number, one in enumerate(case.sequences):
-        grid = BlockGrid(one.tokens, one.text, case.block_q, case.block_k, one.thw)
-        found.append((grid, _source(one.source, replace(case, seed=case.seed + number), grid)))
-    return found
+    sources = []
+    for number, sequence in enumerate(case.sequences):
+        grid = BlockGrid(sequence.tokens, sequence.text, case.block_q, case.block_k, sequence.thw)
+        sources.append((grid, _source(sequence.source, replace(case, seed=case.seed + number), grid)))
+    return sources
 
 
 def _source(kind: str, case: Draw, grid: BlockGrid) -> MaskSource:
@@ -196,7 +166,7 @@ def _source(kind: str, case: Draw, grid: BlockGrid) -> MaskSource:
         bits[rng.random((case.heads, grid.nq)) < 0.1] = False
         bits[:, :, rng.integers(grid.nk)] &= rng.random() < 0.5
         mask = BlockMask(bits, replace(grid, orders=case.orders))
-        return _Made(*blocks, mask if kind == "random" else _from_a_file(mask, packed=bool(rng.integers(2))))
+        return _FixedMask(*blocks, mask if kind == "random" else _from_a_file(mask, packed=bool(rng.integers(2))))
     if kind == "window":
         return WindowSource(*blocks, window=tuple(rng.integers(1, 7, 3).tolist()))
     if kind == "tile":
@@ -237,8 +207,8 @@ def _function(grid: BlockGrid, request: MaskRequest, seed: int, density: float) 
 
 def _tile_of(block: int, rng: np.random.Generator) -> tuple[int, int, int]:
     """Returns frames, rows and columns of a tile of so many tokens."""
-    frames = int(rng.choice([one for one in range(1, block + 1) if block % one == 0]))
-    rows = int(rng.choice([one for one in range(1, block // frames + 1) if block // frames % one == 0]))
+    frames = int(rng.choice([size for size in range(1, block + 1) if block % size == 0]))
+    rows = int(rng.choice([size for size in range(1, block // frames + 1) if block // frames % size == 0]))
     return frames, rows, block // frames // rows
 
 
@@ -251,15 +221,15 @@ def _from_a_file(mask: BlockMask, packed: bool) -> BlockMask:
 
 
 def _fitted(source: dict[str, Any], heads: int, head_dim: int, rng: np.random.Generator) -> LowRankSource:
-    """Makes random projections, as good as any here. The file is read before it is gone."""
+    """Makes a source of random projections."""
     shape = heads, head_dim, int(rng.integers(1, head_dim + 1))
     projections = {name: torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for name in ("query.0", "key.0")}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "fitted.safetensors"
         save_file(projections, path)
-        found = LowRankSource(**source, path=str(path))
-        found.grid(MaskRequest(0, heads, (1, 1, 1)))
-    return found
+        fitted = LowRankSource(**source, path=str(path))
+        fitted.grid(MaskRequest(0, heads, (1, 1, 1)))  # reads the file
+    return fitted
 
 
 def mask_of(case: Draw, sources: Sequence[tuple[BlockGrid, MaskSource]], tokens: LocalQK) -> BlockMask:

@@ -62,26 +62,26 @@ def message(name: PrivateName) -> str | None:
     module, _, path = name.where.partition(":")
     try:
         if not path and not name.takes and module.endswith((".run", ".runner")):
-            found: Any = importlib.util.find_spec(module)  # a program: importing it may run it
+            value: Any = importlib.util.find_spec(module)  # a program: importing it may run it
         else:
-            found = pkgutil.resolve_name(name.where)
+            value = pkgutil.resolve_name(name.where)
     except Exception as error:  # of any kind: a library raises what it likes for what it cannot import
         return f"{name.where}: {' '.join(str(error).split())}"
-    lacking = [argument for argument in name.takes if argument not in _parameters(found)]
+    lacking = [argument for argument in name.takes if argument not in _parameters(value)]
     if lacking:
         return f"{name.where} takes no {', '.join(lacking)}"
-    silent = [text for text in name.says if text not in _source(found)]
+    silent = [text for text in name.says if text not in _source(value)]
     return f"{name.where} does not have {' or '.join(silent)} in its source" if silent else None
 
 
-def _parameters(found: Any) -> set[str]:
+def _parameters(function: Any) -> set[str]:
     """Returns arguments through decorators, and what a class is made with."""
-    return set(inspect.signature(found).parameters) | set(inspect.signature(inspect.unwrap(found)).parameters)
+    return set(inspect.signature(function).parameters) | set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-def _source(found: Any) -> str:
-    origin = getattr(found, "origin", None)  # of a module that was not imported
-    return Path(origin).read_text(encoding="utf-8") if isinstance(origin, str) else inspect.getsource(found)
+def _source(value: Any) -> str:
+    origin = getattr(value, "origin", None)  # of a module that was not imported
+    return Path(origin).read_text(encoding="utf-8") if isinstance(origin, str) else inspect.getsource(value)
 
 
 def main() -> None:
@@ -91,8 +91,8 @@ def main() -> None:
 
     install(after_import)  # without which xfuser cannot be imported where there is no accelerator
     names = [name for name in private_names() if name.belongs]
-    found = {"of": Counter(name.package for name in names), "messages": list(filter(None, map(message, names)))}
-    print(json.dumps(found))
+    report = {"of": Counter(name.package for name in names), "messages": list(filter(None, map(message, names)))}
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

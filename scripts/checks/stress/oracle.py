@@ -10,11 +10,12 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup, SequenceLayout, Strategy
 from dbsp_core.sources import LocalQK
-from scripts.checks.stress.frame import Outcome, Part
-from scripts.checks.stress.oracle.cases import Draw, draw_case, mask_of, sources_of, variants
+from scripts.checks.stress.cases import Draw, draw_case, mask_of, sources_of
+from scripts.checks.stress.part import Outcome, Part, in_one_line
 from tests.support.attention_cases import as_sent, at_padding, attend, shards
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference
+from tests.support.workers import WorkerError, WorkerPool
 
 BOUNDS = {
     (torch.float32, "output"): 1e-5,
@@ -24,34 +25,48 @@ BOUNDS = {
     (torch.bfloat16, "output"): 2e-2,
     (torch.bfloat16, "gradients"): 4e-2,
 }
+PRELOADED = (
+    "tests.support.interpreter",
+    "scripts.checks.stress.oracle",
+    "torch.fx.experimental.symbolic_shapes",
+)
+PATIENCE_S = 180.0
+"""After which ranks that have not answered hang."""
 
 
 class Oracle(Part):
-    """Attentions on pools of processes."""
+    """Attentions on pools of processes, one pool at a time."""
 
-    name = "oracle"
-    most_tries = 80
-    preloaded = (
-        "tests.support.interpreter",
-        "scripts.checks.stress.oracle.oracle_part",
-        "torch.fx.experimental.symbolic_shapes",
-    )
-    patience_s = 180.0
-    draw = staticmethod(draw_case)
-    smaller = staticmethod(variants)
+    def __init__(self) -> None:
+        self._pool: WorkerPool | None = None
+
+    def draw(self, seed: int, number: int) -> Draw:
+        return draw_case(seed, number)
 
     def outcome(self, case: Draw) -> Outcome:
         """Judges a case by its largest error on all ranks."""
-        by_rank = self.ask(case.world, errors_of, case)
-        errors = {kind: max(one[kind] for one in by_rank) for kind in by_rank[0]}
+        if self._pool is None or self._pool.world != case.world:
+            self.close()
+            self._pool = WorkerPool(case.world, PRELOADED, PATIENCE_S)
+        try:
+            by_rank = self._pool.run(errors_of, case)
+        except (WorkerError, EOFError, OSError) as error:
+            self.close()
+            return Outcome(in_one_line(error))
+        errors = {kind: max(rank_errors[kind] for rank_errors in by_rank) for kind in by_rank[0]}
         wrong = [f"{kind} wrong by {e:.3g}" for kind, e in errors.items() if not e <= BOUNDS[case.dtype, kind]]
         return Outcome("; ".join(wrong) or None, {f"{str(case.dtype)[6:]} {kind}": e for kind, e in errors.items()})
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
 
 def errors_of(rank: int, world: int, case: Draw, scale: float = 1.0) -> dict[str, float]:
     """Returns this rank's errors by "output" and "gradients". scale: 1, but for a negative control"""
     sources = sources_of(case)
-    tokens = sum(one.tokens for one in case.sequences)
+    tokens = sum(sequence.tokens for sequence in case.sequences)
     generator = torch.Generator().manual_seed(case.seed)
     shape = (case.batch, case.heads, tokens, case.head_dim)
     *full, weights = [torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for _ in range(4)]
@@ -81,10 +96,10 @@ def errors_of(rank: int, world: int, case: Draw, scale: float = 1.0) -> dict[str
     assert not at_padding(out, positions).any(), "padding must come back as zeros"
     if case.backward:
         (expected * weights).sum().backward()
-        found = [(here.grad, leaf.grad) for here, leaf in zip(local, leaves, strict=True)]
-        at_none = [at_padding(here, positions) for here, _ in found if here is not None]
-        assert not any(here.any() for here in at_none), "padding has a gradient"
-        errors["gradients"] = max(_error(here[:, :, positions], leaf[:, :, mine]) for here, leaf in found)
+        gradients = [(shard.grad, leaf.grad) for shard, leaf in zip(local, leaves, strict=True)]
+        of_padding = [at_padding(shard, positions) for shard, _ in gradients if shard is not None]
+        assert not any(gradient.any() for gradient in of_padding), "padding has a gradient"
+        errors["gradients"] = max(_error(shard[:, :, positions], leaf[:, :, mine]) for shard, leaf in gradients)
     return errors
 
 
@@ -98,17 +113,17 @@ def _layout_of(case: Draw, sources: Sequence[tuple[BlockGrid, object]]) -> Seque
 
 def _expected(mask: BlockMask, tensors: list[torch.Tensor], queries: torch.Tensor) -> torch.Tensor:
     """Returns the attention of these tokens, in their order: each sequence by itself, dense with its own mask."""
-    found, positions, first = [], [], 0
+    outputs, positions, first = [], [], 0
     for part in mask.parts:
         q, k, v = (t[:, :, first : first + part.grid.tokens] for t in tensors)
-        (here,) = torch.nonzero((queries >= first) & (queries < first + part.grid.tokens), as_tuple=True)
-        own = queries[here] - first
-        found.append(dense_attention(q[:, :, own], k, v, part, queries=own))
-        positions.append(here)
+        (asked,) = torch.nonzero((queries >= first) & (queries < first + part.grid.tokens), as_tuple=True)
+        rows = queries[asked] - first
+        outputs.append(dense_attention(q[:, :, rows], k, v, part, queries=rows))
+        positions.append(asked)
         first += part.grid.tokens
-    return torch.cat(found, dim=2)[:, :, torch.cat(positions).argsort()]
+    return torch.cat(outputs, dim=2)[:, :, torch.cat(positions).argsort()]
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Returns the largest error, as a share of the largest number expected where that is above 1."""
-    return largest_difference(found.double(), expected) / max(1.0, largest_difference(expected, torch.zeros(())))
+    return largest_difference(actual.double(), expected) / max(1.0, largest_difference(expected, torch.zeros(())))

@@ -1,0 +1,114 @@
+"""How far two videos, or the latents of two runs, are apart: PSNR and SSIM. Needs imageio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from dbsp_core.utils.errors import UserError
+from dbsp_kernels.errors import install_command
+
+VIDEO, LATENTS = "video.mp4", "latents.safetensors"
+"""The files of a report's folder that are compared."""
+_SIGMA, _RADIUS = 1.5, 5
+"""Of the Gaussian window of SSIM, in pixels."""
+
+
+def compare_videos(a: Path, b: Path) -> tuple[float, float]:
+    """Returns PSNR in dB, infinite for equal videos, and SSIM of two videos, over all frames.
+
+    Args:
+        a, b: Report folders, each with one mp4, or with the frames as PNG files.
+
+    Raises:
+        UserError: A folder has no video or several, one cannot be read, or sizes or numbers of frames differ.
+    """
+    squared_error, values, similarities = 0.0, 0, []
+    for frame, other in zip_longest(_frames(a), _frames(b)):
+        if frame is None or other is None:
+            raise UserError(f"the video of {a if frame is None else b} has fewer frames than the other")
+        if frame.shape != other.shape:
+            sizes = " and ".join(f"{one.shape[1]}×{one.shape[0]}" for one in (frame, other))
+            raise UserError(f"the videos have frames of {sizes}")
+        if min(frame.shape[:2]) <= 2 * _RADIUS:
+            raise UserError(f"frames of {frame.shape[1]}×{frame.shape[0]} are smaller than the window of SSIM, 11×11")
+        squared_error += float(((frame - other) ** 2).sum())
+        values += frame.size
+        similarities.append(structural_similarity(frame, other))
+    return _psnr(squared_error / values, 1.0), math.fsum(similarities) / len(similarities)
+
+
+def compare_latents(a: Path, b: Path) -> float:
+    """Returns the PSNR in dB of the final latents in folder b, against the range of those in folder a.
+
+    Raises:
+        UserError: A folder has no latents, they cannot be read, or shapes differ.
+    """
+    both = []
+    for folder in (a, b):
+        try:
+            both.append(load_file(folder / LATENTS)["latents"].double())
+        except (OSError, SafetensorError, KeyError) as error:
+            raise UserError(f"{folder} has no {LATENTS} that can be read") from error
+    expected, latents = both
+    if expected.shape != latents.shape:
+        raise UserError(f"the latents have shapes {list(expected.shape)} and {list(latents.shape)}")
+    return _psnr(float((expected - latents).square().mean()), float(expected.max() - expected.min()))
+
+
+def _frames(folder: Path) -> Iterator[np.ndarray]:
+    """Yields frames, float64[H, W, 3] in [0, 1]. Raises UserError where there is no one video."""
+    try:
+        import imageio.v3 as imageio
+        from PIL import Image
+    except ImportError as error:
+        raise UserError(f"{error.name} is needed to compare videos; {install_command('diffusers')}") from error
+    videos = sorted(folder.glob("*.mp4"))
+    pictures = sorted(path for path in folder.glob("*.png") if path.name != "balance.png")
+    if len(videos) > 1 or not (videos or pictures):
+        raise UserError(f"{folder} has {len(videos) or 'no'} videos; put one there, as mp4 or frames as png")
+    path = videos[0] if videos else pictures[0]
+    try:
+        if videos:
+            frames = imageio.imiter(path, plugin="FFMPEG")
+            yield from (np.asarray(frame, dtype=np.float64) / 255 for frame in frames)
+            return
+        for path in pictures:
+            with Image.open(path) as picture:
+                yield np.asarray(picture.convert("RGB"), dtype=np.float64) / 255
+    except (OSError, RuntimeError, ValueError, IndexError, SyntaxError) as error:
+        raise UserError(f"{path} cannot be read as a video or a picture") from error
+
+
+def structural_similarity(frame: np.ndarray, other: np.ndarray) -> float:
+    """Returns the SSIM of two frames (Wang et al., 2004, §III.B), mean over pixels and colours.
+
+    Args:
+        frame, other: float64[H, W, 3] in [0, 1], of at least 11 × 11 pixels.
+    """
+    offsets = torch.arange(-_RADIUS, _RADIUS + 1, dtype=torch.float64)
+    window = torch.exp(-(offsets**2) / (2 * _SIGMA**2))
+    window = window / window.sum()
+    # 1. Local means, variances and covariance: [5 · 3, 1, H, W] → [5, 3, H − 10, W − 10]
+    x, y = (torch.from_numpy(one).permute(2, 0, 1) for one in (frame, other))
+    maps = torch.stack((x, y, x * x, y * y, x * y)).reshape(-1, 1, *x.shape[1:])
+    maps = F.conv2d(F.conv2d(maps, window.view(1, 1, -1, 1)), window.view(1, 1, 1, -1))
+    mean_x, mean_y, xx, yy, xy = maps.reshape(5, 3, *maps.shape[2:])
+    variance_x, variance_y, covariance = xx - mean_x**2, yy - mean_y**2, xy - mean_x * mean_y
+    # 2. Luminance times contrast and structure, with the paper's constants for a range of 1
+    c1, c2 = 0.01**2, 0.03**2
+    luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
+    structure = (2 * covariance + c2) / (variance_x + variance_y + c2)
+    return float((luminance * structure).mean())
+
+
+def _psnr(mean_squared_error: float, value_range: float) -> float:
+    return 10 * math.log10(value_range**2 / mean_squared_error) if mean_squared_error else math.inf
