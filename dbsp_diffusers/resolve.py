@@ -10,13 +10,13 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
-from dbsp_core.cost.machine import kernel_order
+from dbsp_core.cost.machine import kernel_order, load_hardware
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
 from dbsp_core.planning.comm_dtype import MODEL
 from dbsp_core.sources import NablaSource, UnionSource, parts_of
 from dbsp_core.sources.spec import mask_in_words
-from dbsp_core.utils.errors import UserError, in_number
+from dbsp_core.utils.errors import UserError, blame_setting, in_number
 from dbsp_core.utils.process import log
 from dbsp_core.utils.yaml_file import shown_config
 from dbsp_diffusers.models import architecture_of, known_architecture
@@ -65,6 +65,18 @@ def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
         return config
     parts = tuple(part.or_else(mask) if isinstance(part, NablaSource) else part for part in parts_of(config.mask))
     return replace(config, mask=parts[0] if len(parts) == 1 else UnionSource(parts))
+
+
+def require_possible(config: DbspConfig) -> None:
+    """Raises SettingError for settings that are not supported on this computer, or with these masks."""
+    if config.transformer_2:
+        with blame_setting("transformer_2"):
+            require_possible(config.for_transformer("transformer_2"))
+    with blame_setting("kernel"):
+        choose_kernel(config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype)
+    if config.machine is not None:
+        with blame_setting("machine"):
+            load_hardware(config.machine)
 
 
 def log_config(

@@ -18,7 +18,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import find_model_spec, published_model, signature_of_model
 from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_diffusers.loading import load_stock_pipeline
+from dbsp_diffusers.checkpoint import load_stock_pipeline
 
 _BY_ONE_RANK = "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together"
 _IN_DIFFUSERS = "attention is db-SP's and diffusers'; choose the mask with --sp-config"

@@ -15,8 +15,8 @@ from torch import nn
 from dbsp_core.sources import MaskSource, parts_of
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import read_text
+from dbsp_diffusers.checkpoint import cached_checkpoint
 from dbsp_diffusers.models.table import known_architecture
-from dbsp_diffusers.preflight import cached_checkpoint
 
 GATE = "to_gate_compress"
 """The layer's name in a self-attention module."""
