@@ -1,11 +1,10 @@
-"""The weights in a pipeline's folder, as diffusers writes it: which files are loaded, and which are missing."""
+"""A pipeline's checkpoint: which files of its folder are loaded and which are missing, checked before weights load."""
 
 from __future__ import annotations
 
 import codecs
 import importlib
 import json
-import math
 import os
 import re
 from collections import defaultdict
@@ -16,7 +15,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dbsp_core.utils.errors import UserError
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import is_pointer, read_text
 from dbsp_core.utils.process import installed_version
 
@@ -60,14 +60,14 @@ class Checkpoint:
 
     def weights(self) -> list[Path]:
         """Returns the .safetensors files that are loaded, of every part."""
-        found: list[Path] = []
+        files: list[Path] = []
         for part in sorted(path for path in self.folder.iterdir() if path.is_dir()):
             by_variant = defaultdict(list)
             for path in sorted(part.glob("*.safetensors")):
                 if name := _FILE.fullmatch(path.name):
                     by_variant[name[1] or name[2]].append(path)
-            found += by_variant[self.variant] or by_variant[None]
-        return found
+            files += by_variant[self.variant] or by_variant[None]
+        return files
 
     def config(self, part: str) -> dict[str, Any]:
         """Returns the content of a part's config.json; empty where there is none."""
@@ -85,7 +85,7 @@ class Checkpoint:
             if path.suffix == ".json" and path.is_file() and _is_marked(path):
                 raise UserError(f"{path} has a byte order mark, which {_LOADERS} cannot read; save it as plain UTF-8")
         for path in self.weights():
-            numbers_in(path)
+            _require_weights(path)
 
 
 _LOADERS = "diffusers and transformers"
@@ -115,18 +115,13 @@ def _pipelines() -> Any:
     return importlib.import_module("diffusers.pipelines")
 
 
-def numbers_in(path: Path) -> int:
-    """Returns how many numbers a file of weights holds, as its header says.
-
-    Raises:
-        UserError: For a file that is none of weights, or is cut short.
-    """
+def _require_weights(path: Path) -> None:
+    """Raises UserError for a file that is not one of weights, or is cut short."""
     try:
         with safe_open(path, framework="numpy") as file:
-            shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118  no mapping
+            file.keys()
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read as weights ({error}); download it again") from error
-    return sum(map(math.prod, shapes))
 
 
 def _parts(folder: Path) -> dict[str, bool]:
@@ -147,19 +142,19 @@ def _classes(folder: Path) -> dict[str, tuple[str, str]]:
 
 def _variants(part: Path) -> set[str]:
     names = [path.name for path in part.iterdir()]
-    found = [_FILE.fullmatch(name) or _INDEX.fullmatch(name) for name in names]
-    return {variant for one in found if one is not None for variant in one.groups() if variant}
+    matches = [_FILE.fullmatch(name) or _INDEX.fullmatch(name) for name in names]
+    return {variant for match in matches if match is not None for variant in match.groups() if variant}
 
 
 def _missing(part: Path, variant: str | None) -> list[str]:
     """Returns the names of files that are missing for one variant of a part; empty if it is whole."""
     names = {path.name for path in part.iterdir() if os.path.exists(path)}
-    files = [(name, found) for name in sorted(names) if (found := _FILE.fullmatch(name))]
-    if any((found[1] or found[2]) == variant and not _SHARD.search(name) for name, found in files):
+    files = [(name, match) for name in sorted(names) if (match := _FILE.fullmatch(name))]
+    if any((match[1] or match[2]) == variant and not _SHARD.search(name) for name, match in files):
         return []
     for name in sorted(names):
-        found = _INDEX.fullmatch(name)
-        if found and found[1] == variant:
+        match = _INDEX.fullmatch(name)
+        if match and match[1] == variant:
             shards = _json(part / name).get("weight_map")
             return sorted(set(map(str, shards.values())) - names) if isinstance(shards, dict) else [name]
     usual = "model" if "transformers_version" in _json(part / "config.json") else "diffusion_pytorch_model"
@@ -173,3 +168,94 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+_ANSWER_S = 10.0
+"""Time that the hub has to answer."""
+
+
+def require_checkpoint(model: str | None, *, ask_hub: bool = True) -> None:
+    """Raises UserError for a checkpoint that cannot be loaded; None passes.
+
+    That is a folder that lacks files, and what is here that has code of its own, or is damaged.
+
+    Args:
+        ask_hub: True to reject a repository that is neither here nor to be had; False if it may be had later.
+    """
+    checkpoint = None if model is None else local_checkpoint(model)
+    if checkpoint is not None:
+        checkpoint.require_readable()
+    if model is None or (checkpoint is not None and not checkpoint.missing):
+        return
+    missing = () if checkpoint is None else checkpoint.missing
+    lacks = f"lacks {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}" if missing else "is not"
+    if Path(model).is_dir():
+        raise UserError(f"checkpoint {model} {lacks}; download it again, whole")
+    if not ask_hub:
+        return
+    from huggingface_hub import HfApi, constants
+
+    try:
+        HfApi().model_info(model, timeout=_ANSWER_S)
+    except Exception as error:  # of whichever library answers for the network
+        reason = (str(error).strip(" .\n").splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"checkpoint {model} {lacks} in {constants.HF_HUB_CACHE}, and "
+            f"{constants.ENDPOINT} does not give it "
+            f"({reason}); download it where there is a network (hf download {model}) and give its folder with "
+            "--model, or name the cache that has it with HF_HUB_CACHE"
+        ) from error
+
+
+def local_checkpoint(model: str) -> Checkpoint | None:
+    """Returns the checkpoint of this folder, or of this repository in Hugging Face's cache, whole or not, or None."""
+    folder = Path(model) if Path(model).is_dir() else cached_checkpoint(model)
+    return None if folder is None else Checkpoint.read(folder)
+
+
+def cached_checkpoint(repository: str, file: str = "model_index.json") -> Path | None:
+    """Returns the folder in Hugging Face's cache that has this file of a repository, whole or not."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        path = try_to_load_from_cache(repository, file)
+    except (ImportError, ValueError):  # not a name of a repository
+        return None
+    return Path(path).parent if isinstance(path, str) else None
+
+
+def load_stock_pipeline(
+    model: str,
+    identity: ModelSignature | None,
+    *,
+    from_image: bool,
+    flow_shift: float | None,
+    cls: str = "DiffusionPipeline",
+    **options: Any,
+) -> Any:
+    """Loads a pipeline, in the variant that its files have, with another shift of its scheduler where it has one.
+
+    Args:
+        model: Folder or repository.
+        identity: The model, or None if it is not known.
+        from_image: True if it starts from an image: checkpoints of Wan2.2 TI2V name the class that does not.
+        flow_shift: None leaves the checkpoint's.
+        cls: diffusers' class; the default takes the one that the checkpoint names.
+        options: Further arguments of `from_pretrained`.
+
+    Raises:
+        UserError: Its files cannot be loaded.
+    """
+    import diffusers
+
+    if from_image and identity is not None and identity.variant == "ti2v":
+        cls = "WanImageToVideoPipeline"
+    checkpoint = local_checkpoint(model)
+    variant = None if checkpoint is None else checkpoint.variant
+    try:
+        pipe = getattr(diffusers, cls).from_pretrained(model, variant=variant, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {model} cannot be loaded: {cut_short(' '.join(str(error).split()))}") from error
+    if flow_shift is not None and "flow_shift" in pipe.scheduler.config:
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=flow_shift)
+    return pipe

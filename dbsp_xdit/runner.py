@@ -16,8 +16,9 @@ from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file, require_folder_path
 from dbsp_core.utils.process import RECORD, exit_on_user_error
+from dbsp_diffusers.checkpoint import require_checkpoint
 from dbsp_diffusers.patching import PatchSet, require_names
-from dbsp_diffusers.preflight import require_checkpoint, require_possible
+from dbsp_diffusers.resolve import require_possible
 from dbsp_xdit.command_line import add_flags, config_from, source_of, xfuser_name
 from dbsp_xdit.cpu_shim import cpu_patches
 

@@ -187,8 +187,6 @@ ORDER = {
             "rank_program",
             "devices",
             "checkpoint",
-            "preflight",
-            "loading",
             "models",
             "attached",
             "packed",

@@ -124,7 +124,7 @@ def _without_weights(model: str, name: str) -> nn.Module | None:
     """Returns a model's transformer, on the meta device or tiny; None where its configuration is not here."""
     import diffusers
 
-    from dbsp_diffusers.preflight import local_checkpoint
+    from dbsp_diffusers.checkpoint import local_checkpoint
 
     tiny = tiny_architecture(model)
     if tiny is not None and tiny != "wan-trained":

@@ -96,7 +96,7 @@ def load_pipeline(
             examples.
         from_video: True if the pipeline starts from a video.
     """
-    from dbsp_diffusers.loading import load_stock_pipeline
+    from dbsp_diffusers.checkpoint import load_stock_pipeline
 
     # 1. The class, the dtypes and the files.
     kind, dtype = PIPELINES[identity.pipeline], settings.torch_dtype

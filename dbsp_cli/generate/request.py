@@ -155,7 +155,8 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         UserError: The user must change something.
     """
     require_installed()
-    from dbsp_diffusers.preflight import require_checkpoint, require_possible  # here: it takes seconds to import
+    from dbsp_diffusers.checkpoint import require_checkpoint  # here: it takes seconds to import
+    from dbsp_diffusers.resolve import require_possible
 
     if request.model is not None:
         request = replace(request, model=expand_path(request.model))

@@ -40,7 +40,7 @@ def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
         UserError: The checkpoint is not whole.
         OSError: A video could not be written.
     """
-    from dbsp_diffusers.preflight import require_checkpoint
+    from dbsp_diffusers.checkpoint import require_checkpoint
     from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
 
     device = use_local_device()

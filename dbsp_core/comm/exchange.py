@@ -176,17 +176,11 @@ class Route:
             fetch_exchanges=tuple(exchange.to(device) for exchange in self.fetch_exchanges),
         )
 
-    @property
-    def key_exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges that bring q, k and v to their owners."""
-        return (*self.dispatch_exchanges, *self.fetch_exchanges)
-
     def tokens_sent(self, rank: int) -> tuple[int, int, int]:
         """Returns the tokens of one head that `rank` sends to others: dispatched, in chunks, combined."""
-        dispatched, fetched = (
-            sum(one.to_others(rank) for one in some) for some in (self.dispatch_exchanges, self.fetch_exchanges)
-        )
-        return dispatched, fetched, self.combine_exchange.to_others(rank)
+        stages = self.dispatch_exchanges, self.fetch_exchanges, (self.combine_exchange,)
+        dispatched, fetched, combined = (sum(exchange.to_others(rank) for exchange in stage) for stage in stages)
+        return dispatched, fetched, combined
 
     def dispatch(self, q: torch.Tensor, keys: LocalKeys, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.

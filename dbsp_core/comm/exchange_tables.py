@@ -76,14 +76,11 @@ def _exchange(
     ]
     if zeros is not None:
         unpack[0] = np.concatenate([unpack[0], zeros])
-    copies = tuple((one,) for one in _segments(unpack, device))
-    return Exchange(sent, received, _segments(pack, device), copies, comm_dtype, in_order=_in_order(unpack[0]))
-
-
-def _in_order(unpack: np.ndarray) -> bool:
-    """Returns True if segments int[n, 6] copy all tokens of a buffer of keys and values to where they are in it."""
-    _, start, head, token, length, zeros = unpack.T
-    return not zeros.any() and bool((head * (length.sum() // 2) + token == start).all())
+    # In order: all tokens of a buffer of keys and values are copied to where they are in it.
+    _, start, head, token, length, filled = unpack[0].T
+    in_order = not filled.any() and bool((head * (length.sum() // 2) + token == start).all())
+    copies = tuple((segments,) for segments in _segments(unpack, device))
+    return Exchange(sent, received, _segments(pack, device), copies, comm_dtype, in_order=in_order)
 
 
 def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:

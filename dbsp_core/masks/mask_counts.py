@@ -25,7 +25,10 @@ class RowCounts:
     def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
         self._copied: torch.cuda.Event | None = None
         if not parts[0].is_cuda:
-            self._host = np.concatenate([_row_sums(part.numpy()) for part in parts], axis=1)
+            widest = max(part.shape[2] for part in parts)
+            narrow = np.uint16 if widest < 2**16 else np.int64  # the narrower, the faster
+            bits = [part.numpy().view(np.uint8) for part in parts]
+            self._host = np.concatenate([np.add.reduce(part, axis=2, dtype=narrow) for part in bits], axis=1)
             return
         of_parts = [part.sum(dim=2, dtype=torch.int32) for part in parts]
         sums = of_parts[0] if len(parts) == 1 else torch.cat(of_parts, dim=1)
@@ -81,13 +84,6 @@ class MaskCounts:
         by_rank = found[0] if len(found) == 1 else np.concatenate(found, axis=2)
         self._by_rank = q_owner.copy(), by_rank
         return by_rank
-
-
-def _row_sums(bits: np.ndarray) -> np.ndarray:
-    """Sums bool[H, nq, nk] to [H, nq]."""
-    narrow = np.uint16 if bits.shape[2] < 2**16 else np.int64  # the narrower, the faster
-    sums: np.ndarray = np.add.reduce(bits.view(np.uint8), axis=2, dtype=narrow)
-    return sums
 
 
 def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.ndarray:

@@ -131,15 +131,13 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
     load = [0] * parts
     part = np.empty(len(work), dtype=np.int64)
     for block in np.argsort(-work, kind="stable"):
-        own = int(work[block])
-        q_ring_rank = int(initial[block])
-        best = (
-            q_ring_rank
-            if own == 0
-            else min(range(parts), key=lambda p: load[p] - (reward * own if p == q_ring_rank else 0))
-        )
+        blocks, best = int(work[block]), int(initial[block])
+        if blocks:
+            biased: list[float] = [*load]
+            biased[best] -= reward * blocks
+            best = biased.index(min(biased))
         part[block] = best
-        load[best] += own
+        load[best] += blocks
     return part
 
 
@@ -179,16 +177,14 @@ class Planner:
 
 def contiguous(problem: Problem) -> np.ndarray:
     """Plans plain Ulysses, Ring and USP: heads in equal runs, blocks with the ring rank that holds them."""
-    return _whole_heads(
-        contiguous_heads(len(problem.row_work), problem.strategy.ulysses), problem.q_ring_rank, problem
-    )
+    column = contiguous_heads(len(problem.row_work), problem.strategy.ulysses)
+    return _whole_heads(column, problem.q_ring_rank, problem)
 
 
 def snake(problem: Problem) -> np.ndarray:
     """Plans xDiT's head balancing: heads, densest first, back and forth in equal numbers; no block migrates."""
-    return _whole_heads(
-        snake_heads(problem.row_work.sum(axis=1), problem.strategy.ulysses), problem.q_ring_rank, problem
-    )
+    column = snake_heads(problem.row_work.sum(axis=1), problem.strategy.ulysses)
+    return _whole_heads(column, problem.q_ring_rank, problem)
 
 
 def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> np.ndarray:
@@ -202,22 +198,17 @@ def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> n
     """
     if not reward >= 0:
         raise UserError(f"reward={reward} must not be negative; 0 balances without regard to where blocks are")
-    x, y, work = problem.strategy.ulysses, problem.strategy.ring, problem.row_work
+    x, y, work, initial = problem.strategy.ulysses, problem.strategy.ring, problem.row_work, problem.q_ring_rank
     cap = -(-len(work) // x) if equal_heads else None
-    ring_rank = biased_greedy(work.sum(axis=0), y, _of_most_heads(problem.q_ring_rank), reward)
+    if initial.ndim == 2:  # heads differ: the ring rank of most of them, ties to the lower
+        initial = (initial[:, :, None] == np.arange(initial.max() + 1)).sum(axis=0).argmax(axis=1)
+    ring_rank = biased_greedy(work.sum(axis=0), y, initial, reward)
     return _whole_heads(greedy_heads(work.sum(axis=1), x, cap), ring_rank, problem)
 
 
 def _whole_heads(column: np.ndarray, ring_rank: np.ndarray, problem: Problem) -> np.ndarray:
     """Returns int64[H, nq], owners, from int64[H] Ulysses ranks, and int64[nq] or int64[H, nq] ring ranks."""
     return ring_rank * problem.strategy.ulysses + column[:, None]
-
-
-def _of_most_heads(q_ring_rank: np.ndarray) -> np.ndarray:
-    """Returns int64[n], one ring rank per block, the most common if heads differ; ties go to the lower rank."""
-    if q_ring_rank.ndim == 1:
-        return q_ring_rank
-    return (q_ring_rank[:, :, None] == np.arange(q_ring_rank.max() + 1)).sum(axis=0).argmax(axis=1)
 
 
 def dbsp(problem: Problem) -> np.ndarray:

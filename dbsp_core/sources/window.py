@@ -77,10 +77,11 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: 
     at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
     line = at[0] * tiles[1] + at[1]
     q, k = line_segments(grid.q_axis, line, at[2]), line_segments(grid.k_axis, line, at[2])
-    in_time, in_height = (_sees(tiles[axis], window[axis], shifted) for axis in (0, 1))
+    dense = np.ones((len(q.line), len(k.line)), dtype=bool)
+    for axis, (of_q, of_k) in enumerate(zip(np.divmod(q.line, tiles[1]), np.divmod(k.line, tiles[1]), strict=True)):
+        first, last = _window_of(of_q, tiles[axis], window[axis], shifted)
+        dense &= (first[:, None] <= of_k) & (of_k <= last[:, None])
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2], shifted)
-    dense = in_time[np.ix_(q.line // tiles[1], k.line // tiles[1])]
-    dense &= in_height[np.ix_(q.line % tiles[1], k.line % tiles[1])]
     # A segment's tiles are contiguous, so their windows reach from that of the first to that of the last.
     dense &= (first[q.first][:, None] <= k.last) & (k.first <= last[q.last][:, None])
     return reduce_to_blocks(grid, dense, q, k)
@@ -92,13 +93,6 @@ def _window_of(tile: np.ndarray, tiles: int, window: int, shifted: bool) -> tupl
         return tile - window // 2, tile + window // 2
     first = np.clip(tile - window // 2, 0, max(tiles - window, 0))
     return first, first + window - 1
-
-
-def _sees(tiles: int, window: int, shifted: bool) -> np.ndarray:
-    """Returns bool[tiles, tiles]: True where the second tile is in the first one's window."""
-    keys = np.arange(tiles)
-    first, last = _window_of(keys, tiles, window, shifted)
-    return (first[:, None] <= keys) & (keys <= last[:, None])
 
 
 def _tile_order(tile: Sizes) -> str:

@@ -16,7 +16,7 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.loading import load_stock_pipeline
+from dbsp_diffusers.checkpoint import load_stock_pipeline
 from tests.cli.generate.test_requests import decided, save_video
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"

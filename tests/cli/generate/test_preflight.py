@@ -14,7 +14,8 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.utils.errors import SettingError, UserError
-from dbsp_diffusers.preflight import require_checkpoint, require_possible
+from dbsp_diffusers.checkpoint import require_checkpoint
+from dbsp_diffusers.resolve import require_possible
 from tests.cli.generate.test_requests import decided
 
 WAN = MODEL_SPECS["wan2.1-t2v-14b"]

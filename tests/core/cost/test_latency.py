@@ -73,15 +73,18 @@ class TestBytes:
         received = 0
         for rank in range(4):
             route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
+            of_keys = (*route.dispatch_exchanges, *route.fetch_exchanges)
             first = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
             assert first.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
-            sent = np.sum([exchange.sent for exchange in route.key_exchanges], axis=0)
+            sent = np.sum([exchange.sent for exchange in of_keys], axis=0)
             assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
             assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
             assert route.q_slots == traffic.rows[rank] * 16
             assert route.kv_slots == traffic.blocks[0, rank] * 16
             assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
-            came = np.sum([exchange.received for exchange in route.key_exchanges], axis=0)
+            came = np.sum(
+                [exchange.received for exchange in (*route.dispatch_exchanges, *route.fetch_exchanges)], axis=0
+            )
             received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
         assert traffic.kv_received == received / 4
 
