@@ -63,9 +63,9 @@ _SETTINGS = {
 
 def _require_no_settings(words: Sequence[str]) -> None:
     """Raises UserError for an option of `dbsp generate` that is a setting here."""
-    own = words[: words.index("--")] if "--" in words else words  # what follows is another program's
-    given = [word.partition("=")[0] for word in own]
-    for word in given if given[:1] == ["generate"] else ():
+    words = words[: words.index("--")] if "--" in words else words  # what follows is another program's
+    options = [word.partition("=")[0] for word in words]
+    for word in options if options[:1] == ["generate"] else ():
         name = word.removeprefix("--").replace("-", "_")
         if word.startswith("--") and name in _SETTINGS:
             raise UserError(f"dbsp generate has no {word}; write --set generate.{_SETTINGS[name]}=VALUE")

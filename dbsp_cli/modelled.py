@@ -149,12 +149,12 @@ def modelled_table(
     """
     rows = [
         (
-            *(one.attention, one.strategy, one.planner, f"{one.rho:.3f}"),
-            *(f"{one.attention_s:.1f}", f"{one.seconds:.1f}", f"{one.speedup:.2f}×"),
+            *(row.attention, row.strategy, row.planner, f"{row.rho:.3f}"),
+            *(f"{row.attention_s:.1f}", f"{row.seconds:.1f}", f"{row.speedup:.2f}×"),
         )
-        for one in videos
+        for row in videos
     ]
-    best = min(videos, key=lambda one: one.seconds)
+    best = min(videos, key=lambda row: row.seconds)
     video = spec.video
     size = f"{video.num_frames} frames of {video.height}×{video.width}, {in_number(video.steps or 0, 'step')}"
     return TextTable(

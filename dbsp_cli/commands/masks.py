@@ -86,9 +86,9 @@ def record(
     and the most to write, such as 500MiB.
     """
     for name, parse in ((RECORD_LIMIT, parse_size), (RECORD_LAYERS, parse_layers)):
-        given = environment_value(name)
-        if given is not None:
-            parse(given)
+        value = environment_value(name)
+        if value is not None:
+            parse(value)
     if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
     require_folder_path(folder.absolute(), "OUT")
@@ -112,9 +112,9 @@ def fit(
     """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
     require_file_path(out, "OUT")
     require_apart({"OUT": out}, inputs={str(recording): recording for recording in recordings})
-    found = fit_recording(recordings, out, rank)
-    rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in found.kept.items()]
-    title = f"{found.heads} heads of size {found.head_dim} at rank {found.rank}: share of E[(q·k)²] kept"
+    summary = fit_recording(recordings, out, rank)
+    rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in summary.kept.items()]
+    title = f"{summary.heads} heads of size {summary.head_dim} at rank {summary.rank}: share of E[(q·k)²] kept"
     print_tables([TextTable(title, ("layer", "kept, mean over heads"), rows)])
     print(f"wrote {out}", file=sys.stderr)
 
@@ -130,15 +130,15 @@ def info(
     """Say how dense masks are, how balanced their work is, and how they change by step."""
     require_picture_path(picture, {"the mask file": file})
     series = MaskSeries.read(file, branch)
-    found = examine_masks(series, gpus)
+    examined = examine_masks(series, gpus)
     if picture is not None:
-        write_atomically(picture, mask_picture(file.name, found))
+        write_atomically(picture, mask_picture(file.name, examined))
     if as_json:
-        print_json(file=str(file), gpus=gpus, **found.as_json())
+        print_json(file=str(file), gpus=gpus, **examined.as_json())
         return
-    print(printable(_headline(file, found)), end="\n\n")
-    print_tables(_tables(found, gpus))
-    for warning in found.warnings:
+    print(printable(_headline(file, examined)), end="\n\n")
+    print_tables(_tables(examined, gpus))
+    for warning in examined.warnings:
         print(printable(f"warning: {warning}"), file=sys.stderr)
 
 
@@ -167,35 +167,35 @@ def _summary(folder: Path) -> str:
     )
 
 
-def _headline(file: Path, found: MaskInfo) -> str:
-    grid = found.first.grid
+def _headline(file: Path, examined: MaskInfo) -> str:
+    grid = examined.first.grid
     size = "" if grid.thw is None else f" of a {'×'.join(map(str, grid.thw))} video"
     if grid.packed_from:
         size = f" of {len(grid.sequences)} packed sequences"
     return (
-        f"{file}: {len(found.series.layers)} layers, {found.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
+        f"{file}: {len(examined.series.layers)} layers, {examined.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
         f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "
-        f"density {found.densities.mean():.3f}"
+        f"density {examined.densities.mean():.3f}"
     )
 
 
-def _tables(found: MaskInfo, gpus: int) -> Iterator[TextTable]:
+def _tables(examined: MaskInfo, gpus: int) -> Iterator[TextTable]:
     rows: list[tuple[str, ...]] = [
         (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
-        for layer, heads in zip(found.series.layers, found.densities, strict=True)
+        for layer, heads in zip(examined.series.layers, examined.densities, strict=True)
     ]
     yield TextTable("density", ("layer", "least dense head", "mean", "densest head"), rows)
     rows = [
         (b.strategy, b.planner, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
-        for b in found.balance
+        for b in examined.balance
     ]
     names: tuple[str, ...] = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
     title = f"balance on {gpus} GPUs, mean over sampled layers"
     yield TextTable(title, names, rows, left=("strategy", "planner"))
-    if found.drift:
+    if examined.drift:
         rows = [
             (str(d.layer), f"{min(d.iou):.3f}", f"{fmean(d.iou):.3f}", f"{fmean(d.changed):.2%}", str(d.replans))
-            for d in found.drift
+            for d in examined.drift
         ]
         names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {DbspConfig.reuse:g}")
-        yield TextTable(f"from step to step, {len(found.series.steps)} steps", names, rows)
+        yield TextTable(f"from step to step, {len(examined.series.steps)} steps", names, rows)

@@ -42,7 +42,7 @@ def plan_command(
         str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
     ] = "dbsp",
     keys: Annotated[str, typer.Option(help="all or needed: what ranks are sent.")] = ALL,
-    layer: Annotated[int, typer.Option(help="Which layer of a file with several.")] = 0,
+    layer: Annotated[int, typer.Option(help="Layer index.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
     """Plan one attention of a mask file: how balanced the work is before and after, and what migrates."""
@@ -60,7 +60,9 @@ def plan_command(
     mask = source.layer(layer)
     plans = _plans(mask, gpus, strategy, planner, keys)
     if as_json:
-        print_json(file=str(file), gpus=gpus, density=mask.density, plans=[_record(one, keys) for one in plans])
+        print_json(
+            file=str(file), gpus=gpus, density=mask.density, plans=[_record(file_plan, keys) for file_plan in plans]
+        )
         return
     if source.per_layer:
         print(printable(f"{file}: layer {layer} of {source.layers}"), file=sys.stderr)
@@ -76,7 +78,7 @@ def _show_model(model: str, gpus: int, machine: str | None, as_json: bool) -> No
     hardware = measured or load_hardware("h100")
     videos = modelled_videos(spec, gpus, hardware)
     if as_json:
-        rows = [asdict(one) for one in videos]
+        rows = [asdict(video) for video in videos]
         print_json(model=spec.name, gpus=gpus, machine=hardware.name, label="modelled", videos=rows)
         return
     print_tables([modelled_table(spec, gpus, hardware, videos, by_default=measured is None)])
@@ -92,30 +94,30 @@ def _plans(mask: BlockMask, gpus: int, strategy: str, planner: str, keys: str) -
     """Plans the mask, a layer's of the file, for every strategy and planner asked for."""
     strategies = candidates(gpus, mask.grid) if strategy == "all" else (strategy,)
     strategies = tuple(map(Strategy.parse, strategies))
-    for one in strategies:
-        one.require_world(gpus)
+    for parsed in strategies:
+        parsed.require_world(gpus)
     require_keys(keys)
     names = tuple(PLANNERS) if planner == "all" else tuple(planner.split(","))
     for name in names:
         require_planner(name)
     share = mask.heads * mask.grid.tokens / gpus
     plans = []
-    for one in strategies:
+    for parsed in strategies:
         for name in names:
             usual = "contiguous" if keys == NEEDED else require_planner(name).layout
-            layout = SequenceLayout.named(usual, mask.grid, one)
-            plan = make_plan(mask, one, name, layout=layout, keys=keys)
+            layout = SequenceLayout.named(usual, mask.grid, parsed)
+            plan = make_plan(mask, parsed, name, layout=layout, keys=keys)
             plans.append(_FilePlan(plan, traffic_of(plan, layout).kv_received / share))
     return plans
 
 
-def _record(one: _FilePlan, keys: str) -> dict[str, Any]:
-    plan = one.plan
+def _record(file_plan: _FilePlan, keys: str) -> dict[str, Any]:
+    plan = file_plan.plan
     return (
         {"strategy": str(plan.strategy)}
         | {name: getattr(plan, name) for name in _VALUES}
         | {"split_heads": plan.split_heads, "extra_kv": plan.extra_kv, "plan_ms": plan.plan_ms}
-        | {"keys": keys, "kv_received": one.kv_received}
+        | {"keys": keys, "kv_received": file_plan.kv_received}
     )
 
 
@@ -130,7 +132,7 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
         ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "KV in", "ms"),
         rows,
-        f"{_conclusion([one.plan for one in plans])}"
+        f"{_conclusion([file_plan.plan for file_plan in plans])}"
         "ρ_s: slowest rank over mean; bound: least for any plan of whole rows; gap: above it;\n"
         "moved: rows, to other ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",

@@ -26,14 +26,14 @@ class Output:
     path: Path
 
 
-def prompts_of(given: str | None) -> tuple[str, ...]:
+def prompts_of(option: str | None) -> tuple[str, ...]:
     """Returns the prompts of an option: a text, or the lines of "@FILE" that are not blank."""
-    if given is None:
+    if option is None:
         return ()
-    if not given.startswith("@"):
-        return (in_utf8(given, "--prompt"),)
+    if not option.startswith("@"):
+        return (in_utf8(option, "--prompt"),)
     with _blame_option("--prompt"):
-        file = user_path(given[1:])
+        file = user_path(option[1:])
     require_file(file, "--prompt: file", "give a text, or @FILE with one prompt a line")
     try:
         # not splitlines, which also ends lines at U+2028, U+0085 and \v, as prompts may have them
@@ -50,7 +50,7 @@ def prompts_of(given: str | None) -> tuple[str, ...]:
 def in_utf8(text: str, option: str) -> str:
     """Returns an option's text, read as UTF-8 where the locale's encoding could not read it."""
     try:
-        return os.fsencode(text).decode() if any("\udc80" <= one <= "\udcff" for one in text) else text
+        return os.fsencode(text).decode() if any("\udc80" <= letter <= "\udcff" for letter in text) else text
     except UnicodeError:
         raise UserError(f"{option} {in_short(text)} is not text in UTF-8; set a locale that can read it") from None
 
@@ -65,20 +65,20 @@ def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: in
     count = len(prompts) * videos
     if not 0 < videos <= _MOST_VIDEOS or count > _MOST_VIDEOS:
         raise UserError(f"--videos {videos} must be at least 1, and all videos at most {_MOST_VIDEOS:,}")
-    found: dict[Path, Output] = {}
+    outputs: dict[Path, Output] = {}
     for prompt in prompts:
         for number in range(videos):
             seed = first_seed + number
-            path = Path(_named(pattern, index=len(found), seed=seed)).absolute()
+            path = Path(_named(pattern, index=len(outputs), seed=seed)).absolute()
             if path.suffix != ".mp4":
                 raise UserError(f"--out {pattern} must end in .mp4")
-            if path in found:
+            if path in outputs:
                 raise UserError(
                     f"--out {pattern} names one file for several of {count} videos; put {{index}} in the name, "
                     "for example video-{index:03}.mp4"
                 )
-            found[path] = Output(prompt, seed, path)
-    return tuple(found.values())
+            outputs[path] = Output(prompt, seed, path)
+    return tuple(outputs.values())
 
 
 def _named(pattern: str, **fields: Any) -> str:

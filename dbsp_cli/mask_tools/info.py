@@ -220,15 +220,15 @@ def heads_to_draw(densities: np.ndarray, count: int = 3) -> list[tuple[int, int]
     return [divmod(flat, densities.shape[1]) for flat in spread_out(order, count)]
 
 
-def mask_picture(title: str, found: MaskInfo) -> bytes:
+def mask_picture(title: str, examined: MaskInfo) -> bytes:
     """Draws a PNG: a heat map of heads × layers, three heads' masks, and how masks change over steps where known."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    series, densities = found.series, found.densities
+    series, densities = examined.series, examined.densities
     drawn = [(series.layers[row], head) for row, head in heads_to_draw(densities)]
-    below = len(drawn) + bool(found.drift)
+    below = len(drawn) + bool(examined.drift)
     picture = BytesIO()
     with rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(max(9.0, 2.7 * below), 7.4), layout="constrained")
@@ -254,10 +254,10 @@ def mask_picture(title: str, found: MaskInfo) -> bytes:
             axis.set_title(f"layer {layer}, head {head} ({names})\ndensity {bits.mean():.3f}", fontsize=10)
             axis.set(xlabel="key block", ylabel="query block")
         # 3. Change from step to step
-        for number, layer_drift in enumerate(found.drift):
+        for number, layer_drift in enumerate(examined.drift):
             style = {"markersize": 3.5, "color": rank_colour(number), "label": f"layer {layer_drift.layer}"}
             axes[-1].plot(layer_drift.steps, layer_drift.iou, "o-", **style)
-        if found.drift:
+        if examined.drift:
             axes[-1].set(xlabel="step", ylabel="IoU with the step before", ylim=(0, 1.03))
             axes[-1].set_title("How masks drift\nfrom step to step", fontsize=10)
             axes[-1].xaxis.get_major_locator().set_params(integer=True)
