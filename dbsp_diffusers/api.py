@@ -76,7 +76,7 @@ def enable(
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
     halves = None if guidance is False else Halves.of(guidance, model, sequence)
     if halves is not None:
-        sequence, default = _ranks_of(halves.own)
+        sequence, default = _ranks_of(halves.half)
     whole = Framework(
         name=framework,
         sequence=sequence,
@@ -137,8 +137,11 @@ def session_of(model: Any) -> AttentionSession | None:
     state = attached_to(model)
     if state is None:
         return None
-    own = getattr(model, "_orig_mod", model)
-    return next((session for transformer, session in state.sessions if transformer is own), state.sessions[0][1])
+    transformer_or_pipe = getattr(model, "_orig_mod", model)
+    return next(
+        (session for transformer, session in state.sessions if transformer is transformer_or_pipe),
+        state.sessions[0][1],
+    )
 
 
 def sessions_of(model: Any) -> dict[str, AttentionSession]:
@@ -151,8 +154,8 @@ def sessions_of(model: Any) -> dict[str, AttentionSession]:
         By the pipeline's name of each transformer, such as "transformer" and "transformer_2", its session. Empty where
         db-SP is not enabled.
     """
-    found = {name: session_of(transformer) for name, transformer in transformers_in(model).items()}
-    return {name: session for name, session in found.items() if session is not None}
+    sessions = {name: session_of(transformer) for name, transformer in transformers_in(model).items()}
+    return {name: session for name, session in sessions.items() if session is not None}
 
 
 def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> None:

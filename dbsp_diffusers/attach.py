@@ -100,7 +100,7 @@ class _Attaching:
     def fingerprints(self) -> dict[str, int]:
         """Returns fingerprints of what must be the same on all ranks, by message."""
         configs = [session.config.fingerprint for _, session in self.sessions]
-        gated = [gated_layers(one, session.config.mask, self.gates) for one, session in self.sessions]
+        gated = [gated_layers(transformer, session.config.mask, self.gates) for transformer, session in self.sessions]
         weights = [weights_fingerprint(transformer) for transformer, _ in self.sessions]
         return dict(zip(_DIFFER, map(fingerprint_of, (configs, gated, weights)), strict=True))
 
@@ -158,12 +158,18 @@ def _attached(
     device = use_model_device(transformers.values(), framework.ranks)
     made = _Attaching(pipe, device, generations, [], {}, [])
     for name, transformer in transformers.items():
-        own = _own_config(config, name, transformer, framework, pipe, several=len(transformers) > 1)
-        if own.report and is_writer(framework.ranks):
-            require_report_folder(Path(own.report).absolute(), "report")
-        made.gates.update(gates_in_checkpoint(transformer, own.mask, None if pipe is None else name))
+        resolved = _own_config(config, name, transformer, framework, pipe, several=len(transformers) > 1)
+        if resolved.report and is_writer(framework.ranks):
+            require_report_folder(Path(resolved.report).absolute(), "report")
+        made.gates.update(gates_in_checkpoint(transformer, resolved.mask, None if pipe is None else name))
         attentions = architecture_of(transformer).attentions_of(transformer)
-        parts = own, framework.sequence, _choose_strategy(framework, own), heads_of(attentions[0]), len(attentions)
+        parts = (
+            resolved,
+            framework.sequence,
+            _choose_strategy(framework, resolved),
+            heads_of(attentions[0]),
+            len(attentions),
+        )
         session = observed_session(*parts, steps or generations.steps, clock, check=False)
         made.sessions.append((transformer, session))
         # of the attention's weights: a model may keep others, such as embeddings, in float32
@@ -267,9 +273,9 @@ def _own_config(
     config: ConfigLike, name: str, transformer: nn.Module, framework: Framework, pipe: Any, several: bool
 ) -> DbspConfig:
     """Resolves one transformer's settings; each of several records in a folder of its own."""
-    own = resolve_config(config, transformer, pipe, name, vae=framework.vae)
-    if several and own.record:
-        own = replace(own, record=os.path.join(own.record, name))
-    if several and isinstance(own.mask, RecordQKSource):
-        own = replace(own, mask=replace(own.mask, path=os.path.join(own.mask.path, name)))
-    return own
+    resolved = resolve_config(config, transformer, pipe, name, vae=framework.vae)
+    if several and resolved.record:
+        resolved = replace(resolved, record=os.path.join(resolved.record, name))
+    if several and isinstance(resolved.mask, RecordQKSource):
+        resolved = replace(resolved, mask=replace(resolved.mask, path=os.path.join(resolved.mask.path, name)))
+    return resolved

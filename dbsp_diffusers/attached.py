@@ -34,9 +34,9 @@ class Attached:
 def carried_by(transformer: nn.Module) -> list[str]:
     """Returns what a transformer carries in addition to its class's weights: adapters, and weights of integers."""
     adapters = {name: getattr(part, "merged_adapters", ()) for part in transformer.modules() for name in _active(part)}
-    found = [f"LoRA {name}" + (" (fused)" if name in merged else "") for name, merged in sorted(adapters.items())]
+    carried = [f"LoRA {name}" + (" (fused)" if name in merged else "") for name, merged in sorted(adapters.items())]
     weights = {str(p.dtype).removeprefix("torch.") for p in transformer.parameters() if not _is_number(p.dtype)}
-    return found + [f"weights of {name}" for name in sorted(weights)]
+    return carried + [f"weights of {name}" for name in sorted(weights)]
 
 
 def _active(part: nn.Module) -> Sequence[str]:

@@ -60,14 +60,14 @@ class Checkpoint:
 
     def weights(self) -> list[Path]:
         """Returns the .safetensors files that are loaded, of every part."""
-        found: list[Path] = []
+        files: list[Path] = []
         for part in sorted(path for path in self.folder.iterdir() if path.is_dir()):
             by_variant = defaultdict(list)
             for path in sorted(part.glob("*.safetensors")):
                 if name := _FILE.fullmatch(path.name):
                     by_variant[name[1] or name[2]].append(path)
-            found += by_variant[self.variant] or by_variant[None]
-        return found
+            files += by_variant[self.variant] or by_variant[None]
+        return files
 
     def config(self, part: str) -> dict[str, Any]:
         """Returns the content of a part's config.json; empty where there is none."""
@@ -147,19 +147,19 @@ def _classes(folder: Path) -> dict[str, tuple[str, str]]:
 
 def _variants(part: Path) -> set[str]:
     names = [path.name for path in part.iterdir()]
-    found = [_FILE.fullmatch(name) or _INDEX.fullmatch(name) for name in names]
-    return {variant for one in found if one is not None for variant in one.groups() if variant}
+    matches = [_FILE.fullmatch(name) or _INDEX.fullmatch(name) for name in names]
+    return {variant for match in matches if match is not None for variant in match.groups() if variant}
 
 
 def _missing(part: Path, variant: str | None) -> list[str]:
     """Returns the names of files that are missing for one variant of a part; empty if it is whole."""
     names = {path.name for path in part.iterdir() if os.path.exists(path)}
-    files = [(name, found) for name in sorted(names) if (found := _FILE.fullmatch(name))]
-    if any((found[1] or found[2]) == variant and not _SHARD.search(name) for name, found in files):
+    files = [(name, match) for name in sorted(names) if (match := _FILE.fullmatch(name))]
+    if any((match[1] or match[2]) == variant and not _SHARD.search(name) for name, match in files):
         return []
     for name in sorted(names):
-        found = _INDEX.fullmatch(name)
-        if found and found[1] == variant:
+        match = _INDEX.fullmatch(name)
+        if match and match[1] == variant:
             shards = _json(part / name).get("weight_map")
             return sorted(set(map(str, shards.values())) - names) if isinstance(shards, dict) else [name]
     usual = "model" if "transformers_version" in _json(part / "config.json") else "diffusion_pytorch_model"

@@ -67,14 +67,14 @@ def require_own_gpus(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]
 
 def _gpus_of(model: nn.Module) -> Iterator[torch.device]:
     """Yields the GPUs that a model's weights are on or are brought to."""
-    found: list[Any] = [parameter.device for parameter in model.parameters()]
+    named: list[Any] = [parameter.device for parameter in model.parameters()]
     for part in model.modules():
-        found.append(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
+        named.append(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
         hooks = getattr(getattr(part, "_diffusers_hook", None), "hooks", {})
-        found.append(getattr(getattr(hooks.get("group_offloading"), "group", None), "onload_device", None))
+        named.append(getattr(getattr(hooks.get("group_offloading"), "group", None), "onload_device", None))
     devices = (
         torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        for device in found
+        for device in named
         if device is not None
     )
     yield from (device for device in devices if device.type == "cuda" and device.index is not None)

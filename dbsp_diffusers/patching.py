@@ -84,7 +84,7 @@ class PatchSet:
 
     def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
         """Gives a module another class; libraries that keep the module's forward call that of its current class."""
-        own, (owner, name) = type(module), _innermost_forward(module)
+        own_class, (owner, name) = type(module), _innermost_forward(module)
 
         @functools.wraps(cls.forward)
         def current(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class PatchSet:
         undo = _set(owner, name, bound)
 
         def restore() -> None:
-            module.__class__ = own
+            module.__class__ = own_class
             if vars(owner).get(name) is bound:
                 undo()
 

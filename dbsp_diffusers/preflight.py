@@ -71,7 +71,7 @@ def cached_checkpoint(repository: str, file: str = "model_index.json") -> Path |
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(repository, file)
+        path = try_to_load_from_cache(repository, file)
     except (ImportError, ValueError):  # not a name of a repository
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None

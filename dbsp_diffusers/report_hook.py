@@ -150,9 +150,9 @@ def _keep_latents(scheduler: Any, observer: RunObserver) -> PatchSet:
         observer.latents = output[0]
         return output
 
-    own = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
-    before = own.get("step")
-    own["step"] = step_and_keep
+    attributes = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
+    before = attributes.get("step")
+    attributes["step"] = step_and_keep
     patches = PatchSet()
-    patches.on_detach(lambda: own.pop("step") if before is None else own.update(step=before))
+    patches.on_detach(lambda: attributes.pop("step") if before is None else attributes.update(step=before))
     return patches

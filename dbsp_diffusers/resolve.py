@@ -28,7 +28,9 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         name = architecture_of(transformer).pipeline or type(transformer).__name__
-    name = next((own for own, one in PIPELINES.items() if one.from_video == name), name)  # of the same checkpoints
+    name = next(
+        (pipeline for pipeline, names in PIPELINES.items() if names.from_video == name), name
+    )  # of the same checkpoints
     two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
     return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
 
@@ -54,14 +56,14 @@ def resolve_config(
 def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
     """Adds the mask that a checkpoint brings if none is named; and its numbers if its mask is named without them."""
     known = known_architecture(transformer)
-    own = known.own_mask.source(transformer) if known is not None and known.own_mask is not None else None
-    if own is None:
+    mask = known.own_mask.source(transformer) if known is not None and known.own_mask is not None else None
+    if mask is None:
         return config
     if not config.mask_is_named:
-        return replace(config, mask=own, origin=None if config.origin == DEFAULT_ORIGIN else config.origin)
-    if not isinstance(own, NablaSource):
+        return replace(config, mask=mask, origin=None if config.origin == DEFAULT_ORIGIN else config.origin)
+    if not isinstance(mask, NablaSource):
         return config
-    parts = tuple(part.or_else(own) if isinstance(part, NablaSource) else part for part in parts_of(config.mask))
+    parts = tuple(part.or_else(mask) if isinstance(part, NablaSource) else part for part in parts_of(config.mask))
     return replace(config, mask=parts[0] if len(parts) == 1 else UnionSource(parts))
 
 
@@ -94,7 +96,7 @@ def log_config(
 def describe_mask(config: DbspConfig) -> str:
     """Describes the mask source with all settings, and what stays dense, such as "sol:…, dense last_steps 5"."""
     schedule = config.dense_schedule
-    dense = [f"{one.name} {number}" for one in fields(schedule) if (number := getattr(schedule, one.name))]
+    dense = [f"{setting.name} {number}" for setting in fields(schedule) if (number := getattr(schedule, setting.name))]
     return mask_in_words(config.mask, defaults=True) + (f", dense {', '.join(dense)}" if dense else "")
 
 

@@ -60,7 +60,7 @@ def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     for grad in grads:
         bucket = waiting.setdefault((grad.dtype, grad.device), [])
         bucket.append(grad)
-        if sum(one.nbytes for one in bucket) >= BUCKET_BYTES:
+        if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
             yield waiting.pop((grad.dtype, grad.device))
     yield from waiting.values()
 

@@ -202,10 +202,10 @@ def attach(
         name: Of the transformer in its pipeline, by which it may have settings of its own.
     """
     names = getattr(transformer, "_layerwise_offload_blocks_attrs", None) or [""]
-    in_blocks = {one for name in names for one in transformer.get_submodule(name).modules()}
-    attentions = [one for one in transformer.modules() if isinstance(one, Attention)]
-    layers = [one for one in attentions if isinstance(one.attention, DbspImpl)]
-    for layer in [one for one in layers if one.skip_sequence_parallel or one not in in_blocks]:
+    in_blocks = {module for name in names for module in transformer.get_submodule(name).modules()}
+    attentions = [module for module in transformer.modules() if isinstance(module, Attention)]
+    layers = [module for module in attentions if isinstance(module.attention, DbspImpl)]
+    for layer in [module for module in layers if module.skip_sequence_parallel or module not in in_blocks]:
         _give_back(layer)
         layers.remove(layer)
     if not layers:

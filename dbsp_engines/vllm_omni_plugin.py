@@ -108,7 +108,7 @@ def _attach_all(stock: Callable[..., None], model: Any, od_config: Any) -> None:
 
     stock(model, od_config)
     names = getattr(model, "_dit_modules", None) or _TRANSFORMERS
-    transformers = {name: one for name in names if (one := getattr(model, name, None)) is not None}
+    transformers = {name: transformer for name in names if (transformer := getattr(model, name, None)) is not None}
     clock = StepClock(shared=len(transformers) > 1)
     for name, transformer in transformers.items():
         attach(transformer, od_config, clock, name)

@@ -133,12 +133,16 @@ def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
 
 def _restore_class(transformer: nn.Module, patches: PatchSet) -> None:
     """Gives an instance of a subclass of xfuser's the class of diffusers' that it derives from, and its processors."""
-    own = type(transformer)
-    base = next((cls for cls in own.__mro__ if cls.__module__.partition(".")[0] == "diffusers"), None)
+    wrapper = type(transformer)
+    base = next((cls for cls in wrapper.__mro__ if cls.__module__.partition(".")[0] == "diffusers"), None)
     if base is None or not hasattr(base, "from_config"):
-        raise UserError(f"db-SP does not know {own.__name__}, which derives from no transformer class of diffusers")
+        raise UserError(
+            f"db-SP does not know {wrapper.__name__}, which derives from no transformer class of diffusers"
+        )
     if not has_class_forward(transformer):
-        raise UserError(f"the forward of this {own.__name__} was replaced; attach db-SP before step caches, not after")
+        raise UserError(
+            f"the forward of this {wrapper.__name__} was replaced; attach db-SP before step caches, not after"
+        )
     with torch.device("meta"):
         plain = base.from_config(transformer.config)
     patches.replace_class(transformer, base)

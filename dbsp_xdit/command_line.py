@@ -108,8 +108,8 @@ def source_of(name: str) -> str | None:
     """
     spec = find_model_spec(name)
     if spec is not None:
-        own = next(one for one in spec.names if one.casefold() == name.casefold())
-        return own if "/" in own else spec.hub
+        spelled = next(known_name for known_name in spec.names if known_name.casefold() == name.casefold())
+        return spelled if "/" in spelled else spec.hub
     if os.path.isdir(name):
         return name
     if name.startswith((".", os.sep, "~")) or name.count("/") > 1:
@@ -128,7 +128,7 @@ def xfuser_name(name: str, config: DbspConfig) -> str:
 
     spec, source = find_model_spec(name), source_of(name)
     known = {key.casefold(): key for key in MODEL_REGISTRY}
-    theirs = [known[one.casefold()] for one in (name, *(spec.names if spec else ())) if one.casefold() in known]
+    theirs = [known[alias.casefold()] for alias in (name, *(spec.names if spec else ())) if alias.casefold() in known]
     if theirs:
         return theirs[0]
     if source is None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -104,8 +105,8 @@ def bench_command(
             group=SequenceGroup.from_group(),
         )
         if device.type == "cpu":
-            small = {"heads": min(heads, _ON_CPU[0]), "tokens": min(work.tokens, _ON_CPU[1])}
-            work = replace(work, **small, dtype=torch.float32, sizes=range(12, 23, 3), repeats=5)
+            work = replace(work, heads=min(heads, _ON_CPU[0]), tokens=min(work.tokens, _ON_CPU[1]))
+            work = replace(work, dtype=torch.float32, sizes=range(12, 23, 3), repeats=5)
         # 2. Kernels, and everything else
         work.say("measuring kernels against the reference")
         shapes = sorted({work.blocks} if device.type == "cpu" else {work.blocks, (128, 128)})
@@ -317,11 +318,11 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
     results = {}
     for name in tried:
         problem = next((rank[name][0] for rank in by_rank if rank[name][0]), None)
-        error = float(np.max([rank[name][1] for rank in by_rank]))
-        exact = error <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
-        results[name] = KernelResult(name, blocks, problem, error, exact)
+        worst = float(np.max([rank[name][1] for rank in by_rank]))
+        exact = worst <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
+        results[name] = KernelResult(name, blocks, problem, worst, exact)
     # 2. Times of those that run everywhere
-    runs = {name: lambda name=name: rows.attend(name) for name, result in results.items() if result.problem is None}
+    runs = {name: partial(rows.attend, name) for name, result in results.items() if result.problem is None}
     seconds = work.medians(runs)
     first = next((seconds[name] for name in seconds if results[name].exact), float("nan"))
     for name, took in seconds.items():
@@ -430,9 +431,8 @@ def _measure_compute(
     The time of a score's softmax is in that of the products: one head dim cannot separate them.
     """
     heads, few = work.local_heads, max(work.blocks[0], work.tokens // 4)
-    masks = {str(density): work.mask(heads, density) for density in _DENSITIES} | {
-        "few": work.mask(heads, SPARSE, few)
-    }
+    masks = {str(density): work.mask(heads, density) for density in _DENSITIES}
+    masks["few"] = work.mask(heads, SPARSE, few)
     rows = {name: Rows.from_mask(work, mask) for name, mask in masks.items()}
     q, k, v = (work.random(1, heads, work.tokens, work.head_dim) for _ in range(3))
     width = work.heads * work.head_dim
@@ -440,7 +440,7 @@ def _measure_compute(
     out, part = (torch.randn(heads * work.tokens // 64, 64, work.head_dim, device=work.device) for _ in range(2))
     lse, part_lse = (torch.randn(out.shape[:2], device=work.device) for _ in range(2))
     kernel = work.kernel
-    actions: dict[str, Action] = {name: lambda r=r: r.attend(kernel) for name, r in rows.items()}
+    actions: dict[str, Action] = {name: partial(r.attend, kernel) for name, r in rows.items()}
     actions["dense"] = lambda: F.scaled_dot_product_attention(q, k, v)
     actions["linear"] = lambda: left @ right
     actions["merge"] = lambda: merge_states(out, lse, part, part_lse)
@@ -476,11 +476,16 @@ def _measure_exchanges(work: Workload) -> dict[str, dict[int, float]]:
         sent, to_next = (torch.zeros(n, device=work.device) for n in (sum(splits), max(1, size // 4)))
         received = torch.empty_like(to_next)
         both = [dist.P2POp(dist.isend, to_next, after), dist.P2POp(dist.irecv, received, before)]
-        actions[f"exchange {size}"] = lambda sent=sent, splits=splits: group.all_to_all(sent, splits, splits)
-        actions[f"p2p {size}"] = lambda both=both: [done.wait() for done in dist.batch_isend_irecv(both)]
+        actions[f"exchange {size}"] = partial(group.all_to_all, sent, splits, splits)
+        actions[f"p2p {size}"] = partial(_send_and_receive, both)
     seconds = work.medians(actions)
     sizes = [1 << bits for bits in work.sizes]
     return {part: {size: seconds[f"{part} {size}"] for size in sizes} for part in ("exchange", "p2p")}
+
+
+def _send_and_receive(both: list[dist.P2POp]) -> None:
+    for transfer in dist.batch_isend_irecv(both):
+        transfer.wait()
 
 
 def _exchange_constants(

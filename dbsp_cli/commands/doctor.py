@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-import os
 import platform
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,7 +19,6 @@ from rich.console import Console
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import environment_value, installed_version
 from dbsp_engines import lightx2v, sglang, vllm_omni_plugin
 from dbsp_kernels import KERNELS, available, choose_kernel
@@ -122,37 +118,27 @@ _PACKAGES = (
 )
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A serving engine that looks for plug-ins itself; nothing is said of one that is not installed.
-
-    Attributes:
-        group: Entry points that it loads, db-SP's among them.
-        expected: Names of the engine that db-SP's plug-in uses.
-    """
-
-    what: str
-    group: str
-    expected: ExpectedHost
-
-    def check(self) -> Check | None:
-        found = installed_version(self.expected.package)
-        if found is None:
-            return None
-        if "dbsp" not in {one.name for one in entry_points(group=self.group)}:
-            fix = "install dbsp-attention again, so that pip writes its entry points"
-            return Check(self.what, "missing", f"{found}, which does not see db-SP", fix)
-        problem, _, fix = (self.expected.problem() or "").partition("; ")
-        if problem:
-            return Check(self.what, "missing", problem, fix)
-        return Check(self.what, "ok", f"{found}, sees db-SP")
-
-
 ENGINES = (
-    Engine("vLLM-Omni", "vllm_omni.general_plugins", vllm_omni_plugin.EXPECTED),
-    Engine("SGLang Diffusion", "sglang.multimodal_gen.plugins", sglang.EXPECTED),
-    Engine("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
+    ("vLLM-Omni", "vllm_omni.general_plugins", vllm_omni_plugin.EXPECTED),
+    ("SGLang Diffusion", "sglang.multimodal_gen.plugins", sglang.EXPECTED),
+    ("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
 )
+"""Serving engines that look for plug-ins themselves: name, group of entry points, and what db-SP's plug-in expects."""
+
+
+def _engines() -> list[Check]:
+    """Checks the engines that are installed, and that each sees db-SP's plug-in."""
+    checks = []
+    for what, group, expected in ENGINES:
+        version = installed_version(expected.package)
+        if version is None:
+            continue
+        problem, _, fix = (expected.problem() or "").partition("; ")
+        if "dbsp" not in {entry.name for entry in entry_points(group=group)}:
+            fix = "install dbsp-attention again, so that pip writes its entry points"
+            problem = f"{version}, which does not see db-SP"
+        checks.append(Check(what, "missing" if problem else "ok", problem or f"{version}, sees db-SP", fix))
+    return checks
 
 
 def run_checks() -> list[Check]:
@@ -167,7 +153,7 @@ def run_checks() -> list[Check]:
         _communication(),
         *_between_nodes(),
         *imported,
-        *filter(None, (engine.check() for engine in ENGINES)),
+        *_engines(),
         *_kernels(),
     ]
 
@@ -192,117 +178,78 @@ def _version(name: str) -> str:
 
 def _device() -> Check:
     if not torch.accelerator.is_available():
-        return Check(
-            "accelerator", "not here", "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
-        )
+        detail, fix = "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
+        return Check("accelerator", "not here", detail, fix)
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
     return Check("accelerator", "ok", f"{torch.accelerator.device_count()} × {name}")
 
 
 def _communication() -> Check:
     present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
-    backends = [name for name, is_there in present.items() if is_there()]
-    if not backends:
-        return Check("communication", "missing", "none", "install a torch with gloo or NCCL")
-    return Check("communication", "ok", ", ".join(backends))
+    backends = ", ".join(name for name, is_there in present.items() if is_there())
+    fix = "" if backends else "install a torch with gloo or NCCL"
+    return Check("communication", "ok" if backends else "missing", backends or "none", fix)
 
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that name the network interfaces to other nodes."""
-_NETWORK = Path("/sys/class/net")
-_AVOIDED_BY_NCCL = ("docker", "virbr", "lo")
 
 
 def _between_nodes() -> list[Check]:
+    """Checks the interfaces that variables name, and without them the address that gloo listens at."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    example = next((name for name in interfaces if not name.startswith(("docker", "virbr", "lo"))), "eth0")
+    fix = f"for several nodes, set {{}} on each to the interface of their common network, such as {example}"
     checks = []
-    if dist.is_available() and dist.is_gloo_available():
-        given = environment_value(GLOO)
-        checks.append(_default_of_gloo() if given is None else _named(GLOO, given, given.split(",")))
-    if dist.is_available() and dist.is_nccl_available():
-        given = environment_value(NCCL)
-        checks.append(_default_of_nccl() if given is None else _named(NCCL, given, _chosen_by_nccl(given)))
+    for variable, is_there in ((GLOO, dist.is_gloo_available), (NCCL, dist.is_nccl_available)):
+        what, value = f"{'gloo' if variable == GLOO else 'NCCL'} between nodes", environment_value(variable)
+        if value is None or not dist.is_available() or not is_there():
+            continue
+        prefixes = variable == NCCL and not value.lstrip("^").startswith("=")  # NCCL: "=" is exact, "^" leaves out
+        names = [] if value.startswith("^") else value.lstrip("=").split(",")
+        unknown = [
+            n for n in names if n not in interfaces and not (prefixes and any(i.startswith(n) for i in interfaces))
+        ]
+        if unknown:
+            detail = f"{variable}={value} names {', '.join(unknown)}; here are {', '.join(interfaces)}"
+            checks.append(Check(what, "missing", detail, fix.format(variable)))
+        elif names and all(name == "lo" for name in names):
+            checks.append(Check(what, "not here", f"{variable}={value} is loopback", fix.format(variable)))
+        else:
+            checks.append(Check(what, "ok", f"{variable}={value}"))
+    if environment_value(GLOO) is None and dist.is_available() and dist.is_gloo_available():
+        host = socket.gethostname()
+        try:
+            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        except OSError:
+            address = ""
+        if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+            return [Check("gloo between nodes", "ok", f"gloo listens at {address}, the address of {host}"), *checks]
+        detail = f"the host name {host} is {address or 'unknown'}, so gloo listens on loopback"
+        return [Check("gloo between nodes", "not here", detail, fix.format(GLOO)), *checks]
     return checks
-
-
-def _default_of_gloo() -> Check:
-    """Checks the address that gloo listens at: that of the host's name."""
-    what, host = "gloo between nodes", socket.gethostname()
-    try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return Check(what, "not here", f"the host name {host} has no address, so gloo listens on loopback", _set(GLOO))
-    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return Check(what, "not here", f"the host name {host} is {address}, so gloo listens on loopback", _set(GLOO))
-    return Check(what, "ok", f"gloo listens at {address}, the address of host name {host}")
-
-
-def _default_of_nccl() -> Check:
-    """Checks the interfaces that NCCL takes: InfiniBand's, else any that is not of containers."""
-    what, others = "NCCL between nodes", [one for one in _interfaces() if not one.startswith(_AVOIDED_BY_NCCL)]
-    best = [one for one in others if one.startswith("ib")] or others
-    if not best:
-        detail = f"NCCL finds no interface to other nodes, only {', '.join(_interfaces())}"
-        return Check(what, "not here", detail, _set(NCCL))
-    return Check(what, "ok", f"NCCL takes {', '.join(best)}")
-
-
-def _chosen_by_nccl(given: str) -> list[str]:
-    """Returns the interfaces that NCCL reads from its variable: prefixes, names after "=", all others after "^"."""
-    names, exact = tuple(given.lstrip("^=").split(",")), given.startswith(("=", "^="))
-    return [
-        one for one in _interfaces() if (one in names if exact else one.startswith(names)) is not given.startswith("^")
-    ]
-
-
-def _named(variable: str, given: str, names: Sequence[str]) -> Check:
-    """Checks the interfaces that a variable names; one that does not exist makes even a single node fail."""
-    what, here = f"{'gloo' if variable == GLOO else 'NCCL'} between nodes", _interfaces()
-    unknown = [name for name in names if name not in here]
-    if unknown or not names:
-        detail = f"{variable}={given} names {', '.join(unknown) or 'no interface'}; here are {', '.join(here)}"
-        return Check(what, "missing", detail, _set(variable))
-    if all(name == "lo" for name in names):
-        return Check(what, "not here", f"{variable}={given} is loopback", _set(variable))
-    return Check(what, "ok", f"{', '.join(names)} ({variable})")
-
-
-def _set(variable: str) -> str:
-    example = next((one for one in _interfaces() if not one.startswith(_AVOIDED_BY_NCCL)), "eth0")
-    return f"for several nodes, set {variable} on each to the interface of their common network, such as {example}"
-
-
-def _interfaces() -> list[str]:
-    """Returns the network interfaces that are not down."""
-    return [name for _, name in socket.if_nameindex() if not _down(name)]
-
-
-def _down(name: str) -> bool:
-    try:
-        return (_NETWORK / name / "operstate").read_text(encoding="utf-8").strip() == "down"
-    except OSError:  # not Linux
-        return False
 
 
 def _kernels() -> list[Check]:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     usable = " or ".join(available(device, dtype))
-    findings = []
+    checks = []
     for name, kernel in KERNELS.items():
-        reason, state = kernel.why_unsupported(device, dtype), "missing"
-        if reason is None:
-            findings.append(Check(f"kernel {name}", "ok", "supported here"))
-            continue
-        if device not in kernel.devices:
-            reason, state = "needs a GPU" if device == "cpu" else "is for the CPU", "not here"
-        reason, _, fix = reason.partition("; ")
-        findings.append(Check(f"kernel {name}", state, reason, fix or f"kernel {usable} is used instead"))
+        reason, _, fix = (kernel.why_unsupported(device, dtype) or "").partition("; ")
+        state = "missing" if reason else "ok"
+        if reason and device not in kernel.devices:
+            reason, state, fix = "needs a GPU" if device == "cpu" else "is for the CPU", "not here", ""
+        fix = fix or f"kernel {usable} is used instead"
+        checks.append(Check(f"kernel {name}", state, reason or "supported here", fix if reason else ""))
+    set_name = environment_value("DBSP_KERNEL")
     try:
-        order, set_name = kernel_order("auto", None, torch.device(device)), os.environ.get("DBSP_KERNEL")
+        order = kernel_order("auto", None, torch.device(device))
         chosen = choose_kernel(order, device, dtype).name
         why = f"because DBSP_KERNEL={set_name}" if set_name else f"the first that supports {dtype} on {device}"
-        why = why if order == "auto" else "as dbsp bench has measured"
-        findings.append(Check("kernel auto", "ok", f"{chosen}, {why}"))
+        checks.append(
+            Check("kernel auto", "ok", f"{chosen}, {why if order == 'auto' else 'as dbsp bench has measured'}")
+        )
     except UserError as error:
-        fix = "unset DBSP_KERNEL" if os.environ.get("DBSP_KERNEL") else "see the line of kernel triton"
-        findings.append(Check("kernel auto", "missing", str(error), fix))
-    return findings
+        fix = "unset DBSP_KERNEL" if set_name else "see the line of kernel triton"
+        checks.append(Check("kernel auto", "missing", str(error), fix))
+    return checks

@@ -114,10 +114,10 @@ ROTARY = {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
     """Returns the modules that a path names: "" is the root, "*" each element of a list, "-1" its last one."""
-    found = [root]
+    modules = [root]
     for part in filter(None, path.split(".")):
-        found = [child for one in found for child in _children(one, part)]
-    return found
+        modules = [child for module in modules for child in _children(module, part)]
+    return modules
 
 
 def _children(module: nn.Module, part: str) -> list[nn.Module]:
@@ -196,5 +196,5 @@ class Architecture:
 
 def heads_of(attention: nn.Module) -> int:
     """Returns the number of heads of an attention module, by any of diffusers' names for it."""
-    found = (getattr(attention, name, None) for name in ("heads", "num_heads", "n_heads"))
-    return next(heads for heads in found if isinstance(heads, int))
+    numbers = (getattr(attention, name, None) for name in ("heads", "num_heads", "n_heads"))
+    return next(heads for heads in numbers if isinstance(heads, int))

@@ -76,7 +76,9 @@ def gates_in_checkpoint(
     gates, without = {}, []
     for attention in lacking:
         block = paths[attention].rpartition(".")[0]
-        stem = next((f"{block}.{own}" for own in known.gate_names if f"{block}.{own}.weight" in files), None)
+        stem = next(
+            (f"{block}.{gate_name}" for gate_name in known.gate_names if f"{block}.{gate_name}.weight" in files), None
+        )
         if stem is None:
             without.append(block)
         elif not without:
@@ -112,14 +114,14 @@ def _weights_of(transformer: nn.Module, name: str | None) -> Path | None:
     folders: list[Path | None] = [Path(source, part) for part in ("", *names)]
     if not Path(source).is_dir():
         folders = [cached_checkpoint(str(source), f"{part}config.json") for part in ("", *(f"{n}/" for n in names))]
-    own, *parts = (None if folder is None else _first_weights(folder) for folder in folders)
-    found = [part for part in ([own] if own is not None else parts) if part is not None]
-    if len(found) > 1:
+    alone, *parts = (None if folder is None else _first_weights(folder) for folder in folders)
+    files = [part for part in ([alone] if alone is not None else parts) if part is not None]
+    if len(files) > 1:
         raise UserError(
             f"{source} has two transformers, and nothing says which one this is, whose gates ({GATE}) are to be read; "
             f"give db-SP the whole pipeline, load the transformer from its own folder, {_DO_WITHOUT}"
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def _first_weights(folder: Path) -> Path | None:

@@ -36,12 +36,12 @@ def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
     """Reads tokens with reference images after the generated one. Joint blocks' rotary tables pack text and images."""
-    own, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
-    tokens = math.prod(own.thw) + (0 if references is None else references.shape[1])
-    packed = torch.arange(own.text + tokens, device="cpu")
+    sequence, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
+    tokens = math.prod(sequence.thw) + (0 if references is None else references.shape[1])
+    packed = torch.arange(sequence.text + tokens, device="cpu")
     if references is None:
-        return replace(own, packed=packed)
-    others: dict[str, Any] = {"text": own.text, "timestep": own.timestep, "packed": packed}
+        return replace(sequence, packed=packed)
+    others: dict[str, Any] = {"text": sequence.text, "timestep": sequence.timestep, "packed": packed}
     return TokenSequence.on_grid(None, tokens, "image_cond_hidden_states", **others)
 
 
@@ -65,7 +65,10 @@ _WITHOUT_PLAN = replace(
 
 def _qwen(transformer: Any, inputs: Inputs) -> TokenSequence:
     reject_arguments(inputs, "controlnet_block_samples")
-    shapes = (tuple(map(tuple, one)) if isinstance(one, list) else (tuple(one),) for one in inputs["img_shapes"])
+    shapes = (
+        tuple(map(tuple, shapes_of_item)) if isinstance(shapes_of_item, list) else (tuple(shapes_of_item),)
+        for shapes_of_item in inputs["img_shapes"]
+    )
     images = one_for_all(shapes, "img_shapes must be the same for all items of a batch")
     mask = inputs.get("encoder_hidden_states_mask")
     text = inputs["encoder_hidden_states"].shape[1] if mask is None else valid_tokens(mask)

@@ -167,9 +167,9 @@ def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tu
     return thw
 
 
-def one_for_all(found: Iterable[Value], difference: str) -> Value:
+def one_for_all(values: Iterable[Value], difference: str) -> Value:
     """Returns what is found of all items of a batch. Raises UserError, which names the difference, if it differs."""
-    first, *others = set(found)
+    first, *others = set(values)
     if others:
         raise UserError(f"{difference}; {_SEPARATELY}")
     return first
@@ -194,11 +194,11 @@ class Readings:
         """Returns what is kept for a tensor, to be added to. Inference tensors count no writes: nothing is kept."""
         if tensor.is_inference():
             return {}
-        version, found = self._of_version.get(tensor, (None, {}))
+        version, readings = self._of_version.get(tensor, (None, {}))
         if version != tensor._version:
-            found = {}
-            self._of_version[tensor] = tensor._version, found
-        return found
+            readings = {}
+            self._of_version[tensor] = tensor._version, readings
+        return readings
 
 
 _readings = Readings()
@@ -206,10 +206,10 @@ _readings = Readings()
 
 def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -> Value:
     """Calls function(tensor) once for a tensor that is not written to; functions have different qualified names."""
-    found, key = _readings.kept_for(tensor), function.__qualname__
-    if key not in found:
-        found[key] = outside_inference(function)(tensor)
-    value: Value = found[key]
+    readings, key = _readings.kept_for(tensor), function.__qualname__
+    if key not in readings:
+        readings[key] = outside_inference(function)(tensor)
+    value: Value = readings[key]
     return value
 
 

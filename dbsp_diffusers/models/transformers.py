@@ -20,18 +20,18 @@ def transformers_of(model: Any) -> dict[str, Any]:
 
     Raises UserError for a pipeline without any or without room for attributes.
     """
-    found: dict[str, Any] = {}
+    transformers: dict[str, Any] = {}
     for name, part in transformers_in(model).items():
         transformer = getattr(part, "_orig_mod", part)
-        if all(transformer is not other for other in found.values()):
-            found[name] = transformer
-    if not found:
+        if all(transformer is not other for other in transformers.values()):
+            transformers[name] = transformer
+    if not transformers:
         raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
     if not hasattr(model, "__dict__"):
         raise UserError(
             f"{type(model).__name__} has __slots__, and db-SP keeps attributes on a pipeline; pass its transformer"
         )
-    return found
+    return transformers
 
 
 def transformers_in(model: Any) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _cogvideox(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 def _easyanimate(transformer: Any, inputs: Inputs) -> TokenSequence:
     texts = (inputs.get(name) for name in ("encoder_hidden_states", "encoder_hidden_states_t5"))
-    text = sum(one.shape[1] for one in texts if one is not None)
+    text = sum(embeds.shape[1] for embeds in texts if embeds is not None)
     return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
 
 

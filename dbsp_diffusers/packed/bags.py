@@ -117,26 +117,28 @@ class BagSessions:
         plan, work = run_consistently(
             control,
             lambda: self._planned(bags, layer, videos, loaders, density, device),
-            lambda found: fingerprint_of((found[0].topology.ranks.tolist(), found[0].bag.tolist())),
+            lambda planned: fingerprint_of((planned[0].topology.ranks.tolist(), planned[0].bag.tolist())),
             "the bag of a sequence",
         )
         topology, ranks = plan.topology, tuple(plan.topology.ranks.tolist())
         bag = int(topology.bag_of_rank[group.rank])
-        own = np.flatnonzero(plan.bag == bag)
+        sequences = np.flatnonzero(plan.bag == bag)
         # 2. This rank's session, and its pass. Bags raise together, as each of them would wait for the others later.
         if ranks not in self._sessions:
             self._sessions[ranks] = run_consistently(control, lambda: self._made(topology, bag))
         session = self._sessions[ranks]
 
         def begun() -> SequenceLayout | None:
-            if not len(own):
+            if not len(sequences):
                 return None
-            here = [videos[one] for one in own.tolist()]
+            here = [videos[sequence] for sequence in sequences.tolist()]
             layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
             return session.begin(*here, device=device, streams=layout, **step)
 
         layout = run_consistently(control, begun)
-        blocks = self.whole.heads * sum(work.grids[one].nq * work.grids[one].nk for one in own.tolist())
+        blocks = self.whole.heads * sum(
+            work.grids[sequence].nq * work.grids[sequence].nk for sequence in sequences.tolist()
+        )
         self._last = session, blocks
         text = is_text(videos)
         whole = _with_streams(whole_layout(plan, work.tokens), text, streams)
@@ -194,7 +196,7 @@ class BagSessions:
 
 def is_text(videos: Sequence[Video]) -> np.ndarray:
     """Returns bool[tokens], which tokens of sequences packed one after another are text."""
-    return np.concatenate([np.arange(one.tokens) < one.text for one in videos])
+    return np.concatenate([np.arange(video.tokens) < video.text for video in videos])
 
 
 def _first(text: np.ndarray, streams: Streams) -> np.ndarray:

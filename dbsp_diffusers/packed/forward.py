@@ -156,7 +156,9 @@ def _gathered(
         latest = [0.0] * len(samples)
         if timestep is None and samples:
             latest = torch.stack([sample.condition.timesteps.amax() for sample in samples]).tolist()
-        rows = [_described(sample, one) for sample, one in zip(samples, latest, strict=True)]
+        rows = [
+            _described(sample, timestep_of_sample) for sample, timestep_of_sample in zip(samples, latest, strict=True)
+        ]
         shared_by = session.config.bags if bags is None else DbspConfig.load({"bags": bags}).bags
         if shared_by is not None:
             shared_by.require_ranks(session.group.size)
@@ -170,7 +172,9 @@ def _gathered(
     numbers = [number for row in rows for number in row]
     padded = control.gather_integers([*numbers, *[0] * (width * most - len(numbers))])
     gathered = [
-        one[width * n : width * (n + 1)] for one, count in zip(padded, counts, strict=True) for n in range(count)
+        numbers_of_rank[width * n : width * (n + 1)]
+        for numbers_of_rank, count in zip(padded, counts, strict=True)
+        for n in range(count)
     ]
     types = {kind for *_, kind, _ in gathered}
     if len(types) > 1:
@@ -211,12 +215,17 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
 
 def _described(sample: PackedSample, latest: float) -> list[int]:
     """Encodes what other ranks must know of a sample, in 8 integers; `latest` is its largest timestep."""
-    given = sample.condition
-    if given.text.dtype not in _TYPES:
-        raise UserError(f"text must be of floating point, got {given.text.dtype}")
-    image = 0 if given.image is None else len(given.image)
-    lengths = len(given.text), image, len(given.timesteps)
-    return [*sample.size, *lengths, _TYPES.index(given.text.dtype), struct.unpack("q", struct.pack("d", latest))[0]]
+    condition = sample.condition
+    if condition.text.dtype not in _TYPES:
+        raise UserError(f"text must be of floating point, got {condition.text.dtype}")
+    image = 0 if condition.image is None else len(condition.image)
+    lengths = len(condition.text), image, len(condition.timesteps)
+    return [
+        *sample.size,
+        *lengths,
+        _TYPES.index(condition.text.dtype),
+        struct.unpack("q", struct.pack("d", latest))[0],
+    ]
 
 
 def _transformer_of(model: Any) -> tuple[Any, Packing]:
@@ -234,4 +243,8 @@ def _transformer_of(model: Any) -> tuple[Any, Packing]:
 def _session_of(transformer: Any) -> AttentionSession | None:
     """Returns a transformer's session, or None if db-SP is not enabled on it."""
     state = attached_to(transformer)
-    return None if state is None else next(session for own, session in state.sessions if own is transformer)
+    return (
+        None
+        if state is None
+        else next(session for attached_transformer, session in state.sessions if attached_transformer is transformer)
+    )

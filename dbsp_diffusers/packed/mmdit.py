@@ -58,10 +58,10 @@ class JointPass(BlockPass):
         self, attention: Any, video: torch.Tensor, text: torch.Tensor, call: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Projects the attended streams from normalised ones."""
-        found = [call(attention, video[:, run.video], text[:, run.text], run.rotary) for run in self.runs]
-        if len(found) == 1:
-            return found[0]
-        videos, texts = zip(*found, strict=True)
+        attended = [call(attention, video[:, run.video], text[:, run.text], run.rotary) for run in self.runs]
+        if len(attended) == 1:
+            return attended[0]
+        videos, texts = zip(*attended, strict=True)
         return torch.cat(videos, 1), torch.cat(texts, 1)
 
     def rows(self, norm: Any, count: int) -> tuple[torch.Tensor, ...]:
@@ -101,17 +101,21 @@ def joint_pass(
         runs = [run(slice(None), slice(None))]
     else:
         streams = zip(here.runs(here.video), here.runs(here.text), strict=True)
-        runs = [run(slice(*one[1:]), slice(*other[1:])) for one, other in streams]
+        runs = [run(slice(*of_video_run[1:]), slice(*of_text_run[1:])) for of_video_run, of_text_run in streams]
     ids = to_device(np.searchsorted(here.present, here.sequence), video.device)
     return x, JointPass(temb, ids, here, runs)
 
 
 def stacked_conditions(call: PackedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Returns (timesteps [R], pooled text [R, p], guidance [R] or None) of the R sequences that are present."""
-    given = [call.given[sequence] for sequence in call.here.present]
-    pooled = torch.stack([one.pooled for one in given if one.pooled is not None])
-    guidance = [one.guidance for one in given if one.guidance is not None]
-    return torch.cat([one.timesteps for one in given]), pooled, torch.cat(guidance) if guidance else None
+    conditions = [call.conditions[sequence] for sequence in call.here.present]
+    pooled = torch.stack([condition.pooled for condition in conditions if condition.pooled is not None])
+    guidance = [condition.guidance for condition in conditions if condition.guidance is not None]
+    return (
+        torch.cat([condition.timesteps for condition in conditions]),
+        pooled,
+        torch.cat(guidance) if guidance else None,
+    )
 
 
 def attention_of_streams(
@@ -124,43 +128,43 @@ def attention_of_streams(
     return attended
 
 
-def double_block(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
+def double_block(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
     """Runs a block whose streams have weights of their own, and attend together."""
     norms = (block.norm1, block.norm2, block.ff), (block.norm1_context, block.norm2_context, block.ff_context)
-    parts = given.here.video, given.here.text
+    parts = inputs.here.video, inputs.here.text
     streams = [
-        (x[:, part], given.ids[part], given.rows(norm, 6)) for part, (norm, *_) in zip(parts, norms, strict=True)
+        (x[:, part], inputs.ids[part], inputs.rows(norm, 6)) for part, (norm, *_) in zip(parts, norms, strict=True)
     ]
     # 1. Attention over both.
     normed = [
         modulated(norm.norm(part), scale, shift, ids)
         for (part, ids, (shift, scale, *_)), (norm, *_) in zip(streams, norms, strict=True)
     ]
-    attended = given.attend(block.attn, normed[0], normed[1], attention_of_streams)
+    attended = inputs.attend(block.attn, normed[0], normed[1], attention_of_streams)
     # 2. Feed-forward of each.
-    found = []
-    for (part, ids, rows), (_, norm, feed_forward), one in zip(streams, norms, attended, strict=True):
+    streams_out = []
+    for (part, ids, rows), (_, norm, feed_forward), attended_stream in zip(streams, norms, attended, strict=True):
         _, _, gate, shift, scale, ff_gate = rows
-        part = part + scaled(one, gate, ids)
-        found.append(part + scaled(feed_forward(modulated(norm(part), scale, shift, ids)), ff_gate, ids))
-    return given.here.joined(found[1], found[0], 1)
+        part = part + scaled(attended_stream, gate, ids)
+        streams_out.append(part + scaled(feed_forward(modulated(norm(part), scale, shift, ids)), ff_gate, ids))
+    return inputs.here.joined(streams_out[1], streams_out[0], 1)
 
 
-def single_block(block: Any, x: torch.Tensor, given: JointPass, call: Attend = attention_of_streams) -> torch.Tensor:
+def single_block(block: Any, x: torch.Tensor, inputs: JointPass, call: Attend = attention_of_streams) -> torch.Tensor:
     """Runs a block with the same weights for both streams, whose attention and feed-forward are side by side."""
-    shift, scale, gate = given.rows(block.norm, 3)
-    y = modulated(block.norm.norm(x), scale, shift, given.ids)
-    video, text = given.attend(block.attn, y[:, given.here.video], y[:, given.here.text], call)
-    both = torch.cat([given.here.joined(text, video, 1), block.act_mlp(block.proj_mlp(y))], 2)
-    return x + scaled(block.proj_out(both), gate, given.ids)
+    shift, scale, gate = inputs.rows(block.norm, 3)
+    y = modulated(block.norm.norm(x), scale, shift, inputs.ids)
+    video, text = inputs.attend(block.attn, y[:, inputs.here.video], y[:, inputs.here.text], call)
+    both = torch.cat([inputs.here.joined(text, video, 1), block.act_mlp(block.proj_mlp(y))], 2)
+    return x + scaled(block.proj_out(both), gate, inputs.ids)
 
 
-def joint_output(transformer: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
+def joint_output(transformer: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
     """Returns the values of this rank's tokens of video, [1, v, V]."""
-    norm, video = transformer.norm_out, given.here.video
+    norm, video = transformer.norm_out, inputs.here.video
     x = x[:, video]
-    scale, shift = norm.linear(norm.silu(given.temb).to(x.dtype)).chunk(2, 1)
-    values: torch.Tensor = transformer.proj_out(modulated(norm.norm(x), scale, shift, given.ids[video]))
+    scale, shift = norm.linear(norm.silu(inputs.temb).to(x.dtype)).chunk(2, 1)
+    values: torch.Tensor = transformer.proj_out(modulated(norm.norm(x), scale, shift, inputs.ids[video]))
     return values
 
 
@@ -237,10 +241,10 @@ def _flux_embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
 
 def _flux_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, JointPass]:
     times, pooled, guidance = stacked_conditions(call)
-    numbers = [one.to(video.dtype) * 1000 for one in (times, guidance) if one is not None]
+    numbers = [numbers_of.to(video.dtype) * 1000 for numbers_of in (times, guidance) if numbers_of is not None]
 
     def text(sequence: int) -> torch.Tensor:
-        embedded: torch.Tensor = transformer.context_embedder(call.given[sequence].text[None])
+        embedded: torch.Tensor = transformer.context_embedder(call.conditions[sequence].text[None])
         return embedded
 
     def angles(sequence: int) -> torch.Tensor:
@@ -253,12 +257,12 @@ def _flux_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tupl
     return joint_pass(call, video, text, transformer.time_text_embed(*numbers, pooled), angles, text_rotates=True)
 
 
-def _flux_double(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
-    return _finite(double_block(block, x, given))
+def _flux_double(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
+    return _finite(double_block(block, x, inputs))
 
 
-def _flux_single(block: Any, x: torch.Tensor, given: JointPass) -> torch.Tensor:
-    return _finite(single_block(block, x, given, _attention_of_both))
+def _flux_single(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
+    return _finite(single_block(block, x, inputs, _attention_of_both))
 
 
 def _attention_of_both(
@@ -296,8 +300,8 @@ def _hunyuan_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> t
     temb, _ = transformer.time_text_embed(*stacked_conditions(call))
 
     def text(sequence: int) -> torch.Tensor:
-        given = call.given[sequence]
-        refined: torch.Tensor = transformer.context_embedder(given.text[None], given.timesteps)
+        condition = call.conditions[sequence]
+        refined: torch.Tensor = transformer.context_embedder(condition.text[None], condition.timesteps)
         return refined
 
     def angles(sequence: int) -> torch.Tensor:

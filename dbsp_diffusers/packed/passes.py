@@ -38,7 +38,7 @@ class PackedCall:
         sizes: Latents' frames, rows and columns of each sequence.
         grids: Each sequence's token grid.
         texts: Each sequence's tokens of text within self-attention's sequence.
-        given: Conditions of each sequence that has tokens here.
+        conditions: Conditions of each sequence that has tokens here.
         here: This rank's tokens.
         joint: True if db-SP computes self-attention, over all ranks' tokens; else sequence by sequence.
     """
@@ -46,7 +46,7 @@ class PackedCall:
     sizes: Sequence[Size]
     grids: Sequence[Size]
     texts: Sequence[int]
-    given: Mapping[int, Condition]
+    conditions: Mapping[int, Condition]
     here: TokenMap
     joint: bool
 
@@ -91,10 +91,10 @@ class Packing:
         The blocks themselves are called, so that what hangs on them (FSDP, activation checkpointing) keeps working.
         """
 
-        def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def forward(own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], PackedBatch) and args[0].sharing is not None:
                 return self._predictions(transformer, args[0], args[0].sharing, joint=True)
-            return own(*args, **kwargs)
+            return own_forward(*args, **kwargs)
 
         patches.replace_forward(transformer, forward)
         for block, packed in self.blocks(transformer):
@@ -115,23 +115,25 @@ class Packing:
             joint: True if db-SP is enabled.
         """
         spec, videos = self.spec(transformer.config), batch.videos
-        grids, texts = [one.thw for one in videos], [one.text for one in videos]
-        tokens = [one.grid_tokens for one in videos]
-        here = TokenMap.from_sharing(sharing, [one.tokens for one in videos], architecture_of(transformer).text)
+        grids, texts = [video.thw for video in videos], [video.text for video in videos]
+        tokens = [video.grid_tokens for video in videos]
+        here = TokenMap.from_sharing(sharing, [video.tokens for video in videos], architecture_of(transformer).text)
         # 1. This rank's samples as tokens, and the exchange to the layout.
         exchange = sample_exchange(batch, sharing, here, spec)
         x = exchange.take(self._embedded(transformer, batch, spec))
         # 2. Text, timesteps and prompts of the sequences that have tokens here.
-        call = PackedCall(batch.sizes, grids, texts, exchange.given, here, joint)
-        x, given = self.begin(transformer, x, call)
+        call = PackedCall(batch.sizes, grids, texts, exchange.conditions, here, joint)
+        x, inputs = self.begin(transformer, x, call)
         # 3. Blocks.
         checkpointed = torch.is_grad_enabled() and transformer.gradient_checkpointing
         for block, packed in self.blocks(transformer):
             run = block if joint else partial(packed, block)
-            x = transformer._gradient_checkpointing_func(run, x, given) if checkpointed else run(x, given)
+            x = transformer._gradient_checkpointing_func(run, x, inputs) if checkpointed else run(x, inputs)
         # 4. Output, back with the ranks that gave the samples.
-        values = exchange.gather(self.output(transformer, x, given))[0]
-        parts = zip(values.split([tokens[sequence] for sequence in exchange.own]), exchange.own, strict=True)
+        values = exchange.gather(self.output(transformer, x, inputs))[0]
+        parts = zip(
+            values.split([tokens[sequence] for sequence in exchange.sequences]), exchange.sequences, strict=True
+        )
         predictions = [self.unpatchified(part, grids[sequence], spec.patch) for part, sequence in parts]
         return [*predictions, values[:0].sum(), sharing]
 
@@ -143,11 +145,11 @@ class Packing:
         return self.embed(transformer, weight.new_zeros(spec.channels, *spec.patch))[:, :0]
 
 
-def _block_of_either(packed: BlockForward, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _block_of_either(packed: BlockForward, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs a block's forward: over packed tokens if it is given a packed pass, else its own."""
     if len(args) != 2 or not isinstance(args[1], BlockPass):
-        return own(*args, **kwargs)
-    block = getattr(own, "__self__", None)
+        return own_forward(*args, **kwargs)
+    block = getattr(own_forward, "__self__", None)
     if block is None:
         raise UserError("accelerate's CPU offload has replaced the blocks' forward; several sizes at once need it off")
     return packed(block, *args)

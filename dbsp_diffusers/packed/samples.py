@@ -175,12 +175,12 @@ def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
         return f"latents of {list(sample.size)} do not divide into patches of {list(spec.patch)}"
     if text.ndim != 2 or text.shape[1] != spec.text or not len(text):
         return f"text must be [tokens, {spec.text}], got {list(text.shape)}"
-    for what, field, given, taken in (
+    for what, field, value, taken in (
         ("image embeddings are", "image", sample.image, spec.image is not None),
         ("the pooled text embedding is", "pooled", sample.pooled, spec.pooled is not None),
         ("the guidance scale is", "guidance", sample.guidance, spec.guidance),
     ):
-        if (given is not None) != taken:
+        if (value is not None) != taken:
             return f"{what} {f'missing; give it as {field}' if taken else f'not for this model; leave {field} out'}"
     image, pooled = sample.image, sample.pooled
     if image is not None and (image.ndim != 2 or image.shape[1] != spec.image or image.dtype != text.dtype):

@@ -94,9 +94,9 @@ class TokenMap:
         """
         sequence, position = self.sequence[slots], self.position[slots]
         parts, order = [], []
-        for one in self.present:
-            here = np.flatnonzero(sequence == one)
-            whole = table(one)
+        for present_sequence in self.present:
+            here = np.flatnonzero(sequence == present_sequence)
+            whole = table(present_sequence)
             parts.append(whole.index_select(dim, to_device(position[here], whole.device)))
             order.append(here)
         slots_of_rows = np.concatenate(order)
@@ -117,14 +117,14 @@ class SampleExchange:
     Text is not moved: every rank that has tokens of a sequence embeds its prompt.
 
     Attributes:
-        own: The sequences of this rank's samples, in their order.
-        given: Conditions of each sequence that has tokens here.
+        sequences: The sequences of this rank's samples, in their order.
+        conditions: Conditions of each sequence that has tokens here.
         take: Moves this rank's samples, text apart, to its slots of video.
         gather: Moves tokens of video back to the samples.
     """
 
-    own: Sequence[int]
-    given: Mapping[int, Condition]
+    sequences: Sequence[int]
+    conditions: Mapping[int, Condition]
     take: Move
     gather: Move
 
@@ -136,21 +136,21 @@ def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap, spec: 
         here: This rank's tokens.
         spec: Inputs that the transformer takes.
     """
-    grids = [one.grid_tokens for one in batch.videos]
+    grids = [video.grid_tokens for video in batch.videos]
     layout, group = _layout_of_grids(sharing.layout, is_text(batch.videos)), sharing.group
     slots = here.video.stop - here.video.start
     if batch.loaders is None:
-        given = {int(each): batch.samples[each].condition for each in np.flatnonzero(here.owners[group.rank])}
+        conditions = {int(each): batch.samples[each].condition for each in np.flatnonzero(here.owners[group.rank])}
         take, gather = _of_all(layout, group, slots, batch.device)
-        return SampleExchange(range(len(grids)), given, take, gather)
+        return SampleExchange(range(len(grids)), conditions, take, gather)
     source = SequenceLayout.whole_sequences(grids, batch.loaders, group.size)
-    own = [sequence for sequence, loader in enumerate(batch.loaders) if loader == group.rank]
-    held = sum(grids[sequence] for sequence in own)
+    mine = [sequence for sequence, loader in enumerate(batch.loaders) if loader == group.rank]
+    held = sum(grids[sequence] for sequence in mine)
     redistribution = Redistribution.between(
         source, layout, group, source_slots=held, target_slots=slots, debug=batch.debug
     )
-    given = _exchanged_conditions(batch, own, group, here.owners, spec)
-    return SampleExchange(own, given, partial(redistribution.there, dim=1), partial(redistribution.back, dim=1))
+    conditions = _exchanged_conditions(batch, mine, group, here.owners, spec)
+    return SampleExchange(mine, conditions, partial(redistribution.there, dim=1), partial(redistribution.back, dim=1))
 
 
 def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout:
@@ -181,20 +181,20 @@ def _of_all(layout: SequenceLayout, group: SequenceGroup, slots: int, device: to
 
 
 def _exchanged_conditions(
-    batch: PackedBatch, own: Sequence[int], group: SequenceGroup, present: np.ndarray, spec: SampleSpec
+    batch: PackedBatch, mine: Sequence[int], group: SequenceGroup, present: np.ndarray, spec: SampleSpec
 ) -> dict[int, Condition]:
     """Sends sequences' conditions from the ranks that are given them to those that have tokens of the sequence.
 
     One all-to-all of bytes. Nothing in it has gradients.
 
     Args:
-        own: The sequences of this rank's samples.
+        mine: The sequences of this rank's samples.
         present: bool[ranks, sequences], which rank has tokens of which sequence.
     """
     parts = [_parts(lengths, spec, batch.text_type) for lengths in batch.lengths]
     sizes = [[numbers * kind.itemsize for numbers, kind in each] for each in parts]
-    of_own = dict(zip(own, batch.samples, strict=True))
-    sent = [[each for each in own if present[rank, each]] for rank in range(group.size)]
+    of_own = dict(zip(mine, batch.samples, strict=True))
+    sent = [[each for each in mine if present[rank, each]] for rank in range(group.size)]
     received = [
         [each for each, loader in enumerate(batch.loaders or ()) if loader == rank and present[group.rank, each]]
         for rank in range(group.size)
@@ -206,20 +206,20 @@ def _exchanged_conditions(
     )
     came = group.all_to_all(together, received_bytes, sent_bytes)
     sequences = [each for those in received for each in those]
-    found = {}
+    conditions = {}
     for sequence, own_bytes in zip(sequences, came.split([sum(sizes[each]) for each in sequences]), strict=True):
         text, image, pooled, times, guidance = (
             part.clone().view(kind)
             for part, (_, kind) in zip(own_bytes.split(sizes[sequence]), parts[sequence], strict=True)
         )
-        found[sequence] = Condition(
+        conditions[sequence] = Condition(
             times,
             text.view(-1, spec.text),
             None if spec.image is None else image.view(-1, spec.image),
             None if spec.pooled is None else pooled,
             guidance if spec.guidance else None,
         )
-    return found
+    return conditions
 
 
 def _parts(lengths: Size, spec: SampleSpec, text_type: torch.dtype) -> list[tuple[int, torch.dtype]]:

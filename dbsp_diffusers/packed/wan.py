@@ -68,14 +68,14 @@ def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.T
     embedded, modulations, prompts, here = [], [], [], call.here
     ids, first = torch.empty(len(here.sequence), dtype=torch.int64, device=x.device), 0
     for sequence in here.present:
-        given = call.given[sequence]
-        times, row = given.timesteps, None
+        condition = call.conditions[sequence]
+        times, row = condition.timesteps, None
         if len(times) > 1 and times.stride(0) == 0:  # one timestep, expanded to all tokens
             times = times[:1]
         elif len(times) > 1:
             times, row = times.unique(return_inverse=True)
-        image = None if given.image is None else given.image[None]
-        temb, modulation, text, image = transformer.condition_embedder(times, given.text[None], image)
+        image = None if condition.image is None else condition.image[None]
+        temb, modulation, text, image = transformer.condition_embedder(times, condition.text[None], image)
         embedded.append(temb)
         modulations.append(modulation.unflatten(1, (6, -1)))
         prompts.append(text if image is None else torch.cat([image, text], 1))

@@ -19,10 +19,10 @@ _parts = Readings()
 
 def parts_by_size(sizes: Sequence[Hashable]) -> list[Items]:
     """Returns the items of each size, in the order in which sizes appear."""
-    found: dict[Hashable, list[int]] = {}
+    items_by_size: dict[Hashable, list[int]] = {}
     for item, size in enumerate(sizes):
-        found.setdefault(size, []).append(item)
-    return [tuple(items) for items in found.values()]
+        items_by_size.setdefault(size, []).append(item)
+    return [tuple(items) for items in items_by_size.values()]
 
 
 def part_of(inputs: Mapping[str, Any], items: Items, batch: int) -> dict[str, Any]:
@@ -37,9 +37,9 @@ def join_parts(outputs: Sequence[Any], parts: Sequence[Items]) -> Any:
     """Returns a batch's output from those of its parts: tensors [items, …], lists, or tuples or mappings of these."""
     first = outputs[0]
     if isinstance(first, Mapping):
-        return type(first)(**{name: join_parts([one[name] for one in outputs], parts) for name in first})
+        return type(first)(**{name: join_parts([output[name] for output in outputs], parts) for name in first})
     if isinstance(first, tuple):
-        return tuple(join_parts(one, parts) for one in zip(*outputs, strict=True))
+        return tuple(join_parts(elements, parts) for elements in zip(*outputs, strict=True))
     position = {item: (part, index) for part, items in enumerate(parts) for index, item in enumerate(items)}
     by_item = [outputs[part][index] for part, index in (position[item] for item in sorted(position))]
     return torch.stack(by_item) if isinstance(first, torch.Tensor) else by_item

@@ -75,8 +75,8 @@ class Coverage:
 
     def _attentions(self) -> list[nn.Module]:
         """Returns the self-attention module of each layer; torch.compile may have wrapped them."""
-        found = self._architecture.attentions_of(self._transformer)
-        return [getattr(attention, "_orig_mod", attention) for attention in found]
+        attentions = self._architecture.attentions_of(self._transformer)
+        return [getattr(attention, "_orig_mod", attention) for attention in attentions]
 
     def _present(self) -> list[nn.Module]:
         """Returns the transformer's self-attention modules now."""

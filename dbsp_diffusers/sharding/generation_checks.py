@@ -256,22 +256,26 @@ class GenerationChecks:
         """
         names = ", ".join(plain) or "that are not tensors"
         fingerprints = {
-            SIZES_DIFFER: [(tuple(one.shape), one.dtype, one.device.type) for one in latents.values()],
+            SIZES_DIFFER: [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in latents.values()],
             STEPS_DIFFER: steps,
-            LENGTHS_DIFFER: [(name, tuple(one.shape), one.dtype, one.device.type) for name, one in conditions.items()],
+            LENGTHS_DIFFER: [
+                (name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in conditions.items()
+            ],
             ARGUMENTS_DIFFER.format(names=names): sorted(plain.items()),
         }
         messages = [LATENTS_DIFFER if begins else LATENTS_DRIFT] * len(latents)
         messages += [CONDITION_DIFFERS.format(name=name) for name in conditions]
         tensors = [*latents.values(), *conditions.values()]
-        return self._meet(_PASS, {name: fingerprint_of(one) for name, one in fingerprints.items()}, tensors, messages)
+        return self._meet(
+            _PASS, {name: fingerprint_of(tensor) for name, tensor in fingerprints.items()}, tensors, messages
+        )
 
     def compare_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
         """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
 
         Waits for the tensors' device, like `compare`. `tiles` include the shapes of latents.
         """
-        fingerprints = {TILES_DIFFER: fingerprint_of((tiles, [one.device.type for one in latents]))}
+        fingerprints = {TILES_DIFFER: fingerprint_of((tiles, [tensor.device.type for tensor in latents]))}
         _, meeting = self._meet(_DECODING, fingerprints, latents, [DECODED_DIFFER] * len(latents))
         meeting.check()
 
@@ -282,16 +286,16 @@ class GenerationChecks:
         Collective: one broadcast for the tensors on a device, on the group's backend, and one for those on the host.
         The first rank is returned its own tensors, other ranks new ones.
         """
-        found = list(tensors)
+        received = list(tensors)
         for on_host in (True, False):
-            index = [number for number, one in enumerate(tensors) if (one.device.type == "cpu") == on_host]
+            index = [number for number, tensor in enumerate(tensors) if (tensor.device.type == "cpu") == on_host]
             if index:
                 group = self.group.control() if on_host else self.group
                 for number, values in zip(
                     index, _broadcast([tensors[number] for number in index], group), strict=True
                 ):
-                    found[number] = values
-        return found
+                    received[number] = values
+        return received
 
     def _meet(
         self, kind: int, fingerprints: Mapping[str, int], tensors: Sequence[torch.Tensor], messages: Sequence[str] = ()
@@ -301,7 +305,8 @@ class GenerationChecks:
         A rank that is elsewhere receives what the first rank sends all the same, and compares at once.
         """
         sizes = [
-            sum(map(_room, (one for one in tensors if (one.device.type == "cpu") == cpu))) for cpu in (True, False)
+            sum(map(_room, (tensor for tensor in tensors if (tensor.device.type == "cpu") == cpu)))
+            for cpu in (True, False)
         ]
         mine = [kind, self.calls, *fingerprints.values(), *[0] * (_FINGERPRINTS - len(fingerprints)), *sizes]
         header = torch.tensor(mine, dtype=torch.int64, device="cpu")
@@ -330,11 +335,11 @@ _Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
 
 def _generators(device: torch.device) -> list[_Generator]:
     """Returns torch's global generators that a pipeline on a device draws from."""
-    found: list[_Generator] = [(torch.get_rng_state, torch.set_rng_state)]
+    generators: list[_Generator] = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        found.append((partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)))
-    return found
+        generators.append((partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)))
+    return generators
 
 
 def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -351,17 +356,17 @@ def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
 def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:
     """Returns the first rank's tensors, of one device: its own, or views of a buffer. Collective."""
     first, ends = [], 0
-    for one in tensors:
+    for tensor in tensors:
         first.append(ends)
-        ends += _room(one)
+        ends += _room(tensor)
     buffer = torch.empty(ends, dtype=torch.uint8, device=tensors[0].device)
     parts = [
-        buffer[begin : begin + one.numel() * one.element_size()].view(one.dtype).view(one.shape)
-        for begin, one in zip(first, tensors, strict=True)
+        buffer[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
+        for begin, tensor in zip(first, tensors, strict=True)
     ]
     if group.rank == 0:
-        for part, one in zip(parts, tensors, strict=True):
-            part.copy_(one)
+        for part, tensor in zip(parts, tensors, strict=True):
+            part.copy_(tensor)
     group.broadcast(buffer)
     return list(tensors) if group.rank == 0 else parts
 

@@ -186,7 +186,7 @@ class Generations:
         if isinstance(device, torch.device):
             return device
         parts = (part for part in vars(self._pipe).values() if isinstance(part, nn.Module))  # a pipeline of others'
-        return next((one.device for part in parts for one in part.parameters()), torch.device("cpu"))
+        return next((parameter.device for part in parts for parameter in part.parameters()), torch.device("cpu"))
 
     @property
     def _scheduler(self) -> Any:

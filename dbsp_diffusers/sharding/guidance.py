@@ -102,7 +102,7 @@ class GuidedCalls:
     """What `transformer.compile()` has made of a call."""
 
     def __post_init__(self) -> None:
-        self._checks = GenerationChecks(self.halves.own)
+        self._checks = GenerationChecks(self.halves.half)
         self.generations.ends.append(self._end_call)
 
     def attach(self, patches: PatchSet) -> None:

@@ -23,11 +23,11 @@ class Halves:
 
     Attributes:
         ranks: All ranks.
-        own: This rank's half.
+        half: This rank's half.
     """
 
     ranks: SequenceGroup
-    own: SequenceGroup
+    half: SequenceGroup
 
     @classmethod
     def of(cls, guidance: object, model: Any, ranks: SequenceGroup) -> Halves:
@@ -54,7 +54,7 @@ class Halves:
     @property
     def second(self) -> bool:
         """True if this rank is in the second half."""
-        return self.ranks.rank >= self.own.size
+        return self.ranks.rank >= self.half.size
 
     def exchange(self, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the tensors of the first and the second half, of one shape and dtype. Collective.
@@ -62,7 +62,7 @@ class Halves:
         Each rank exchanges its tensor with one rank of the other half.
         """
         splits = [0] * self.ranks.size
-        splits[(self.ranks.rank + self.own.size) % self.ranks.size] = mine.numel()
+        splits[(self.ranks.rank + self.half.size) % self.ranks.size] = mine.numel()
         other = self.ranks.all_to_all(mine.reshape(-1), splits, splits).view(mine.shape)
         return (other, mine) if self.second else (mine, other)
 

@@ -34,11 +34,11 @@ class HooksByPath:
 
         The root's own hooks are not among these.
         """
-        self._hooks.append((path, lambda one: one.register_forward_pre_hook(make(one), with_kwargs=True), {}))
+        self._hooks.append((path, lambda module: module.register_forward_pre_hook(make(module), with_kwargs=True), {}))
 
     def after(self, path: str, hook: Hook) -> None:
         """Calls a function after the modules at a path."""
-        self._hooks.append((path, lambda one: one.register_forward_hook(hook), {}))
+        self._hooks.append((path, lambda module: module.register_forward_hook(hook), {}))
 
     def claim(self, module: nn.Module) -> None:
         """Raises UserError for a part of two transformers, in which hooks of one would run in passes of the other."""

@@ -18,11 +18,11 @@ def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if value.numel() and value.layout == torch.strided and not hasattr(value, "device_mesh"):
             yield name, value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from named_tensors(f"{name}[{key!r}]", one)
+        for key, element in value.items():
+            yield from named_tensors(f"{name}[{key!r}]", element)
     elif isinstance(value, (list, tuple)):
-        for position, one in enumerate(value):
-            yield from named_tensors(f"{name}[{position}]", one)
+        for position, element in enumerate(value):
+            yield from named_tensors(f"{name}[{position}]", element)
 
 
 def plain_values(value: Any) -> Any:
@@ -30,9 +30,9 @@ def plain_values(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Mapping):
-        return [(str(key), plain_values(one)) for key, one in value.items()]
+        return [(str(key), plain_values(element)) for key, element in value.items()]
     if isinstance(value, (list, tuple)):
-        return [plain_values(one) for one in value]
+        return [plain_values(element) for element in value]
     return type(value).__name__
 
 
@@ -41,10 +41,10 @@ def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return replaced.get(id(value), value)
     if isinstance(value, dict):
-        changed = {key: with_tensors(one, replaced) for key, one in value.items()}
-        return changed if any(changed[key] is not one for key, one in value.items()) else value
+        changed = {key: with_tensors(element, replaced) for key, element in value.items()}
+        return changed if any(changed[key] is not element for key, element in value.items()) else value
     if isinstance(value, (list, tuple)):
-        items = [with_tensors(one, replaced) for one in value]
+        items = [with_tensors(element, replaced) for element in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

@@ -177,9 +177,9 @@ class _SequenceSharding:
         )
         streams = self._streams_of(layout, sequence, device)
         self._session.passes.last.sharding = _PassSharding(self._session, streams)
-        own = self._architecture.own_mask
-        if own is not None:
-            args, kwargs = without_argument(module, args, kwargs, own.argument)
+        own_mask = self._architecture.own_mask
+        if own_mask is not None:
+            args, kwargs = without_argument(module, args, kwargs, own_mask.argument)
         return self._shard_own(module, args, kwargs)
 
     def _require_separable(self, module: nn.Module) -> None:
@@ -215,7 +215,7 @@ class _SequenceSharding:
             sharing = self._bags.begin(batch.bags, batch.layer, videos, batch.loaders, batch.device, streams, **step)
         else:
             layout = session.begin(*videos, device=batch.device, streams=streams, **step)
-            text, grids = sum(one.text for one in videos), sum(one.grid_tokens for one in videos)
+            text, grids = sum(video.text for video in videos), sum(video.grid_tokens for video in videos)
             first = {None: 0, "first": text, "last": grids}[streams]
             first = -(-first // session.group.size)  # each stream is cut into equal shards
             sharing = Sharing(session.group, layout, layout.shard, first, session)
@@ -277,9 +277,9 @@ class _SequenceSharding:
         if self._now.streams is None:
             return value
         if isinstance(value, Mapping):
-            return {name: self._shard(one, spec) for name, one in value.items()}
+            return {name: self._shard(element, spec) for name, element in value.items()}
         if isinstance(value, (list, tuple)):
-            return type(value)(self._shard(one, spec) for one in value)
+            return type(value)(self._shard(element, spec) for element in value)
         if not isinstance(value, torch.Tensor) or spec.ndim not in (None, value.ndim):
             return value
         shards, dim = self._shards(spec.stream), spec.dim
@@ -306,13 +306,13 @@ class _SequenceSharding:
         positions = {name: names.index(name) for name in arguments}
 
         def changed(module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
-            given, named = list(args), dict(kwargs)
+            positional, named = list(args), dict(kwargs)
             for name, part in arguments.items():
                 if name in named:
                     named[name] = change(named[name], part)
-                elif positions[name] < len(given):
-                    given[positions[name]] = change(given[positions[name]], part)
-            return tuple(given), named
+                elif positions[name] < len(positional):
+                    positional[positions[name]] = change(positional[positions[name]], part)
+            return tuple(positional), named
 
         return changed
 
@@ -326,7 +326,8 @@ class _SequenceSharding:
             if isinstance(output, (torch.Tensor, Mapping)):
                 return change(output, shard_plan[0])
             return tuple(
-                change(one, shard_plan[index]) if index in shard_plan else one for index, one in enumerate(output)
+                change(element, shard_plan[index]) if index in shard_plan else element
+                for index, element in enumerate(output)
             )
 
         return changed

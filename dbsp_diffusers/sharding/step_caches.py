@@ -139,8 +139,8 @@ class StepCaches:
 
     def _cache_dit(self) -> Any:
         """Returns cache-dit's manager of what it has cached of this transformer, if any."""
-        own = vars(self._transformer)
-        return own.get("_context_manager") if own.get("_is_cached", False) else None
+        attributes = vars(self._transformer)
+        return attributes.get("_context_manager") if attributes.get("_is_cached", False) else None
 
     def _take_over(self, deciding: Any) -> PatchSet:
         patches = PatchSet()

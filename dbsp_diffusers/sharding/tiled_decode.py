@@ -120,10 +120,10 @@ class _Noting:
         self._within = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = None if self._carries is None else kwargs.get(self._carries)
+        state = None if self._carries is None else kwargs.get(self._carries)
         returns = self._carries == "conv_cache"
-        call = _Call(args, kwargs, object() if returns else given)
-        goes_on = bool(self.tiles) and given is not None and given is self.tiles[-1][-1].state
+        call = _Call(args, kwargs, object() if returns else state)
+        goes_on = bool(self.tiles) and state is not None and state is self.tiles[-1][-1].state
         if goes_on or self._within:
             self.tiles[-1].append(call)
         else:
@@ -233,7 +233,9 @@ class _Decoding:
             for rank in range(self.group.size)
         )
         sent = torch.empty(longest, dtype=dtype, device=z.device)
-        torch.cat([one.reshape(-1) for one in mine] or [sent[:0]], out=sent[: sum(one.numel() for one in mine)])
+        torch.cat(
+            [frames.reshape(-1) for frames in mine] or [sent[:0]], out=sent[: sum(frames.numel() for frames in mine)]
+        )
         received, taken = self.group.all_gather(sent), [0] * self.group.size
         for (call, owner), size, shape in zip(calls, sizes, shapes, strict=True):
             call.out = received[owner][taken[owner] : taken[owner] + size].view(shape)

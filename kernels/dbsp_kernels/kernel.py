@@ -89,7 +89,7 @@ class Kernel:
             return reason
         arch = capability_of(device) if device.type == "cuda" and torch.cuda.is_available() else None
         if arch is not None and arch not in self.blocks:
-            supported = ", ".join(f"{one // 10}.{one % 10}" for one in sorted(self.blocks))
+            supported = ", ".join(f"{capability // 10}.{capability % 10}" for capability in sorted(self.blocks))
             return f"it supports GPUs of compute capability {supported}; {device} has {arch // 10}.{arch % 10}"
         blocks = frozenset().union(*self.blocks.values()) if arch is None else self.blocks[arch]
         if needs.blocks is None or needs.blocks in blocks:
@@ -244,18 +244,18 @@ def choose_kernel(
     Raises:
         UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
     """
-    *_, wanted = asked = [_wanted(one) for one in name.split(",")]
+    *_, wanted = asked = [_wanted(requested) for requested in name.split(",")]
     reasons = {}
     of_auto = [kernel.name for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
-    for kernel in (KERNELS[one] for first in asked for one in (of_auto if first == "auto" else [first])):
+    for kernel in (KERNELS[candidate] for first in asked for candidate in (of_auto if first == "auto" else [first])):
         reason = kernel.why_unsupported(device, dtype, needs)
         if reason is None:
             return kernel
         reasons[kernel.name] = reason
     instead = " or ".join(available(device, dtype, needs)) or "another dtype"
     if wanted == "auto":
-        found = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none runs on this device"
-        raise UserError(f"kernel auto finds no kernel for {dtype} on {device} ({found}); use {instead}")
+        rejected = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none runs on this device"
+        raise UserError(f"kernel auto finds no kernel for {dtype} on {device} ({rejected}); use {instead}")
     raise UserError(f"kernel {wanted!r} cannot be used here: {reasons[wanted]}; use {instead}")
 
 

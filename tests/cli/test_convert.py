@@ -62,10 +62,7 @@ LAYOUTS = {
     "bsr": lambda masks: masks.to_sparse_bsr((5, 5)),
     "expanded": lambda masks: masks[None].expand(1, -1, -1, -1, -1),
 }
-OTHER_DTYPES = (
-    *(torch.int8, torch.uint16, torch.uint32, torch.uint64, torch.float64),
-    *(torch.float8_e4m3fn, torch.float8_e5m2),
-)
+OTHER_DTYPES = (torch.int8, torch.uint64, torch.float64, torch.float8_e4m3fn)
 BY_LAYER = {
     "a list": list,
     "numbers": lambda masks: dict(enumerate(masks)),
@@ -108,7 +105,7 @@ class TestForms:
         file = convert(tmp_path, bits.to(dtype))
         assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
 
-    @pytest.mark.parametrize("dtype", ["longdouble", "float16", "uint16", "uint64", ">u4", "bool"])
+    @pytest.mark.parametrize("dtype", ["longdouble", "uint64", ">u4", "bool"])
     @pytest.mark.parametrize("suffix", [".npy", ".npz"])
     @pytest.mark.parametrize("order", ["C", "F"])
     def test_arrays_of_numpy_of_every_type_and_order(self, tmp_path, dtype, suffix, order):
@@ -150,12 +147,6 @@ class TestForms:
 
     def test_name_that_yaml_reads_as_a_number_is_a_name(self):
         assert read_options(["key=0", "tokens=64", "groups=5"], ConvertOptions).key == "0"
-
-    def test_numbers_of_another_byte_order_and_arrays_of_text(self, tmp_path):
-        bits = bits_of(3)
-        np.savez(tmp_path / "in.npz", mask=bits.numpy().astype(">i4"), names=np.array(["a", "b"]))
-        convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS)
-        assert torch.equal(MaskFile(tmp_path / "out.safetensors").layer(0).bits, bits)
 
     def test_paroattentions_plans_with_orders_per_layer_and_head(self, tmp_path):
         sparse = bits_of(4, 2, 6)

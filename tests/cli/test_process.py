@@ -202,23 +202,20 @@ def test_doctor_tries_imports_without_them(folder, monkeypatch):
 
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
-ENCODINGS = {
-    "latin-1": {"PYTHONIOENCODING": "latin-1"},
-    "ascii": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
-}
-"""Environments in which standard output has an encoding."""
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+"""Environment in which standard output has the encoding ASCII."""
 ESCAPES = "\x1b]0;title\x07\x1b[31m"
 
 
-def start(*arguments: object, closed: tuple[int, ...] = (), encoding: str = "") -> subprocess.CompletedProcess[bytes]:
-    """Runs a command that begins with streams closed, as by `>&-`, or with an encoding."""
+def start(*arguments: object, closed: tuple[int, ...] = (), **variables: str) -> subprocess.CompletedProcess[bytes]:
+    """Runs a command that begins with streams closed, as by `>&-`, or with other variables."""
 
     def close() -> None:
         for number in closed:
             os.close(number)
 
     environment = {k: v for k, v in child_environment().items() if k not in ("PYTHONIOENCODING", "PYTHONUTF8")}
-    environment |= ENCODINGS.get(encoding, {})
+    environment |= variables
     command = [sys.executable, "-m", "dbsp_cli", *map(str, arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.run(command, env=environment, preexec_fn=close, timeout=120, check=False, **pipes)
@@ -230,16 +227,15 @@ def mask_file(tmp_path):
     return tmp_path / "m.safetensors"
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_what_an_encoding_lacks_is_replaced(mask_file, encoding):
-    done = start("plan", mask_file, "--gpus", 2, encoding=encoding)
+def test_what_an_encoding_lacks_is_replaced(mask_file):
+    done = start("plan", mask_file, "--gpus", 2, **ASCII)
     assert (done.returncode, done.stderr) == (0, b"")
-    text = done.stdout.decode(encoding)
+    text = done.stdout.decode("ascii")
     assert "2 heads, 4" in text
     assert "?_s" in text, "ρ_s"
 
 
-@pytest.mark.parametrize(("code", "closed"), [(0, (0, 1)), (2, (0, 2)), (0, (2,)), (2, (1,))])
+@pytest.mark.parametrize(("code", "closed"), [(0, (0, 1)), (2, (0, 2))])
 def test_a_closed_stream_is_no_hindrance(mask_file, tmp_path, code, closed):
     """Tries a plan and a mistake. A stream's number is not given to a file that is opened later."""
     (tmp_path / "other").mkdir()

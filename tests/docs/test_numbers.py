@@ -42,17 +42,6 @@ def test_table_of_balance(strategy):
         assert moved == pytest.approx(100 * balanced(strategy, *plan, "moved")[0], abs=within), plan
 
 
-def test_seconds_of_minimax_h3():
-    """Compares the table alone: the engine's tests run the page's commands."""
-    found = table("docs/minimax-h3.md", "| attention | ")
-    kept = rows("h3", machine="h100")
-    assert len(found) == len(kept)
-    for attention, way, _, milliseconds in found:
-        (row,) = [row for row in kept if (row["attention"], row["way"]) == (attention, way)]
-        digits = len(milliseconds.partition(".")[2])
-        assert float(milliseconds) == round(float(row["attention_ms"]), digits), row
-
-
 def test_each_known_class_has_a_row():
     classes = table("docs/diffusers.md", "| class in diffusers | pipelines | |")
     named = [name for cells in classes for name in re.findall(r"`(\w+)`", cells[0])]

@@ -9,9 +9,7 @@ from tests.support.repository import ROOT
 from tests.support.texts import PAGES, found_in
 from tests.test_layering import PACKAGES, files
 
-UPSTREAM = ROOT / "scripts" / "checks" / "upstream"
-"""Names files of other projects."""
-PROGRAMS = [path for path in sorted((ROOT / "scripts").rglob("*.py")) if not path.is_relative_to(UPSTREAM)]
+PROGRAMS = sorted((ROOT / "scripts").rglob("*.py"))
 TEXTS = [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml")), *PROGRAMS]
 INSIDE = ("kernels", *(name for name in PACKAGES if name != "dbsp_kernels"), "configs")
 FOLDERS = (*INSIDE, "scripts", "tests", "docs")

@@ -44,8 +44,8 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
         torch.index_select(v, 0, blocks.flatten(), out=values)
         bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
         shape = (len(rows), -1, k.shape[2])
-        found = _flash(q[rows].flatten(1, 2), keys.view(shape), values.view(shape), bias, inputs.scale)
-        out[rows], lse[rows] = found[0].view(*rows.shape, *q.shape[1:]), found[1].view(*rows.shape, -1)
+        attended = _flash(q[rows].flatten(1, 2), keys.view(shape), values.view(shape), bias, inputs.scale)
+        out[rows], lse[rows] = attended[0].view(*rows.shape, *q.shape[1:]), attended[1].view(*rows.shape, -1)
     return out, lse
 
 
@@ -92,17 +92,17 @@ def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
 
     torch's operator accepts any log-sum-exp: with the whole attention's it returns this call's part of the gradients.
     """
-    given, wide = inputs.forward, inputs.lse.dtype
-    q, k, v, dout, out = (t.to(wide).contiguous() for t in (given.q, given.k, given.v, inputs.dout, inputs.out))
+    forward, wide = inputs.forward, inputs.lse.dtype
+    q, k, v, dout, out = (t.to(wide).contiguous() for t in (forward.q, forward.k, forward.v, inputs.dout, inputs.out))
     dq, dk, dv = (torch.zeros_like(t) for t in (q, k, v))
-    short = bool((given.kv_len < k.shape[1]).any())
-    for rows, blocks in _batches(given):
+    short = bool((forward.kv_len < k.shape[1]).any())
+    for rows, blocks in _batches(forward):
         keys, values = (t[blocks].flatten(1, 2)[:, None] for t in (k, v))
-        bias = _tail_bias(given.kv_len[blocks], k.shape[1], wide) if short else None
+        bias = _tail_bias(forward.kv_len[blocks], k.shape[1], wide) if short else None
         queries = (t[rows].flatten(1, 2)[:, None] for t in (dout, q))
         of_all = (t[rows].flatten(1, 2)[:, None] for t in (out, inputs.lse))
         parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *queries, keys, values, *of_all, 0.0, False, attn_mask=bias, scale=given.scale
+            *queries, keys, values, *of_all, 0.0, False, attn_mask=bias, scale=forward.scale
         )
         dq[rows] = parts[0].view(*rows.shape, *q.shape[1:])
         for total, part in zip((dk, dv), parts[1:], strict=True):
@@ -134,10 +134,10 @@ def reference_attention_backward(inputs: BackwardInputs) -> Gradients:
     The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
     wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).
     """
-    given, wide = inputs.forward, inputs.lse.dtype
-    leaves = [t.detach().requires_grad_(True) for t in (given.q, given.k, given.v)]
+    forward, wide = inputs.forward, inputs.lse.dtype
+    leaves = [t.detach().requires_grad_(True) for t in (forward.q, forward.k, forward.v)]
     with torch.enable_grad():
-        out, lse = reference_attention(replace(given, q=leaves[0], k=leaves[1], v=leaves[2]))
+        out, lse = reference_attention(replace(forward, q=leaves[0], k=leaves[1], v=leaves[2]))
     if not out.requires_grad:  # no row has a block
         return tuple(torch.zeros_like(t, dtype=wide) for t in leaves)  # type: ignore[return-value]
     dout, part = inputs.dout.to(wide), out.detach().to(wide)

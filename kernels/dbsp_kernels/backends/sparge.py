@@ -75,8 +75,10 @@ def _default_stream(device: torch.device) -> Iterator[None]:
 def _head_mask(kv_index: torch.Tensor, kv_count: torch.Tensor, heads: int, packed: int) -> torch.Tensor:
     """Returns int8[1, heads, nq, nk] from the packed rows' lists."""
     rows, width = kv_index.shape
-    own = packed // heads  # blocks of a head
+    per_head = packed // heads  # blocks of a head
     column = torch.arange(width, device=kv_index.device) < kv_count[:, None]
-    block = torch.where(column, kv_index % own, own).long()  # entries beyond the count go to a dropped column
-    mask = torch.zeros(rows, own + 1, dtype=torch.int8, device=kv_index.device)
-    return mask.scatter_(1, block, 1)[:, :own].reshape(1, heads, -1, own).contiguous()
+    block = torch.where(
+        column, kv_index % per_head, per_head
+    ).long()  # entries beyond the count go to a dropped column
+    mask = torch.zeros(rows, per_head + 1, dtype=torch.int8, device=kv_index.device)
+    return mask.scatter_(1, block, 1)[:, :per_head].reshape(1, heads, -1, per_head).contiguous()

@@ -99,8 +99,8 @@ def backward_keys_kernel(  # type: ignore[no-untyped-def]
 
 def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     """Implements the contract of `dbsp_kernels.block_attention_backward`."""
-    given = inputs.forward
-    q, k, v, dout = (t.contiguous() for t in (given.q, given.k, given.v, inputs.dout))
+    forward = inputs.forward
+    q, k, v, dout = (t.contiguous() for t in (forward.q, forward.k, forward.v, inputs.dout))
     dq, dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (q, k, v))
     (rows, block_q, head_dim), (blocks, block_k, _) = q.shape, k.shape
     if rows == 0 or blocks == 0:
@@ -111,15 +111,15 @@ def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     of_rows, of_keys = backward_tiles_for(block_q, block_k, head_dim, q.dtype)
     sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "HEAD_DIM": head_dim, "TILE_D": tile_d}
     upcast = q.dtype == torch.bfloat16 and not q.is_cuda
-    scales = (given.scale, given.scale * LOG2_E)
+    scales = (forward.scale, forward.scale * LOG2_E)
     launch(
         backward_rows_kernel, (rows, -(-block_q // of_rows.queries)),
-        q, k, v, dout, lse, delta, given.kv_index.contiguous(), given.kv_count, given.kv_len, dq,
-        given.kv_index.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_rows),
+        q, k, v, dout, lse, delta, forward.kv_index.contiguous(), forward.kv_count, forward.kv_len, dq,
+        forward.kv_index.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_rows),
     )  # fmt: skip
     launch(
         backward_keys_kernel, (blocks, -(-block_k // of_keys.keys)),
-        q, k, v, dout, lse, delta, turned, count, given.kv_len, dk, dv,
+        q, k, v, dout, lse, delta, turned, count, forward.kv_len, dk, dv,
         turned.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_keys),
     )  # fmt: skip
     return dq, dk, dv

@@ -135,7 +135,7 @@ def _with_segments(
     tensors: Sequence[torch.Tensor], segments: Sequence[CopySegments]
 ) -> tuple[Sequence[torch.Tensor], Sequence[CopySegments]]:
     """Leaves out tensors of which nothing is copied."""
-    if 0 not in [one.count for one in segments]:
+    if 0 not in [segment.count for segment in segments]:
         return tensors, segments
     both = [(tensor, of_tensor) for tensor, of_tensor in zip(tensors, segments, strict=True) if of_tensor.count]
     return [tensor for tensor, _ in both], [of_tensor for _, of_tensor in both]
@@ -166,8 +166,8 @@ def _launch_copy(
     if batch == 0:
         return
     head_dim = source.shape[-1]
-    tables, counts = [one.table for one in segments], [one.count for one in segments]
-    programs, tokens, rows, tile_d = _copy_grid(tuple(counts), tuple([one.mean for one in segments]), head_dim)
+    tables, counts = [segment.table for segment in segments], [segment.count for segment in segments]
+    programs, tokens, rows, tile_d = _copy_grid(tuple(counts), tuple([segment.mean for segment in segments]), head_dim)
     launch(
         copy_kernel, (programs, batch),
         *[*sources, source, source][:3], to, second_to, *[*tables, tables[0], tables[0]][:3], *[*counts, 0, 0][:3],

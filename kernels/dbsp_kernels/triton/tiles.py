@@ -101,5 +101,7 @@ def backward_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.d
         rows = Tiles(64, 32, warps=4, stages=5)
         keys = Tiles(32, 64, warps=4, stages=5) if padded(head_dim) == 128 else Tiles(32, 128, warps=8, stages=5)
     most_q, most_k = padded(block_q), padded(block_k)
-    rows, keys = (replace(one, queries=min(one.queries, most_q), keys=min(one.keys, most_k)) for one in (rows, keys))
+    rows, keys = (
+        replace(tiles, queries=min(tiles.queries, most_q), keys=min(tiles.keys, most_k)) for tiles in (rows, keys)
+    )
     return rows, keys

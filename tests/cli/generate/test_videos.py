@@ -140,26 +140,23 @@ def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
     assert float((latents_of(tmp_path / "report") - expected).abs().max()) <= 1e-5
 
 
-def test_several_videos_are_those_of_their_seeds(tmp_path):
-    brief = {"changes": (*SMALL, *ONE_PASS)}
-    asked = {"out": str(tmp_path / "{seed}.mp4"), "report": tmp_path / "report", "videos": 2, **brief}
+def test_several_videos_are_those_of_their_seeds_and_resuming_makes_what_is_missing(tmp_path):
+    asked = {"out": str(tmp_path / "{seed}.mp4"), "report": tmp_path / "report", "videos": 2}
+    asked["changes"] = (*SMALL, *ONE_PASS)
     first, second = make_videos(decided(tmp_path, **asked)).values()
     assert names(tmp_path) == {"7.mp4", "8.mp4", "report"}
     assert names(tmp_path / "report") == {"7", "8"}
     assert (tmp_path / "report" / "8" / "video.mp4").samefile(tmp_path / "8.mp4"), "for dbsp report A B"
     assert first.calls.layer == second.calls.layer
-    make_videos(decided(tmp_path, seed=8, out=str(tmp_path / "alone.mp4"), report=tmp_path / "alone", **brief))
-    assert torch.equal(latents_of(tmp_path / "report" / "8"), latents_of(tmp_path / "alone"))
-    assert not torch.equal(latents_of(tmp_path / "report" / "7"), latents_of(tmp_path / "alone"))
-
-
-def test_when_resuming_only_what_is_missing_is_made(tmp_path, capsys):
+    made = [latents_of(tmp_path / "report" / seed) for seed in ("7", "8")]
+    assert not torch.equal(*made)
     (tmp_path / "7.mp4").write_bytes(b"made before")
-    brief = (*SMALL, "generate.steps=1")
-    asked = {"videos": 2, "resume": True, "out": str(tmp_path / "{seed}.mp4"), "changes": brief}
-    assert [output.seed for output in make_videos(decided(tmp_path, **asked))] == [8]
+    (tmp_path / "8.mp4").unlink()
+    resumed = make_videos(decided(tmp_path, **asked, resume=True))
+    assert [output.seed for output in resumed] == [8]
     assert (tmp_path / "7.mp4").read_bytes() == b"made before"
-    assert make_videos(decided(tmp_path, **asked)) == {}
+    assert torch.equal(latents_of(tmp_path / "report" / "8"), made[1]), "the video of its seed alone"
+    assert make_videos(decided(tmp_path, **asked, resume=True)) == {}
 
 
 def test_lora_weights_of_zero_change_nothing_and_others_do(tmp_path):
@@ -194,20 +191,14 @@ def test_lora_weights_reach_the_transformer_that_is_named(tmp_path):
     assert active == {"transformer": ["lora_1"], "transformer_2": ["lora_0", "lora_2"]}
 
 
-def test_a_cache_that_takes_every_step_for_the_same_computes_the_first_alone(tmp_path):
-    changes = (*SMALL, "generate.steps=3")
-    (whole,) = make_videos(decided(tmp_path, changes=changes)).values()
-    (cached,) = make_videos(decided(tmp_path, changes=changes, features=Features(cache="first-block=1000"))).values()
-    assert whole.totals.calls == 4 * 3 * 2, "layers, steps, and two passes of guidance"
-    assert cached.totals.calls == (4 + 2) * 2, "of later steps, the first block"
-
-
-def test_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
+def test_a_cache_computes_the_first_step_and_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
+    """Takes every step for the same as the first."""
     seen = []
-    monkeypatch.setattr(
-        diffusers.WanTransformer3DModel, "compile_repeated_blocks", lambda self: seen.append(session_of(self))
-    )
-    make_videos(decided(tmp_path, features=Features(compile=True), changes=(*SMALL, *ONE_PASS)))
+    compiled = diffusers.WanTransformer3DModel
+    monkeypatch.setattr(compiled, "compile_repeated_blocks", lambda self: seen.append(session_of(self)))
+    features = Features(cache="first-block=1000", compile=True)
+    (cached,) = make_videos(decided(tmp_path, changes=(*SMALL, "generate.steps=3"), features=features)).values()
+    assert cached.totals.calls == (4 + 2) * 2, "4 layers of the first step, then the first block, in two passes"
     assert [session is not None for session in seen] == [True]
 
 
