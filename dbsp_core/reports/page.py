@@ -181,23 +181,6 @@ _TEMPLATES = Path(__file__).with_name("pages")
 
 def report_page(report: RunReport) -> str:
     """Returns the HTML of a report, with tables as text; its script draws heat maps and bars from embedded data."""
-    settings = flat_settings(report.environment.settings)
-    return render_page(
-        "report.html",
-        report=report,
-        totals=report.totals,
-        headline=headline(report),
-        layers=layer_summaries(report),
-        ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
-        prompt=settings.get("generate.prompt"),
-        settings=[(key, json.dumps(value).strip('"')) for key, value in settings.items() if value is not None],
-        unset=[key for key, value in settings.items() if value is None],
-        data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),
-    )
-
-
-def render_page(name: str, **values: Any) -> str:
-    """Returns the HTML of a template in the folder `pages`."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -208,7 +191,18 @@ def render_page(name: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.filters |= {"seconds": in_seconds, "bytes": in_bytes}
-    return environment.get_template(name).render(**values)
+    settings = flat_settings(report.environment.settings)
+    return environment.get_template("report.html").render(
+        report=report,
+        totals=report.totals,
+        headline=headline(report),
+        layers=layer_summaries(report),
+        ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
+        prompt=settings.get("generate.prompt"),
+        settings=[(key, json.dumps(value).strip('"')) for key, value in settings.items() if value is not None],
+        unset=[key for key, value in settings.items() if value is None],
+        data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),
+    )
 
 
 def _embedded(data: Mapping[str, Any]) -> str:

@@ -213,7 +213,7 @@ class RunReport:
         require_file(path, "report", advice)
         try:
             values = json.loads(read_text(path))
-            if values.pop("format") != FORMAT:
+            if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"expected format {FORMAT!r}")
             for name in ("totals", "layers"):  # they follow from the columns; layers were in older reports
                 values.pop(name, None)

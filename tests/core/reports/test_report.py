@@ -319,7 +319,7 @@ def test_json_is_read_back_equal(tmp_path):
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [1.0]}}), "columns have different lengths"),
         (lambda v: json.dumps(v | {"ranks": v["ranks"] | {"attention_s": [1.0] * 9}}), "different numbers of ranks"),
         (lambda v: json.dumps(v | {"seconds": "long"}), "unsupported operand"),
-        (lambda v: json.dumps([1, 2]), "expected at most 1 argument|pop"),
+        (lambda v: json.dumps([1, 2]), "expected format"),
     ],
 )
 def test_file_that_is_not_a_report_is_rejected(tmp_path, change, message):

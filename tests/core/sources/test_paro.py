@@ -58,6 +58,17 @@ class TestOneRank:
                 assert read.grid == mask.grid
         assert len(set(source.mask(request(step=1)).grid.orders)) == 6
 
+    def test_dense_steps_override_the_files(self, path):
+        def densities(dense_steps):
+            source = ParoSource(str(path), dense_steps)
+            return [source.mask(request(step=step)).density for step in range(3)]
+
+        first, second = (masks[0].density for masks in file_masks(2))
+        assert densities(None) == [1, first, second]
+        assert densities(0) == [first, first, second]
+        assert densities(2) == [1, 1, second]
+        assert densities(9) == [1, 1, 1]
+
     def test_text_rows_and_columns_are_dense(self, tmp_path):
         grid = BlockGrid(112, 7, 8, 4, THW)
         save_mask(tmp_path / "m.safetensors", [BlockMask(np.zeros((HEADS, grid.nq, grid.nk), bool), grid)] * 2)
