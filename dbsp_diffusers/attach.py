@@ -81,21 +81,14 @@ class Framework:
 
 @dataclass(frozen=True)
 class _Attaching:
-    """One rank's attachments to a model, before ranks have compared anything of it.
-
-    Attributes:
-        device: Result of `use_model_device`.
-        sessions: Each transformer with its session.
-        gates: Gates that a checkpoint brings, by attention module.
-        like: A tensor of each transformer's attentions, of their device and dtype.
-    """
+    """One rank's attachments to a model, before ranks have compared anything of it."""
 
     pipe: Any
-    device: tuple[int, int]
+    device: tuple[int, int]  # Result of `use_model_device`
     generations: Generations
-    sessions: list[tuple[nn.Module, AttentionSession]]
-    gates: dict[nn.Module, nn.Linear]
-    like: list[torch.Tensor]
+    sessions: list[tuple[nn.Module, AttentionSession]]  # Each transformer with its session
+    gates: dict[nn.Module, nn.Linear]  # Gates that a checkpoint brings, by attention module
+    like: list[torch.Tensor]  # A tensor of each transformer's attentions, of their device and dtype
 
     def fingerprints(self) -> dict[str, int]:
         """Returns fingerprints of what must be the same on all ranks, by message."""

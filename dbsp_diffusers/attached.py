@@ -20,14 +20,10 @@ STATE = "_dbsp"
 
 @dataclass(frozen=True)
 class Attached:
-    """State that is attached to a pipeline's transformers, or to one without a pipeline.
-
-    Attributes:
-        sessions: Each transformer with its session.
-    """
+    """State that is attached to a pipeline's transformers, or to one without a pipeline."""
 
     patches: PatchSet
-    sessions: Sequence[tuple[nn.Module, AttentionSession]]
+    sessions: Sequence[tuple[nn.Module, AttentionSession]]  # Each transformer with its session
     framework: str
 
 

@@ -73,13 +73,9 @@ class Sharing:
 
 @dataclass(eq=False, repr=False)
 class BagSessions:
-    """A transformer's sessions in bags, made once for each topology, and what it takes to plan them.
+    """A transformer's sessions in bags, made once for each topology, and what it takes to plan them."""
 
-    Attributes:
-        whole: The session of all ranks.
-    """
-
-    whole: AttentionSession
+    whole: AttentionSession  # The session of all ranks
     _sessions: dict[tuple[int, ...], AttentionSession] = field(default_factory=dict)
     """By the ranks of each bag."""
     _known: WorkOfSizes = field(default_factory=dict)

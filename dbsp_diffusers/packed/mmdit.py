@@ -26,33 +26,21 @@ Attend = Callable[[Any, torch.Tensor, torch.Tensor, Rotary], tuple[torch.Tensor,
 
 
 class _Run(NamedTuple):
-    """Tokens that one call of an attention module is given: all of this rank's, or those of one sequence.
+    """Tokens that one call of an attention module is given: all of this rank's, or those of one sequence."""
 
-    Attributes:
-        video, text: Their slots within their streams.
-        rotary: Theirs.
-    """
-
-    video: slice
-    text: slice
-    rotary: Rotary
+    video: slice  # Their slots within their streams
+    text: slice  # Their slots within their streams
+    rotary: Rotary  # Theirs
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JointPass(BlockPass):
-    """Inputs of blocks in addition to this rank's n tokens.
+    """Inputs of blocks in addition to this rank's n tokens."""
 
-    Attributes:
-        temb: float[R, C], the embedded conditions of the R sequences that are present.
-        ids: int64[n], each token's row.
-        here: Slots of each stream.
-        runs: Runs of tokens that attend to each other.
-    """
-
-    temb: torch.Tensor
-    ids: torch.Tensor
-    here: TokenMap
-    runs: Sequence[_Run]
+    temb: torch.Tensor  # float[R, C], the embedded conditions of the R sequences that are present
+    ids: torch.Tensor  # int64[n], each token's row
+    here: TokenMap  # Slots of each stream
+    runs: Sequence[_Run]  # Runs of tokens that attend to each other
 
     def attend(
         self, attention: Any, video: torch.Tensor, text: torch.Tensor, call: Attend

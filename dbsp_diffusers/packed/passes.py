@@ -32,23 +32,14 @@ BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedCall:
-    """Data from which a model makes its `BlockPass`.
+    """Data from which a model makes its `BlockPass`."""
 
-    Attributes:
-        sizes: Latents' frames, rows and columns of each sequence.
-        grids: Each sequence's token grid.
-        texts: Each sequence's tokens of text within self-attention's sequence.
-        conditions: Conditions of each sequence that has tokens here.
-        here: This rank's tokens.
-        joint: True if db-SP computes self-attention, over all ranks' tokens; else sequence by sequence.
-    """
-
-    sizes: Sequence[Size]
-    grids: Sequence[Size]
-    texts: Sequence[int]
-    conditions: Mapping[int, Condition]
-    here: TokenMap
-    joint: bool
+    sizes: Sequence[Size]  # Latents' frames, rows and columns of each sequence
+    grids: Sequence[Size]  # Each sequence's token grid
+    texts: Sequence[int]  # Each sequence's tokens of text within self-attention's sequence
+    conditions: Mapping[int, Condition]  # Conditions of each sequence that has tokens here
+    here: TokenMap  # This rank's tokens
+    joint: bool  # True if db-SP computes self-attention, over all ranks' tokens; else sequence by sequence
 
 
 @dataclass(frozen=True)

@@ -20,46 +20,27 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Condition:
-    """Conditions of a sequence's denoising.
+    """Conditions of a sequence's denoising."""
 
-    Attributes:
-        timesteps: [1], or [tokens].
-        text: float[n, d].
-        image: float[m, e], where the model has it.
-        pooled: float[p], where the model has it.
-        guidance: float[1], where the model has it.
-    """
-
-    timesteps: torch.Tensor
-    text: torch.Tensor
-    image: torch.Tensor | None = None
-    pooled: torch.Tensor | None = None
-    guidance: torch.Tensor | None = None
+    timesteps: torch.Tensor  # [1], or [tokens]
+    text: torch.Tensor  # float[n, d]
+    image: torch.Tensor | None = None  # float[m, e], where the model has it
+    pooled: torch.Tensor | None = None  # float[p], where the model has it
+    guidance: torch.Tensor | None = None  # float[1], where the model has it
 
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """Samples that a transformer of one configuration takes.
+    """Samples that a transformer of one configuration takes."""
 
-    Attributes:
-        channels: Channels of the latents.
-        patch: Latents' frames, rows and columns of one token.
-        text: Width of the prompt's embeddings.
-        image: Width of an image encoder's embeddings; None: it takes none.
-        pooled: Width of the pooled text embedding; None: it takes none.
-        guidance: True if it is given the guidance scale, which it has learned.
-        token_timesteps: True if each token may have a timestep of its own.
-        images_only: True if latents have one frame.
-    """
-
-    channels: int
-    patch: Size
-    text: int
-    image: int | None = None
-    pooled: int | None = None
-    guidance: bool = False
-    token_timesteps: bool = False
-    images_only: bool = False
+    channels: int  # Channels of the latents
+    patch: Size  # Latents' frames, rows and columns of one token
+    text: int  # Width of the prompt's embeddings
+    image: int | None = None  # Width of an image encoder's embeddings; None: it takes none
+    pooled: int | None = None  # Width of the pooled text embedding; None: it takes none
+    guidance: bool = False  # True if it is given the guidance scale, which it has learned
+    token_timesteps: bool = False  # True if each token may have a timestep of its own
+    images_only: bool = False  # True if latents have one frame
 
 
 @dataclass(frozen=True, eq=False, repr=False)

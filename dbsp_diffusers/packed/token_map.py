@@ -24,19 +24,13 @@ class TokenMap:
 
     Padding counts as the first sequence that the rank has tokens of, or as sequence 0 where it has none: so every rank
     computes with every parameter, and all ranks wait for gradients.
-
-    Attributes:
-        sequence: int64[n], by slot, the sequence of the token there.
-        position: int64[n], by slot, the index of the token in its sequence, text first; 0 at padding.
-        owners: bool[ranks, sequences], which rank has tokens of which sequence.
-        text, video: The slots of each stream; without text in the sequence all are of video.
     """
 
-    sequence: np.ndarray
-    position: np.ndarray
-    owners: np.ndarray
-    text: slice
-    video: slice
+    sequence: np.ndarray  # int64[n], by slot, the sequence of the token there
+    position: np.ndarray  # int64[n], by slot, the index of the token in its sequence, text first; 0 at padding
+    owners: np.ndarray  # bool[ranks, sequences], which rank has tokens of which sequence
+    text: slice  # The slots of each stream; without text in the sequence all are of video
+    video: slice  # The slots of each stream; without text in the sequence all are of video
 
     @classmethod
     def from_sharing(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> TokenMap:
@@ -115,18 +109,12 @@ class SampleExchange:
     """Moves between this rank's samples and the tokens that it computes on.
 
     Text is not moved: every rank that has tokens of a sequence embeds its prompt.
-
-    Attributes:
-        sequences: The sequences of this rank's samples, in their order.
-        conditions: Conditions of each sequence that has tokens here.
-        take: Moves this rank's samples, text apart, to its slots of video.
-        gather: Moves tokens of video back to the samples.
     """
 
-    sequences: Sequence[int]
-    conditions: Mapping[int, Condition]
-    take: Move
-    gather: Move
+    sequences: Sequence[int]  # The sequences of this rank's samples, in their order
+    conditions: Mapping[int, Condition]  # Conditions of each sequence that has tokens here
+    take: Move  # Moves this rank's samples, text apart, to its slots of video
+    gather: Move  # Moves tokens of video back to the samples
 
 
 def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap, spec: SampleSpec) -> SampleExchange:

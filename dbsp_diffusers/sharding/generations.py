@@ -35,31 +35,18 @@ LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
 
 @dataclass(frozen=True)
 class Pass:
-    """A forward pass that has begun on this rank.
+    """A forward pass that has begun on this rank."""
 
-    Attributes:
-        arguments: As this rank was given them.
-        latents: Tensors of the sample, by name.
-        conditions: All other tensors, by name.
-        plain: Arguments that are not tensors, by name.
-        sample: The sample.
-        generation: Number of the generation, counted on this rank.
-        number: Number of the pass in its generation.
-        step_index: The scheduler's, in a call of the pipeline.
-        compared: True if ranks compare the inputs.
-        keeps_inputs: True if each rank computes with its own inputs, as in training.
-    """
-
-    arguments: Arguments
-    latents: dict[str, torch.Tensor]
-    conditions: dict[str, torch.Tensor]
-    plain: dict[str, Any]
-    sample: Any
-    generation: int
-    number: int
-    step_index: int | None
-    compared: bool
-    keeps_inputs: bool
+    arguments: Arguments  # As this rank was given them
+    latents: dict[str, torch.Tensor]  # Tensors of the sample, by name
+    conditions: dict[str, torch.Tensor]  # All other tensors, by name
+    plain: dict[str, Any]  # Arguments that are not tensors, by name
+    sample: Any  # The sample
+    generation: int  # Number of the generation, counted on this rank
+    number: int  # Number of the pass in its generation
+    step_index: int | None  # The scheduler's, in a call of the pipeline
+    compared: bool  # True if ranks compare the inputs
+    keeps_inputs: bool  # True if each rank computes with its own inputs, as in training
 
     @property
     def device(self) -> torch.device:

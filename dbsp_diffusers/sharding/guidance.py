@@ -59,36 +59,23 @@ _PASSES_DIFFER = (
 
 @dataclass(frozen=True)
 class _First:
-    """The first of two CFG passes, which one half has computed.
+    """The first of two CFG passes, which one half has computed."""
 
-    Attributes:
-        context: Name of its cache context.
-        generation: Number of its generation.
-        step_index: The scheduler's, in a call of the pipeline.
-        is_called: True if it is in a call of the pipeline, whose end says what came of it.
-        output: The output; NaN in the half that has not computed it.
-    """
-
-    context: str
-    generation: int
-    step_index: int | None
-    is_called: bool
-    output: torch.Tensor
+    context: str  # Name of its cache context
+    generation: int  # Number of its generation
+    step_index: int | None  # The scheduler's, in a call of the pipeline
+    is_called: bool  # True if it is in a call of the pipeline, whose end says what came of it
+    output: torch.Tensor  # The output; NaN in the half that has not computed it
 
 
 @dataclass
 class GuidedCalls:
-    """The calls of one transformer, which two halves of the ranks share.
-
-    Attributes:
-        generations: Checks of each video that all ranks make.
-        always: True if ranks compare the inputs of every call.
-    """
+    """The calls of one transformer, which two halves of the ranks share."""
 
     transformer: nn.Module
     halves: Halves
-    generations: Generations
-    always: bool
+    generations: Generations  # Checks of each video that all ranks make
+    always: bool  # True if ranks compare the inputs of every call
     _first: _First | None = None
     """The pass whose second one must come next."""
     _unshared: tuple[object, ...] = ()

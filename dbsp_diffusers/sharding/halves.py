@@ -19,15 +19,10 @@ GUIDANCE_DIFFERS = "guidance differs on rank(s) {}; give all ranks the same"
 
 @dataclass(frozen=True)
 class Halves:
-    """The two halves of the ranks that make one video.
+    """The two halves of the ranks that make one video."""
 
-    Attributes:
-        ranks: All ranks.
-        half: This rank's half.
-    """
-
-    ranks: SequenceGroup
-    half: SequenceGroup
+    ranks: SequenceGroup  # All ranks
+    half: SequenceGroup  # This rank's half
 
     @classmethod
     def of(cls, guidance: object, model: Any, ranks: SequenceGroup) -> Halves:

@@ -23,17 +23,11 @@ from dbsp_diffusers.sharding.stream_shards import StreamShards
 
 @dataclass(frozen=True, eq=False)
 class ForwardRanks:
-    """The ranks that run one forward pass together.
+    """The ranks that run one forward pass together."""
 
-    Attributes:
-        group: The ranks that share the sequence.
-        video: Returns how the video of the current pass is sharded.
-        reached: Returns the layers whose attention db-SP has computed in the current pass.
-    """
-
-    group: SequenceGroup
-    video: Callable[[], StreamShards]
-    reached: Callable[[], Collection[int]]
+    group: SequenceGroup  # The ranks that share the sequence
+    video: Callable[[], StreamShards]  # Returns how the video of the current pass is sharded
+    reached: Callable[[], Collection[int]]  # Returns the layers whose attention db-SP has computed in the current pass
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
         """Sums (Σ |now − before|, Σ |before|) over the real tokens of all ranks; padding weighs nothing.

@@ -96,17 +96,11 @@ def attend_dense_part(
 
 
 class FusedKernel(NamedTuple):
-    """One of torch's fused kernels.
+    """One of torch's fused kernels."""
 
-    Attributes:
-        name: As reports name it.
-        supports: Torch's own check of inputs.
-        run: Runs it.
-    """
-
-    name: str
-    supports: Callable[[SDPAParams], bool]
-    run: Operator
+    name: str  # As reports name it
+    supports: Callable[[SDPAParams], bool]  # Torch's own check of inputs
+    run: Operator  # Runs it
 
 
 @functools.cache
