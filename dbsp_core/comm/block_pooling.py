@@ -116,12 +116,12 @@ class ShardedBlocks:
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
         whole, parts = (kind[rank] - offset for kind in (self.complete, self.straddling))
         whole, parts = (kind[(kind >= 0) & (kind < len(axis))] for kind in (whole, parts))
-        own = np.concatenate([whole, parts])
+        mine_in_axis = np.concatenate([whole, parts])
         number = np.zeros(len(axis), dtype=np.int64)
-        number[own] = np.arange(len(own))
+        number[mine_in_axis] = np.arange(len(mine_in_axis))
         block = number[axis.block_of[mine]]
         order = np.argsort(block, kind="stable")
-        first = np.searchsorted(block[order], np.arange(len(own) + 1))
+        first = np.searchsorted(block[order], np.arange(len(mine_in_axis) + 1))
         slot = self.layout.local[self.token_permutation[mine[order]]]
         row = np.searchsorted(self.complete[rank], whole + offset)
         row_of_part = len(self.complete[rank]) + np.searchsorted(self.straddling[rank], parts + offset)
@@ -167,8 +167,8 @@ def exchange_heads(
     `shares` and `blocks` are the ranks' numbers of heads and of blocks. Takes [H, B, this rank's blocks, W] to [n, W],
     by source rank [Hs, B, that rank's blocks].
     """
-    _, batch, own, head_dim = rows.shape
+    _, batch, local_blocks, head_dim = rows.shape
     if not any(blocks):
         return rows.view(-1, head_dim)
     received = [shares[group.rank] * batch * count for count in blocks]
-    return group.all_to_all(rows.view(-1, head_dim), received, [share * batch * own for share in shares])
+    return group.all_to_all(rows.view(-1, head_dim), received, [share * batch * local_blocks for share in shares])

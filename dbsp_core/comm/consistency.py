@@ -40,14 +40,14 @@ def run_consistently(
         ValueError: If the first rank that failed raised another error.
     """
     problem: Exception | None = None
-    result, found = None, 0
+    result, number = None, 0
     try:
         result = function()
-        found = fingerprint(result)
+        number = fingerprint(result)
     except Exception as error:  # any error: this rank must not stop alone
         problem = error
     message = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
-    check_consistent(group, problem, {message: found})
+    check_consistent(group, problem, {message: number})
     return result  # type: ignore[return-value]  # there is one, or check_consistent has raised
 
 
@@ -99,7 +99,7 @@ def check_consistent(
 def require_equal(message: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:
     """Raises an error about ranks whose number is not the most frequent one; `message` has {} for the ranks."""
     usual = max(of_ranks, key=of_ranks.count)
-    differing = [rank for rank, found in enumerate(of_ranks) if found != usual]
+    differing = [rank for rank, value in enumerate(of_ranks) if value != usual]
     if differing:
         raise _on_all(error(message.format(differing)))
 
@@ -196,7 +196,7 @@ def gather_texts(group: SequenceGroup, text: str) -> list[str]:
     length = max(1, *(size for (size,) in group.gather_integers([len(mine)])))
     padded = torch.frombuffer(bytearray(mine.ljust(length)), dtype=torch.uint8)
     texts = group.for_host_tensors().all_gather(padded)
-    return [bytes(one.tolist()).decode(errors="replace").rstrip() for one in texts]
+    return [bytes(text.tolist()).decode(errors="replace").rstrip() for text in texts]
 
 
 DIMENSIONS = "q, k, v are [batch, heads, tokens, D]"

@@ -32,9 +32,9 @@ def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: Sequence
     Padding does not count. Sums are of integers: no order, and no number of ranks, changes them. What is not finite,
     and magnitudes beyond 2^15, count as `sum_tokens` has them.
     """
-    own = _own_tokens(layout, group.rank, tokens.device)
+    local_tokens = _own_tokens(layout, group.rank, tokens.device)
     head_dim = tokens.shape[-1]
-    sums = sum_tokens(tokens, *own)[..., :head_dim].sum(dim=2)  # [H, B, D]
+    sums = sum_tokens(tokens, *local_tokens)[..., :head_dim].sum(dim=2)  # [H, B, D]
     gathered = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
     mean = gathered.to(torch.float64) * (MEAN_UNIT / layout.tokens)
     return mean.to(torch.float32).transpose(0, 1).contiguous()

@@ -44,11 +44,11 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
 
 def _packed_identically(exchanges: Sequence[Exchange]) -> bool:
     """Returns True if all pack the same tokens in the same order, for any destination."""
-    first = [one.table for exchange in exchanges[:1] for one in exchange.pack]
+    first = [segments.table for exchange in exchanges[:1] for segments in exchange.pack]
     return all(
-        one.table.shape == table.shape and torch.equal(one.table, table)
+        segments.table.shape == table.shape and torch.equal(segments.table, table)
         for exchange in exchanges
-        for one, table in zip(exchange.pack, first, strict=True)
+        for segments, table in zip(exchange.pack, first, strict=True)
     )
 
 
@@ -68,10 +68,15 @@ def _exchange(
     sources = [here for part, _ in parts for here in part]
     sent, send = _buffer_slots(world, sources)
     received, receive = _buffer_slots(world, [there for _, part in parts for there in part])
-    pack = [_copies(one.head, one.token, 0, start, one.length, 0) for one, start in zip(sources, send, strict=True)]
+    pack = [
+        _copies(source.head, source.token, 0, start, source.length, 0)
+        for source, start in zip(sources, send, strict=True)
+    ]
     starts = iter(receive)
     unpack = [
-        np.concatenate([_copies(0, next(starts), one.head, one.token, one.length, one.zeros) for one in part])
+        np.concatenate(
+            [_copies(0, next(starts), target.head, target.token, target.length, target.zeros) for target in part]
+        )
         for _, part in parts
     ]
     if zeros is not None:
@@ -164,8 +169,8 @@ class _Axis:
 def _axes(plan: Plan, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
     """Returns the axes of queries and of keys."""
     grid = plan.grid
-    found = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
-    queries, keys = (tuple((heads, both[axis]) for heads, both in found) for axis in (0, 1))
+    segments = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
+    queries, keys = (tuple((heads, both[axis]) for heads, both in segments) for axis in (0, 1))
     return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
 
 
@@ -178,11 +183,11 @@ def _buffer_slots(world: int, parts: Sequence[_Slots]) -> tuple[tuple[int, ...],
     tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
     sizes = tokens.sum(axis=0)
     first = np.cumsum(sizes) - sizes + np.cumsum(tokens, axis=0) - tokens  # of each (part, rank)
-    found = []
+    starts_by_part = []
     for part, of_rank, start in zip(parts, tokens, first, strict=True):
         before = np.cumsum(of_rank) - of_rank  # of the same part, for lower ranks
-        found.append(np.cumsum(part.length) - part.length + (start - before)[part.rank])
-    return tuple(sizes.tolist()), tuple(found)
+        starts_by_part.append(np.cumsum(part.length) - part.length + (start - before)[part.rank])
+    return tuple(sizes.tolist()), tuple(starts_by_part)
 
 
 def _copies(*columns: np.ndarray | int) -> np.ndarray:

@@ -288,5 +288,5 @@ def number_nodes(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) ->
 
 def _number(variable: str, least: int) -> int:
     """Returns the number in an environment variable; −1 without one, or for one below `least`."""
-    found = environment_number(variable)
-    return -1 if found is None or found < least else found
+    number = environment_number(variable)
+    return -1 if number is None or number < least else number

@@ -75,12 +75,14 @@ class _Way:
         together = leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
         came = group.all_to_all(together, self.received, self.sent)
         # 2. Tokens are written to their slots.
-        found = []
-        for tensor, own in zip(tensors, came.split([part.shape[1] for part in leaving], dim=1), strict=True):
+        redistributed = []
+        for tensor, received in zip(tensors, came.split([part.shape[1] for part in leaving], dim=1), strict=True):
             after = tensor.new_zeros(self.slots[1], *tensor.shape[1:])
-            own = own if len(tensors) == 1 else own.clone(memory_format=torch.contiguous_format)
-            found.append(after.index_copy_(0, self.put, own.view(tensor.dtype).view(len(own), *tensor.shape[1:])))
-        return tuple(found)
+            received = received if len(tensors) == 1 else received.clone(memory_format=torch.contiguous_format)
+            redistributed.append(
+                after.index_copy_(0, self.put, received.view(tensor.dtype).view(len(received), *tensor.shape[1:]))
+            )
+        return tuple(redistributed)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -183,9 +185,9 @@ class Redistribution:
         dims = (dim,) * len(tensors) if isinstance(dim, int) else tuple(dim)
         with ConcurrencyGuard(self.group):
             self._check(tensors, dims, back)
-            leading = [tensor.movedim(own, 0) for tensor, own in zip(tensors, dims, strict=True)]
-            found = _Redistributed.apply(self, back, *leading)
-        out = tuple(tensor.movedim(0, own) for tensor, own in zip(found, dims, strict=True))
+            leading = [tensor.movedim(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
+            moved = _Redistributed.apply(self, back, *leading)
+        out = tuple(tensor.movedim(0, dim) for tensor, dim in zip(moved, dims, strict=True))
         return out[0] if len(out) == 1 else out
 
     def _way(self, back: bool, device: torch.device) -> _Way:
@@ -216,12 +218,12 @@ class Redistribution:
         if len({tensor.device for tensor in tensors}) > 1:
             return "tensors that are redistributed together must be on one device"
         slots = self._ways[torch.device("cpu")][back].slots[0]
-        for tensor, own in zip(tensors, dims, strict=True):
-            if not -tensor.ndim <= own < tensor.ndim or tensor.shape[own] != slots:
+        for tensor, dim in zip(tensors, dims, strict=True):
+            if not -tensor.ndim <= dim < tensor.ndim or tensor.shape[dim] != slots:
                 layout = "target" if back else "source"
                 return (
                     f"tensor of shape {tuple(tensor.shape)} does not fit: rank {self.group.rank} has {slots} slots "
-                    f"in the {layout} layout, in dimension {own}; give the dimension of tokens with dim, or make the "
+                    f"in the {layout} layout, in dimension {dim}; give the dimension of tokens with dim, or make the "
                     f"redistributing with {layout}_slots"
                 )
         return None
@@ -239,7 +241,7 @@ def _slots(layout: SequenceLayout, rank: int, slots: int | None) -> int:
 def _fingerprint(tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> int:
     """Returns a number below 2^63 that is equal for tensors that ranks can exchange."""
     follows = torch.is_grad_enabled()
-    shapes = [tensor.movedim(own, 0).shape[1:] for tensor, own in zip(tensors, dims, strict=True)]
+    shapes = [tensor.movedim(dim, 0).shape[1:] for tensor, dim in zip(tensors, dims, strict=True)]
     each = zip(tensors, shapes, strict=True)
     return fingerprint_of([(tuple(shape), tensor.dtype, follows and tensor.requires_grad) for tensor, shape in each])
 
@@ -250,9 +252,11 @@ class _Redistributed(torch.autograd.Function):
         ctx: Any, redistribution: Redistribution, back: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.redistribution, ctx.back = redistribution, back
-        found = redistribution._way(back, tensors[0].device).run(tensors, redistribution.group)
-        ctx.mark_non_differentiable(*(one for one in found if not (one.is_floating_point() or one.is_complex())))
-        return found
+        moved = redistribution._way(back, tensors[0].device).run(tensors, redistribution.group)
+        ctx.mark_non_differentiable(
+            *(tensor for tensor in moved if not (tensor.is_floating_point() or tensor.is_complex()))
+        )
+        return moved
 
     @staticmethod
     @once_differentiable
@@ -261,5 +265,5 @@ class _Redistributed(torch.autograd.Function):
         way = ctx.redistribution._way(not ctx.back, grads[needed[0]].device)
         group = ctx.redistribution.group
         with ConcurrencyGuard(group):
-            found = dict(zip(needed, way.run([grads[index] for index in needed], group), strict=True))
-        return (None, None, *(found.get(index) for index in range(len(grads))))
+            gradients = dict(zip(needed, way.run([grads[index] for index in needed], group), strict=True))
+        return (None, None, *(gradients.get(index) for index in range(len(grads))))

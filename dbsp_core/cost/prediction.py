@@ -107,8 +107,8 @@ class AttentionShape:
     @classmethod
     def from_q(cls, q: torch.Tensor, heads: int) -> AttentionShape:
         """Returns the shape with this rank's q [B, H, n_local, D] where the plan has `heads` heads, H or B·H."""
-        batch, own, _, head_dim = q.shape
-        return cls(batch if heads == own else 1, heads, head_dim, q.element_size())
+        batch, local_heads, _, head_dim = q.shape
+        return cls(batch if heads == local_heads else 1, heads, head_dim, q.element_size())
 
     @property
     def token_bytes(self) -> int:

@@ -66,5 +66,5 @@ class Strategy:
         return f"U{self.ulysses}R{self.ring}"
 
 
-def _shortly(given: object) -> str:
-    return repr(given) if isinstance(given, (int, float)) else f"a {type(given).__name__}"
+def _shortly(value: object) -> str:
+    return repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"

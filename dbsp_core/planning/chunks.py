@@ -68,7 +68,7 @@ class Chunks:
         head, block = np.divmod(flat, self.sent.shape[2])
         source = np.broadcast_to(self.k_ring_rank, self.sent.shape[1:]).ravel()[flat]
         chunk = (self._ring_rank[rank] - source) % self.ring
-        return [(head[chunk == one], block[chunk == one]) for one in range(self.ring)]
+        return [(head[chunk == number], block[chunk == number]) for number in range(self.ring)]
 
     @property
     def _ring_rank(self) -> np.ndarray:
@@ -94,7 +94,7 @@ class Chunks:
         """Returns by chunk number[P, nk]: how many of these heads, of one token order, need a block on each rank."""
         narrow = np.uint8 if len(heads) < 256 else np.uint16  # the narrower, the faster
         copies, chunk = np.add.reduce(self.sent[:, heads], axis=1, dtype=narrow), self._chunk(heads)
-        return [np.where(chunk == one, copies, 0) for one in range(self.ring)]
+        return [np.where(chunk == number, copies, 0) for number in range(self.ring)]
 
     @property
     def sends_every_block(self) -> bool:
@@ -114,15 +114,15 @@ class Chunks:
     def equals(self, other: Chunks) -> bool:
         """Returns True if both send the same, for rows of the same owners."""
         return (self.keys, self.ring) == (other.keys, other.ring) and all(
-            np.array_equal(one, another) for one, another in zip(self.identity, other.identity, strict=True)
+            np.array_equal(mine, theirs) for mine, theirs in zip(self.identity, other.identity, strict=True)
         )
 
 
 def columns_of_heads(owner: np.ndarray, ulysses: int) -> np.ndarray:
     """Returns bool[H, x]: the Ulysses ranks in which each head has rows, hence needs its keys and values."""
     cell = owner % ulysses + np.arange(len(owner))[:, None] * ulysses
-    found: np.ndarray = np.bincount(cell.ravel(), minlength=len(owner) * ulysses) > 0
-    return found.reshape(len(owner), ulysses)
+    has_rows: np.ndarray = np.bincount(cell.ravel(), minlength=len(owner) * ulysses) > 0
+    return has_rows.reshape(len(owner), ulysses)
 
 
 def _needed(owner: np.ndarray, world: int, mask: BlockMask) -> np.ndarray:

@@ -88,7 +88,7 @@ class Int8Format(CommDtype):
 
 
 MODEL = CommDtype()
-COMM_DTYPES: dict[str, CommDtype] = {one.name: one for one in (MODEL, Int8Format())}
+COMM_DTYPES: dict[str, CommDtype] = {comm_dtype.name: comm_dtype for comm_dtype in (MODEL, Int8Format())}
 """Formats by the value of setting `precision`."""
 
 

@@ -98,7 +98,9 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
         _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
     ]
     by_head = [_work_by_head(row_work, plan, columns) for plan in plans]
-    slowest = [(np.maximum(one.sum(axis=0), limit) + price * (one > 0).sum(axis=0)).max() for one in by_head]
+    slowest = [
+        (np.maximum(of_plan.sum(axis=0), limit) + price * (of_plan > 0).sum(axis=0)).max() for of_plan in by_head
+    ]
     best = slowest.index(min(slowest))
     # 3. Rows without work go to where most of their head is: they must not be what keeps its keys on a rank.
     idle = (row_work == 0) & (work > 0)[:, None]
@@ -168,9 +170,9 @@ def _move_run(work: np.ndarray, owner: np.ndarray, source: int, target: int, amo
     rest = amount - int(work[run].sum())
     falling = np.argsort(-work, kind="stable")
     sizes, held_by = work[falling], owner[falling]
-    given, taken = rows_to_trade(sizes, np.flatnonzero(held_by == source), np.flatnonzero(held_by == target), rest)
-    if abs(int(sizes[given].sum() - sizes[taken].sum()) - rest) < rest:
-        owner[falling[given]], owner[falling[taken]] = target, source
+    leaving, coming = rows_to_trade(sizes, np.flatnonzero(held_by == source), np.flatnonzero(held_by == target), rest)
+    if abs(int(sizes[leaving].sum() - sizes[coming].sum()) - rest) < rest:
+        owner[falling[leaving]], owner[falling[coming]] = target, source
 
 
 def _work_by_head(row_work: np.ndarray, owner: np.ndarray, columns: int) -> np.ndarray:

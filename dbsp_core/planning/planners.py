@@ -255,8 +255,8 @@ def plan_rows(
         ring_rank = _runs_by_column(work, column, order, ulysses, ring)
     else:
         ring_rank = np.array(np.broadcast_to(q_ring_rank, work.shape))
-        for one in range(ulysses if ring > 1 else 0):
-            rows = column == one
+        for ulysses_rank in range(ulysses if ring > 1 else 0):
+            rows = column == ulysses_rank
             good = max(limit, -(-int(work[rows].sum()) // ring))
             ring_rank[rows] = level_rows(work[rows], ring_rank[rows], ring, good)
     owner = ring_rank * ulysses + column
@@ -281,15 +281,15 @@ def _runs_by_column(work: np.ndarray, owner: np.ndarray, order: np.ndarray, ulys
     """Returns int64[H, nq], ring ranks of rows: each column's in runs of equal work, all of its heads side by side."""
     by_block = np.ascontiguousarray(work[:, order].T)  # block by block, all heads of a block together
     columns = owner[:, order].T
-    found = np.zeros(by_block.shape, dtype=np.int64)
+    ring_ranks = np.zeros(by_block.shape, dtype=np.int64)
     for column in range(ulysses):
         here = columns == column
         of_column = by_block[here]
         of_column = of_column if of_column.any() else np.ones_like(of_column)
         middle = np.cumsum(of_column) - (of_column + 1) // 2
-        found[here] = np.minimum(middle * ring // int(of_column.sum() or 1), ring - 1)
+        ring_ranks[here] = np.minimum(middle * ring // int(of_column.sum() or 1), ring - 1)
     positions = np.empty(work.shape, dtype=np.int64)
-    positions[:, order] = found.T
+    positions[:, order] = ring_ranks.T
     return positions
 
 

@@ -66,10 +66,10 @@ def _relieve(sizes: np.ndarray, held_by: np.ndarray, load: np.ndarray, limit: in
         if room <= 1:
             return False
         wanted = min(int(load[full]) - goal, max(mean - int(load[other]), room // 2))
-        given, taken = rows_to_trade(sizes, ours, np.flatnonzero(held_by == other), wanted)
-        change = int(sizes[given].sum() - sizes[taken].sum())
+        leaving, coming = rows_to_trade(sizes, ours, np.flatnonzero(held_by == other), wanted)
+        change = int(sizes[leaving].sum() - sizes[coming].sum())
         if 0 < change < room:
-            held_by[given], held_by[taken] = other, full
+            held_by[leaving], held_by[coming] = other, full
             load[full] -= change
             load[other] += change
             return True
@@ -88,11 +88,11 @@ def rows_to_trade(
     Returns:
         Some of `ours` and some of `theirs`, int64 each.
     """
-    given = _fitting(sizes, ours, wanted)
-    if 0 < len(given) <= FEW_GIVEN or not len(ours) or not len(theirs):
-        return given, theirs[:0]
+    leaving = _fitting(sizes, ours, wanted)
+    if 0 < len(leaving) <= FEW_GIVEN or not len(ours) or not len(theirs):
+        return leaving, theirs[:0]
     # Or the lightest of ours goes, and several of theirs come for it; or pairs change sides, the fewest that will do.
-    trades = [(given, theirs[:0]), (ours[-1:], _fitting(sizes, theirs, int(sizes[ours[-1]]) - wanted))]
+    trades = [(leaving, theirs[:0]), (ours[-1:], _fitting(sizes, theirs, int(sizes[ours[-1]]) - wanted))]
     trades += [
         _pairs(sizes, ours, theirs, wanted, count) for count in (1, 4, 16) if count <= min(len(ours), len(theirs))
     ]
@@ -107,20 +107,20 @@ def _pairs(
     """Chooses `count` rows of either side whose difference in work is about `wanted`; arguments as above."""
     # 1. All but one: our heaviest for the run of theirs that comes closest from below.
     others = count - 1
-    given, ours = ours[:others], ours[others:]
+    leaving, ours = ours[:others], ours[others:]
     total = np.concatenate(([0], sizes[theirs].cumsum()))
-    gains = sizes[given].sum() - (total[others:] - total[: len(total) - others])
+    gains = sizes[leaving].sum() - (total[others:] - total[: len(total) - others])
     start = max(0, int(gains.searchsorted(wanted)) - 1)
     taken = theirs[start : start + others]
     theirs = np.concatenate((theirs[:start], theirs[start + others :]))
     # 2. For each other row of ours, the first of theirs that leaves no more than the rest, or the one before it.
-    own, their, rest = sizes[ours], sizes[theirs], wanted - int(gains[start])
-    first = (-their).searchsorted(rest - own).clip(max=len(their) - 1)
+    our_sizes, their, rest = sizes[ours], sizes[theirs], wanted - int(gains[start])
+    first = (-their).searchsorted(rest - our_sizes).clip(max=len(their) - 1)
     before = (first - 1).clip(min=0)
-    first_miss, before_miss = (abs(own - their[back] - rest) for back in (first, before))
+    first_miss, before_miss = (abs(our_sizes - their[back] - rest) for back in (first, before))
     back = np.where(first_miss <= before_miss, first, before)
     best = int(np.minimum(first_miss, before_miss).argmin())
-    return np.append(given, ours[best]), np.append(taken, theirs[back[best]])
+    return np.append(leaving, ours[best]), np.append(taken, theirs[back[best]])
 
 
 def _fitting(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:

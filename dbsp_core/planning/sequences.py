@@ -164,12 +164,12 @@ def _greedy_bags(
     bags whose whole capacity would do, else among the largest bags; so does this function.
     """
     unit, bags, sizes = loader // topology.unit, len(topology.sizes), topology.ranks.tolist()
-    capacity = [sum(cost[unit == one].tolist()) for one in range(topology.units)]  # of all ranks of a unit
+    capacity = [sum(cost[unit == number].tolist()) for number in range(topology.units)]  # of all ranks of a unit
     load = [0] * len(sizes)
     room = [math.inf if max_tokens is None else size * max_tokens for size in sizes]
     chosen = np.empty(len(cost), dtype=np.int64)
     for sequence in np.lexsort((loader, tokens, -cost)).tolist():
-        own, length, first = int(cost[sequence]), int(tokens[sequence]), int(unit[sequence])
+        cost_here, length, first = int(cost[sequence]), int(tokens[sequence]), int(unit[sequence])
         # 1. Of each size of bags the emptiest that has room for the tokens; of equals, the first.
         emptiest: dict[int, int] = {}
         for bag in range(first * bags, (first + 1) * bags):
@@ -185,13 +185,13 @@ def _greedy_bags(
             )
         # 2. Sizes whose share of all cost holds this sequence too, else would hold it alone, else the largest.
         share = {size: size * capacity[first] for size in emptiest}
-        fitting = [size for size, bag in emptiest.items() if (load[bag] + own) * topology.unit <= share[size]]
-        fitting = fitting or [size for size in emptiest if own * topology.unit <= share[size]] or [max(emptiest)]
+        fitting = [size for size, bag in emptiest.items() if (load[bag] + cost_here) * topology.unit <= share[size]]
+        fitting = fitting or [size for size in emptiest if cost_here * topology.unit <= share[size]] or [max(emptiest)]
         # 3. Of these the bag with the least load per rank.
         per_rank = {emptiest[size]: load[emptiest[size]] * (topology.multiple // size) for size in fitting}
-        bag = min(per_rank, key=lambda one: (per_rank[one], one))
+        bag = min(per_rank, key=lambda candidate: (per_rank[candidate], candidate))
         chosen[sequence] = bag
-        load[bag] += own
+        load[bag] += cost_here
         room[bag] -= length
     return chosen
 

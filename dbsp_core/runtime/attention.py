@@ -156,8 +156,8 @@ class DualBalancedAttention:
         scale_or_usual = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
         with ConcurrencyGuard(group):
             if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
-                found = None if problem is None else UserError(problem)
-                check_attention(group, q, k, v, scale, found, prepared=prepared, debug=self.debug)
+                error = None if problem is None else UserError(problem)
+                check_attention(group, q, k, v, scale, error, prepared=prepared, debug=self.debug)
                 with raised_on_all(group) as meeting:  # done for the first time, it may fail on one rank alone
                     return attend(replace(prepared, group=meeting), q, k, v, scale_or_usual, check)
             if problem is not None:

@@ -72,7 +72,7 @@ class _AtOwner:
         table, transposed = self.prepared.tables[number], self.prepared.table_layout.transposed[number]
         keys, values = kv.flatten(1, 2).unbind(0)
         expanded, batch = table.expanded(kv.shape[1]), kv.shape[1]
-        given = KernelInputs(
+        forward = KernelInputs(
             self.rows,
             keys,
             values,
@@ -82,6 +82,6 @@ class _AtOwner:
             self.scale,
             expanded.kv_full,
         )
-        inputs = BackwardInputs(given, self.dout, self.out, self.lse, lambda: transposed.table(table, batch))
+        inputs = BackwardInputs(forward, self.dout, self.out, self.lse, lambda: transposed.table(table, batch))
         dq, dk, dv = block_attention_backward(inputs, self.kernel)
         return dq, torch.stack([dk, dv]).view(kv.shape)

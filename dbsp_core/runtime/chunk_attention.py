@@ -56,7 +56,7 @@ def attend(
         UserError: If gradients are needed and not supported, or no kernel supports the inputs.
     """
     if len(prepared.plan.owner) != q.shape[1]:
-        q, k, v = (one.flatten(0, 1).unsqueeze(0) for one in (q, k, v))
+        q, k, v = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v))
     kind = input_kind(q, k, v)
     kernel = prepared.kernels.get(kind) or prepared.kernel_for(kind)
     if not kind[-1]:

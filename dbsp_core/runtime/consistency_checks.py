@@ -86,7 +86,10 @@ def check_settings(
             merged.append(supports(kernel, KernelRequirements(lse=True)))  # the strategies to choose from depend on it
     except Exception as error:  # any error: this rank must not stop alone
         problem = problem or error
-    settings = [(replace(one.config, strategy=one.strategy).fingerprint, one.heads, one.layers) for one in sessions]
+    settings = [
+        (replace(session.config, strategy=session.strategy).fingerprint, session.heads, session.layers)
+        for session in sessions
+    ]
     fingerprints = {
         SETTINGS_DIFFER: fingerprint_of(settings),
         KERNELS_DIFFER: fingerprint_of(merged),

@@ -209,10 +209,10 @@ class EngineSession:
         """
         if text is None and self._layout.text:
             (q, k, v), text = self._without_text((q, k, v))
-        own = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
+        local = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
         gate = None if gate is None else gate.transpose(1, 2)
         with ConcurrencyGuard(self.session.group):
-            out = self.session.attend(layer, *(one.transpose(1, 2) for one in own), scale=scale, gate=gate)
+            out = self.session.attend(layer, *(tensor.transpose(1, 2) for tensor in local), scale=scale, gate=gate)
             out = out.transpose(1, 2)
             return out if text is None else self._with_all_text(out, text[0].shape[1])
 
@@ -220,7 +220,7 @@ class EngineSession:
         """Splits one rank's [B, slots + shard, H, D], or [B, shard + slots, H, D], into those of shard and text."""
         tokens, last = self._layout.video.tokens - self._layout.text, self._layout.text_last
         others = qkv[0].shape[1] - tokens
-        q, k, v = (one.split((tokens, others) if last else (others, tokens), dim=1) for one in qkv)
+        q, k, v = (tensor.split((tokens, others) if last else (others, tokens), dim=1) for tensor in qkv)
         shard, text = (0, 1) if last else (1, 0)
         return (q[shard], k[shard], v[shard]), (q[text], k[text], v[text])
 
@@ -230,21 +230,21 @@ class EngineSession:
         Ranks vote from host to host: no device is waited for.
         """
         with ConcurrencyGuard(self.session.group):
-            return all(bool(one) for (one,) in self.session.group.gather_integers([answer]))
+            return all(bool(vote) for (vote,) in self.session.group.gather_integers([answer]))
 
     def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """Joins a rank's shard and its part of the text."""
         share = self._layout.text_share(self.session.group.size)
         first = self.session.group.rank * share
-        own = text[:, first : min(first + share, self._layout.text)]
-        own = F.pad(own, (0, 0, 0, 0, 0, share - own.shape[1]))
-        return torch.cat([shard, own] if self._layout.text_last else [own, shard], dim=1)
+        mine = text[:, first : min(first + share, self._layout.text)]
+        mine = F.pad(mine, (0, 0, 0, 0, 0, share - mine.shape[1]))
+        return torch.cat([shard, mine] if self._layout.text_last else [mine, shard], dim=1)
 
     def _with_all_text(self, out: torch.Tensor, slots: int) -> torch.Tensor:
         """Inverts `_with_share`, with zeros as the text's padding. Collective."""
         share, last = self._layout.text_share(self.session.group.size), self._layout.text_last
         sizes = (out.shape[1] - share, share) if last else (share, out.shape[1] - share)
-        shard, own = out.split(sizes, dim=1)[:: 1 if last else -1]
-        whole = torch.cat(self.session.group.all_gather(own), dim=1)[:, : self._layout.text] if share else own
+        shard, mine = out.split(sizes, dim=1)[:: 1 if last else -1]
+        whole = torch.cat(self.session.group.all_gather(mine), dim=1)[:, : self._layout.text] if share else mine
         whole = F.pad(whole, (0, 0, 0, 0, 0, slots - self._layout.text))
         return torch.cat([shard, whole] if last else [whole, shard], dim=1)

@@ -137,12 +137,12 @@ class MaskProvider:
         requests = self._requests(layer)
         if self._is_dense(layer):
             return BlockMask.dense(self.heads, self._grid(requests))
-        given = (tokens,) if self.predicts else ()
+        local_qk = (tokens,) if self.predicts else ()
         if len(requests) == 1:
-            mask = self.source.mask(requests[0], *given)
+            mask = self.source.mask(requests[0], *local_qk)
         else:
             sources = [(self.source.grid(request), self.source) for request in requests]
-            mask = packed_mask(sources, requests[0], *given)
+            mask = packed_mask(sources, requests[0], *local_qk)
         if mask.heads != self.heads and not self.predicts:
             raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
         return mask

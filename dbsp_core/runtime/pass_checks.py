@@ -53,8 +53,8 @@ class PassChecks:
         """Takes what is known of the pass on this rank: its size, and under debug the arguments that it began with."""
         self.size, masks = size, size.masks
         self.names = masks.names or masks.ask_names()
-        given = [0, 0] if compared_under_debug is None else map(fingerprint_of, compared_under_debug)
-        compared = *given, fingerprint_of(size.grid), size.hardware_fingerprint, masks.fingerprint(self.names)
+        of_debug = [0, 0] if compared_under_debug is None else map(fingerprint_of, compared_under_debug)
+        compared = *of_debug, fingerprint_of(size.grid), size.hardware_fingerprint, masks.fingerprint(self.names)
         self.fingerprints = dict(zip(_FINGERPRINTS, compared, strict=True))
 
     def check(self, problem: Exception | None, more: Mapping[str, int]) -> None:

@@ -268,8 +268,8 @@ class AttentionSession:
             "calls", attentions computed; "plans", plans made for them; "mean_rho" and "worst_rho", the imbalance ρ_s
             (largest work of a rank over the mean) of their masks under the plans in use, 1.0 before any call.
         """
-        found = self.reuse
-        return {name: getattr(found, name) for name in ("calls", "plans", "mean_rho", "worst_rho")}
+        statistics = self.reuse
+        return {name: getattr(statistics, name) for name in ("calls", "plans", "mean_rho", "worst_rho")}
 
     @property
     def by_step(self) -> bool:

@@ -266,7 +266,7 @@ class SizeContext:
             oldest, its_key = self._used.popitem(last=False)
             self.keeper.forget(oldest)
             outdated.add(its_key)
-        for one in outdated and outdated.difference(self._used.values()):
-            self._prepared.pop(one, None)
+        for unused in outdated and outdated.difference(self._used.values()):
+            self._prepared.pop(unused, None)
         for observer in self.observers:
             observer.mask_used(layer, key)

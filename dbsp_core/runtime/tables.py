@@ -164,11 +164,11 @@ class TableLayout:
         per_span = torch.bincount(self.spans_of, minlength=self.columns.shape[1])  # rows are packed span by span
         first = per_span.cumsum(0) - per_span
         most = int(per_span.max()) if len(per_span) else 0
-        found = []
+        by_chunk = []
         for present in self.present:
             span, column = present.nonzero(as_tuple=True)  # in packing order
-            found.append(TransposedLayout(first[span].to(torch.int32), per_span[span], column, most))
-        return tuple(found)
+            by_chunk.append(TransposedLayout(first[span].to(torch.int32), per_span[span], column, most))
+        return tuple(by_chunk)
 
 
 def table_layout(plan: Plan, rank: int) -> TableLayout:

@@ -65,8 +65,8 @@ class _SharedKeys(torch.autograd.Function):
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group: SequenceGroup
     ) -> torch.Tensor:
-        found = _kernel_for(q).run(_in_blocks(q, k, v, scale))
-        out, lse = (part.reshape(*q.shape[:2], -1, *part.shape[2:])[:, :, : q.shape[2]] for part in found)
+        attended = _kernel_for(q).run(_in_blocks(q, k, v, scale))
+        out, lse = (part.reshape(*q.shape[:2], -1, *part.shape[2:])[:, :, : q.shape[2]] for part in attended)
         if group.size > 1:
             gathered = group.all_gather(torch.cat([out.to(lse.dtype), lse[..., None]], dim=-1))
             parts = [(part[..., :-1], part[..., -1]) for part in gathered]
@@ -80,12 +80,12 @@ class _SharedKeys(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         dout = _sum(dout.to(lse.dtype), ctx.group)
-        given, heads = _in_blocks(q, k, v, ctx.scale), len(q) * q.shape[1]
-        turned = _item_table(heads, len(given.k) // heads, len(given.q) // heads, q.device)
+        inputs, heads = _in_blocks(q, k, v, ctx.scale), len(q) * q.shape[1]
+        turned = _item_table(heads, len(inputs.k) // heads, len(inputs.q) // heads, q.device)
         rows = _blocks(dout.to(q.dtype)), _blocks(out), _blocks(lse[..., None]).squeeze(-1)
-        grads = block_attention_backward(BackwardInputs(given, *rows, lambda: turned), _kernel_for(q))
+        grads = block_attention_backward(BackwardInputs(inputs, *rows, lambda: turned), _kernel_for(q))
         whole = zip(grads, (q, k, v), strict=True)
-        tokens = (grad.view(*one.shape[:2], -1, one.shape[3])[:, :, : one.shape[2]] for grad, one in whole)
+        tokens = (grad.view(*tensor.shape[:2], -1, tensor.shape[3])[:, :, : tensor.shape[2]] for grad, tensor in whole)
         return (*(grad.to(q.dtype) for grad in tokens), None, None)
 
 
