@@ -66,19 +66,13 @@ def pool_heads(
 
 @dataclass(frozen=True, eq=False)
 class ShardedBlocks:
-    """The distribution of several axes' blocks over the ranks, such as those of queries, followed by those of keys.
-
-    Attributes:
-        token_permutation: int64[tokens], the tokens in the order of the blocks.
-        complete: By rank, int64, the blocks of which it has all tokens.
-        straddling: By rank, int64, the blocks of which it has some tokens.
-    """
+    """The distribution of several axes' blocks over the ranks, such as those of queries, followed by those of keys."""
 
     layout: SequenceLayout
     axes: tuple[BlockAxis, ...]
-    token_permutation: np.ndarray
-    complete: tuple[np.ndarray, ...]
-    straddling: tuple[np.ndarray, ...]
+    token_permutation: np.ndarray  # int64[tokens], the tokens in the order of the blocks
+    complete: tuple[np.ndarray, ...]  # By rank, int64, the blocks of which it has all tokens
+    straddling: tuple[np.ndarray, ...]  # By rank, int64, the blocks of which it has some tokens
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size

@@ -32,19 +32,13 @@ LAYOUTS_DIFFER = "the layouts of a redistribution differ on rank(s) {}; make the
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Way:
-    """One rank's side of one direction.
+    """One rank's side of one direction."""
 
-    Attributes:
-        take: int64[n], slots of this rank's tokens before, by destination; `sent` tokens go to each rank.
-        put: int64[m], slots of its tokens after, by source; `received` tokens come from each rank.
-        slots: This rank's number of slots before and after, padding included.
-    """
-
-    take: torch.Tensor
+    take: torch.Tensor  # int64[n], slots of this rank's tokens before, by destination; `sent` tokens go to each rank
     sent: tuple[int, ...]
-    put: torch.Tensor
+    put: torch.Tensor  # int64[m], slots of its tokens after, by source; `received` tokens come from each rank
     received: tuple[int, ...]
-    slots: tuple[int, int]
+    slots: tuple[int, int]  # This rank's number of slots before and after, padding included
 
     @classmethod
     def from_layouts(cls, source: SequenceLayout, target: SequenceLayout, rank: int, slots: tuple[int, int]) -> _Way:

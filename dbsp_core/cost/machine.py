@@ -76,18 +76,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class KernelConstants:
-    """Another kernel's values of a machine's `Constants`, or None if they are the same.
+    """Another kernel's values of a machine's `Constants`, or None if they are the same."""
 
-    Attributes:
-        source: Origin of these values, as in `Hardware.sources`.
-        flops_by_blocks: See `Hardware`.
-    """
-
-    source: str
+    source: str  # Origin of these values, as in `Hardware.sources`
     flops_per_s: float | None = None
     score_s: float | None = None
     launch_s: float | None = None
-    flops_by_blocks: Mapping[str, float] = field(default_factory=dict)
+    flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # See `Hardware`
 
 
 def _read_kernels(kernels: object, name: str) -> dict[str, KernelConstants]:

@@ -88,14 +88,10 @@ def tokens_at(layout: SequenceLayout, grid: BlockGrid, order: Order) -> tuple[np
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes of q, k, v and the output of all ranks, apart from tokens.
-
-    Attributes:
-        heads: The plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1.
-    """
+    """Sizes of q, k, v and the output of all ranks, apart from tokens."""
 
     batch: int
-    heads: int
+    heads: int  # The plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1
     head_dim: int
     element_bytes: int = 2
 
@@ -122,19 +118,12 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one attention on all ranks together: exchanges wait for the slowest.
+    """Seconds of one attention on all ranks together: exchanges wait for the slowest."""
 
-    Attributes:
-        exchange_s: Exchanges to owners and back.
-        attention_s: From the first kernel's start until the last rank is done with all chunks.
-        pack_s: Gathering into exchange buffers and placing from them.
-        launch_s: Launches outside of chunks.
-    """
-
-    exchange_s: float
-    attention_s: float
-    pack_s: float
-    launch_s: float
+    exchange_s: float  # Exchanges to owners and back
+    attention_s: float  # From the first kernel's start until the last rank is done with all chunks
+    pack_s: float  # Gathering into exchange buffers and placing from them
+    launch_s: float  # Launches outside of chunks
 
     @property
     def total_s(self) -> float:
@@ -310,18 +299,12 @@ def by_rule(strategies: Sequence[Strategy], heads: int, nodes: Sequence[int]) ->
 
 @dataclass(frozen=True)
 class StrategySelector:
-    """The strategies of one size of video, and what the time of their plans is predicted by.
-
-    Attributes:
-        hardware: Constants that times are predicted by; None: the first strategy `by_rule` is taken.
-        nodes: The node of each rank.
-        layout: The one layout of the forward pass, which plans of all strategies start from.
-    """
+    """The strategies of one size of video, and what the time of their plans is predicted by."""
 
     strategies: tuple[Strategy, ...]
-    hardware: Hardware | None
-    nodes: tuple[int, ...]
-    layout: SequenceLayout
+    hardware: Hardware | None  # Constants that times are predicted by; None: the first strategy `by_rule` is taken
+    nodes: tuple[int, ...]  # The node of each rank
+    layout: SequenceLayout  # The one layout of the forward pass, which plans of all strategies start from
 
     def choose(self, make: Callable[[Strategy], Plan], shape: AttentionShape, current: Strategy | None) -> Plan:
         """Plans the strategies with `make` and returns the fastest plan. `current` is in use; None at first."""

@@ -25,19 +25,13 @@ _FLOPS_PER_S = 1e15
 
 @dataclass(frozen=True)
 class LayerSize:
-    """A transformer's layer; all layers are the same.
-
-    Attributes:
-        token_flops: FLOP per token of everything but self-attention's scores and values.
-        element_bytes: Bytes of a number of q, k and v.
-        comm_dtype: Communication dtype of q, k and v.
-    """
+    """A transformer's layer; all layers are the same."""
 
     heads: int
     head_dim: int
-    token_flops: float
-    element_bytes: int = 2
-    comm_dtype: CommDtype = MODEL
+    token_flops: float  # FLOP per token of everything but self-attention's scores and values
+    element_bytes: int = 2  # Bytes of a number of q, k and v
+    comm_dtype: CommDtype = MODEL  # Communication dtype of q, k and v
 
 
 def sequence_cost(layer: LayerSize, hardware: Hardware | None, block_q: int = 64, block_k: int = 64) -> SequenceCost:
@@ -55,15 +49,10 @@ WorkOfSizes = dict[MaskRequest, tuple[BlockGrid, np.ndarray]]
 
 @dataclass(frozen=True, eq=False)
 class SequenceWork:
-    """Work of each sequence's attention. No bits: numbers of a mask's rows are all that is kept.
+    """Work of each sequence's attention. No bits: numbers of a mask's rows are all that is kept."""
 
-    Attributes:
-        grids: The grid of each sequence.
-        row_work: int64[H, nq] of each, active blocks by (head, query block).
-    """
-
-    grids: tuple[BlockGrid, ...]
-    row_work: tuple[np.ndarray, ...]
+    grids: tuple[BlockGrid, ...]  # The grid of each sequence
+    row_work: tuple[np.ndarray, ...]  # int64[H, nq] of each, active blocks by (head, query block)
 
     @classmethod
     def under(

@@ -22,16 +22,12 @@ class BagTopology:
     "g1n2+g2n1+g4n1" is a unit of two bags of one rank, one of two and one of four; "g1n1" leaves every sequence where
     it is.
 
-    Attributes:
-        sizes: Ranks of each bag of a unit, in the order of ranks.
-        units: Number of repetitions of the unit.
-
     Raises:
         UserError: For no bags, or sizes below 1.
     """
 
-    sizes: tuple[int, ...]
-    units: int = 1
+    sizes: tuple[int, ...]  # Ranks of each bag of a unit, in the order of ranks
+    units: int = 1  # Number of repetitions of the unit
 
     def __post_init__(self) -> None:
         if not self.sizes or min(*self.sizes, self.units) < 1:

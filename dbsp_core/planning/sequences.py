@@ -20,16 +20,12 @@ class SequenceCost:
 
     KnapFormer's Eq. 2, (24·n·d² + γ·4·n²·d) / F, is the same with one block a token pair.
 
-    Attributes:
-        token_s: Seconds per token, of everything but attention's scores and values.
-        block_s: Seconds per active block of one head.
-
     Raises:
         UserError: For seconds that are not positive (`block_s` may be 0).
     """
 
-    token_s: float
-    block_s: float
+    token_s: float  # Seconds per token, of everything but attention's scores and values
+    block_s: float  # Seconds per active block of one head
 
     def __post_init__(self) -> None:
         require_value(self, "token_s", 0 < self.token_s < 1, "must lie between 0 and 1 s", "cost of a sequence: ")
@@ -46,15 +42,11 @@ class TokenRuns:
     """Runs of tokens, each of one sequence and on one rank; together they hold every token once. All int64[runs].
 
     Runs are sorted by rank, and on a rank by sequence and start: the order of its tokens.
-
-    Attributes:
-        start: Position of the first token in its sequence.
-        length: Number of tokens, at least 1.
     """
 
     sequence: np.ndarray
-    start: np.ndarray
-    length: np.ndarray
+    start: np.ndarray  # Position of the first token in its sequence
+    length: np.ndarray  # Number of tokens, at least 1
     rank: np.ndarray
 
     @classmethod
@@ -83,17 +75,11 @@ class TokenRuns:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequencePlan:
-    """The ranks that hold each sequence's tokens between attentions, and the ranks that share its attention.
+    """The ranks that hold each sequence's tokens between attentions, and the ranks that share its attention."""
 
-    Attributes:
-        topology: The bags.
-        bag: int64[n], the bag of each sequence, numbered over the whole cluster.
-        runs: The tokens that each rank holds.
-    """
-
-    topology: BagTopology
-    bag: np.ndarray
-    runs: TokenRuns
+    topology: BagTopology  # The bags
+    bag: np.ndarray  # int64[n], the bag of each sequence, numbered over the whole cluster
+    runs: TokenRuns  # The tokens that each rank holds
 
     def __repr__(self) -> str:
         return f"<SequencePlan of {len(self.bag)} sequences, {self.topology}>"

@@ -49,19 +49,14 @@ def attention_backward(
 
 @dataclass(frozen=True, eq=False)
 class _AtOwner:
-    """One attention at the owner of its rows.
-
-    Attributes:
-        rows, out, dout: [B·Rq, Bq, D].
-        lse: [B·Rq, Bq], of all chunks together.
-    """
+    """One attention at the owner of its rows."""
 
     prepared: PreparedAttention
     kernel: Kernel
-    rows: torch.Tensor
-    out: torch.Tensor
-    lse: torch.Tensor
-    dout: torch.Tensor
+    rows: torch.Tensor  # [B·Rq, Bq, D]
+    out: torch.Tensor  # [B·Rq, Bq, D]
+    lse: torch.Tensor  # [B·Rq, Bq], of all chunks together
+    dout: torch.Tensor  # [B·Rq, Bq, D]
     scale: float
 
     def chunk(self, number: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,22 +26,14 @@ MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
 
 @dataclass
 class ReuseStatistics:
-    """Sums over the calls of a session.
+    """Sums over the calls of a session."""
 
-    Attributes:
-        calls: Attentions computed.
-        plans: Plans made.
-        counted: Calls whose ρ_s in use is known.
-        rho_sum: Sum of ρ_s in use over these calls; `worst_rho`, its maximum.
-        dense: Number of these calls whose masks leave nothing out.
-    """
-
-    calls: int = 0
-    plans: int = 0
-    counted: int = 0
-    rho_sum: float = 0.0
+    calls: int = 0  # Attentions computed
+    plans: int = 0  # Plans made
+    counted: int = 0  # Calls whose ρ_s in use is known
+    rho_sum: float = 0.0  # Sum of ρ_s in use over these calls; `worst_rho`, its maximum
     worst_rho: float = 1.0
-    dense: int = 0
+    dense: int = 0  # Number of these calls whose masks leave nothing out
 
     @property
     def mean_rho(self) -> float:
@@ -62,17 +54,11 @@ class ReuseStatistics:
 
 @dataclass(eq=False)
 class PlanUse:
-    """One call of an attention, with the plan that it uses.
+    """One call of an attention, with the plan that it uses."""
 
-    Attributes:
-        plan: The plan. Its numbers are those of the mask that it was made for or counted for last.
-        new: True if the plan was made for this call.
-        counted: The plan with the numbers of the call's own mask, or None until they are known.
-    """
-
-    plan: Plan
-    new: bool
-    counted: Plan | None = None
+    plan: Plan  # The plan. Its numbers are those of the mask that it was made for or counted for last.
+    new: bool  # True if the plan was made for this call
+    counted: Plan | None = None  # The plan with the numbers of the call's own mask, or None until they are known
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,19 +146,12 @@ def replay(
 
 @dataclass(eq=False)
 class PlanKeeper:
-    """The plan in use of each attention of one video size, and the counts under way.
+    """The plan in use of each attention of one video size, and the counts under way."""
 
-    Attributes:
-        threshold: P_s.
-        compare: True if plans are compared with the contiguous plan; see `make_plan`.
-        statistics: Sums that all sizes of a session share.
-        calls: Number of calls with predicted masks, by which ranks notice that one of them has left a pass.
-    """
-
-    threshold: float
-    compare: bool
-    statistics: ReuseStatistics = field(default_factory=ReuseStatistics)
-    calls: int = 0
+    threshold: float  # P_s
+    compare: bool  # True if plans are compared with the contiguous plan; see `make_plan`
+    statistics: ReuseStatistics = field(default_factory=ReuseStatistics)  # Sums that all sizes of a session share
+    calls: int = 0  # Number of calls with predicted masks, by which ranks notice that one of them has left a pass
     _last: dict[Hashable, _LastCall] = field(default_factory=dict)
 
     def plan_known(self, key: Hashable, mask: BlockMask, make: MakePlan) -> PlanUse:

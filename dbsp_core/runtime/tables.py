@@ -19,35 +19,23 @@ from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
 @dataclass(eq=False, repr=False)  # not frozen, as `KernelInputs`
 class KernelTable:
-    """Input of the kernel in one chunk; see `dbsp_kernels.block_attention`.
+    """Input of the kernel in one chunk; see `dbsp_kernels.block_attention`."""
 
-    Attributes:
-        kv_index: int32[B·Rq, width].
-        kv_count, kv_full, row_schedule: int32[B·Rq].
-        kv_len: int32[B·Ck].
-    """
-
-    kv_index: torch.Tensor
-    kv_count: torch.Tensor
-    kv_len: torch.Tensor
-    kv_full: torch.Tensor
-    row_schedule: torch.Tensor
+    kv_index: torch.Tensor  # int32[B·Rq, width]
+    kv_count: torch.Tensor  # int32[B·Rq]
+    kv_len: torch.Tensor  # int32[B·Ck]
+    kv_full: torch.Tensor  # int32[B·Rq]
+    row_schedule: torch.Tensor  # int32[B·Rq]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseRows:
-    """Rows of heads (or of their sequences) whose every block is dense, in one chunk.
+    """Rows of heads (or of their sequences) whose every block is dense, in one chunk."""
 
-    Attributes:
-        parts: Groups of heads of equal size.
-        every: True if they are all rows of this rank.
-        kv_count, kv_full: int32[Rq], those of the table, 0 for these rows.
-    """
-
-    parts: tuple[DensePart, ...]
-    every: bool
-    kv_count: torch.Tensor
-    kv_full: torch.Tensor
+    parts: tuple[DensePart, ...]  # Groups of heads of equal size
+    every: bool  # True if they are all rows of this rank
+    kv_count: torch.Tensor  # int32[Rq], those of the table, 0 for these rows
+    kv_full: torch.Tensor  # int32[Rq], those of the table, 0 for these rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -88,18 +76,12 @@ class ChunkTable:
 
 
 class Span(NamedTuple):
-    """The packed rows and blocks of one sequence of one head: its rows attend to no others.
+    """The packed rows and blocks of one sequence of one head: its rows attend to no others."""
 
-    Attributes:
-        number: Head · sequences + sequence.
-        rows, blocks: First and last packed ones, exclusive.
-        lengths: int64, tokens of each of the blocks.
-    """
-
-    number: int
-    rows: tuple[int, int]
-    blocks: tuple[int, int]
-    lengths: np.ndarray
+    number: int  # Head · sequences + sequence
+    rows: tuple[int, int]  # First and last packed ones, exclusive
+    blocks: tuple[int, int]  # First and last packed ones, exclusive
+    lengths: np.ndarray  # int64, tokens of each of the blocks
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -326,19 +308,12 @@ def whole_head_tokens(plan: Plan) -> int | None:
 
 @dataclass(frozen=True, eq=False)
 class TransposedLayout:
-    """The rows of each packed block in one chunk: those of its span, one after the other.
+    """The rows of each packed block in one chunk: those of its span, one after the other."""
 
-    Attributes:
-        first: int32[Ck], the first of them.
-        rows: int64[Ck], how many.
-        column: int64[Ck], the block's in these rows.
-        most: rows of a span, at most.
-    """
-
-    first: torch.Tensor
-    rows: torch.Tensor
-    column: torch.Tensor
-    most: int
+    first: torch.Tensor  # int32[Ck], the first of them
+    rows: torch.Tensor  # int64[Ck], how many
+    column: torch.Tensor  # int64[Ck], the block's in these rows
+    most: int  # rows of a span, at most
 
     def table(self, table: ChunkTable, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the rows that attend to each block, for `batch` copies; on the bits' device, not synchronising."""
