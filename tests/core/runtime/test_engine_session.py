@@ -3,20 +3,24 @@ padding anywhere at the end; against torch's own attention in one process."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from dbsp_core import SequenceGroup
+from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
-from dbsp_core.sources import VsaSource
+from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from dbsp_core.utils.errors import UserError
 from scripts.checks.engines.reference import attend_under
 from tests.support.oracle import largest_difference
 from tests.support.shared import shared
+from tests.support.single_process import masked_attention
 from tests.support.thread_ranks import ThreadRanks
 
 KNOWN = "synthetic:density=0.4,block_q=16,block_k=8"
@@ -99,6 +103,38 @@ H3, H3_SLOTS = EngineLayout((6, 9, 5), before=20, runs=(7, 8, 5)), 320
 """As MiniMax-H3 has it: text, audio and a reference in one sequence with the video, and padding after it."""
 
 
+def of_h3(heads: int) -> torch.Tensor:
+    """Returns q, k, v and gate, [4, 1, tokens, heads, D]."""
+    return torch.randn(4, 1, H3.video.tokens, heads, WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def error_of_h3(rank: int, world: int, strategy: str, heads: int) -> float:
+    group, shard = SequenceGroup.from_group(), H3_SLOTS // world
+    session = EngineSession(group, Strategy.parse(strategy), heads, 1, VSA)
+    session.begin(replace(H3, shard=shard), "cpu", step=0)
+    everywhere = of_h3(heads)
+    padded = F.pad(everywhere, (0, 0, 0, 0, 0, H3_SLOTS - everywhere.shape[2]), value=1e4)
+    q, k, v, gate = padded[:, :, rank * shard : (rank + 1) * shard]
+    out = torch.cat(group.all_gather(session.attend(0, q, k, v, gate=gate)), dim=1)[:, : everywhere.shape[2]]
+    return largest_difference(out, reference_of_h3(heads))
+
+
+@shared
+def reference_of_h3(heads: int) -> torch.Tensor:
+    """Returns the output of one process, [1, tokens, heads, D]."""
+    q, k, v, gate = (tensor.transpose(1, 2) for tensor in of_h3(heads))
+    request = MaskRequest(0, heads, H3.thw, H3.before, layers=1, text_runs=H3.runs)
+    mask = VSA.mask(request, LocalQK.alone(q, k, v=v, gate=gate))
+    assert mask.bits.float().mean() < 0.8, "blocks are skipped"
+    return masked_attention(q, k, v, mask).transpose(1, 2)
+
+
+@pytest.mark.parametrize(("strategy", "heads"), [("U16R1", 56), ("U2R4", 5)])
+def test_vsa_of_minimax_h3_with_heads_that_do_not_divide_equals_one_process(strategy, heads):
+    """Covers vLLM-Omni #7589, with its 56 heads on 16 ranks: text, audio, video, coarse branch, gate."""
+    assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_h3, strategy, heads)) <= 1e-5
+
+
 ALONE = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS
 BY_STEP = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
 
@@ -167,3 +203,11 @@ def test_ranks_skip_only_if_all_agree():
         return [session.all_agree(answer) for answer in (True, rank == 0, False)]
 
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
+
+
+def test_second_transformer_uses_its_own_settings():
+    settings = {"mask": KNOWN, "transformer_2": {"mask": PREDICTED}}
+    sessions = [EngineSession(*ALONE, settings, transformer=name) for name in ("transformer", "transformer_2")]
+    assert [session.session.config.mask for session in sessions] == [
+        DbspConfig.load(mask).mask for mask in (KNOWN, PREDICTED)
+    ]
