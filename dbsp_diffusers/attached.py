@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from dbsp_core.runtime.session import AttentionSession
@@ -31,18 +30,14 @@ def carried_by(transformer: nn.Module) -> list[str]:
     """Returns what a transformer carries in addition to its class's weights: adapters, and weights of integers."""
     adapters = {name: getattr(part, "merged_adapters", ()) for part in transformer.modules() for name in _active(part)}
     carried = [f"LoRA {name}" + (" (fused)" if name in merged else "") for name, merged in sorted(adapters.items())]
-    weights = {str(p.dtype).removeprefix("torch.") for p in transformer.parameters() if not _is_number(p.dtype)}
-    return carried + [f"weights of {name}" for name in sorted(weights)]
+    integers = {p.dtype for p in transformer.parameters() if not (p.is_floating_point() or p.is_complex())}
+    return carried + [f"weights of {name}" for name in sorted(str(dtype).removeprefix("torch.") for dtype in integers)]
 
 
 def _active(part: nn.Module) -> Sequence[str]:
     """Returns the names of a layer's adapters that are in use, fused into its weights or not."""
     both = (getattr(part, name, ()) for name in ("active_adapters", "merged_adapters"))
     return [name for names in both if isinstance(names, (list, tuple)) for name in names]
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def weights_fingerprint(transformer: nn.Module) -> int:

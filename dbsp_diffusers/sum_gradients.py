@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attached import attached_to
 from dbsp_diffusers.models.transformers import transformers_in
@@ -51,7 +50,10 @@ def sum_gradients(model: Any) -> None:
         else:
             summed.append(grad.to_local())
     for bucket in _buckets(summed):
-        _all_reduce(bucket, group)
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group.group)
+        for grad, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            grad.copy_(total)
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -63,10 +65,3 @@ def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         if sum(gradient.nbytes for gradient in bucket) >= BUCKET_BYTES:
             yield waiting.pop((grad.dtype, grad.device))
     yield from waiting.values()
-
-
-def _all_reduce(grads: list[torch.Tensor], group: SequenceGroup) -> None:
-    flat = _flatten_dense_tensors(grads)
-    dist.all_reduce(flat, group=group.group)
-    for grad, summed in zip(grads, _unflatten_dense_tensors(flat, grads), strict=True):
-        grad.copy_(summed)

@@ -68,7 +68,11 @@ class TokenSequence:
 
     def require_grid(self, source: MaskSource) -> None:
         """Raises UserError where a source's masks depend on where tokens are, and they make no grid."""
-        if self.no_grid is not None and not all(map(_is_placeless, parts_of(source))):
+        placeless = (
+            isinstance(part, _PLACELESS) and getattr(part, "token_order", CANONICAL) == CANONICAL
+            for part in parts_of(source)
+        )
+        if self.no_grid is not None and not all(placeless):
             raise UserError(
                 f"{self.no_grid}; choose masks that need none: dense, or sparge, sol or lowrank in order thw"
             )
@@ -90,10 +94,6 @@ class TokenSequence:
         count = self.video.grid_tokens
         text, video = torch.arange(self.text, device="cpu"), torch.arange(count, device="cpu")
         return torch.cat([text + count, video] if streams == "last" else [text, video + attended - count])
-
-
-def _is_placeless(source: MaskSource) -> bool:
-    return isinstance(source, _PLACELESS) and getattr(source, "token_order", CANONICAL) == CANONICAL
 
 
 def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:

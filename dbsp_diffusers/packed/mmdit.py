@@ -169,7 +169,10 @@ def joint_token_flops(transformer: Any) -> float:
     """
     double, single = (
         sum(
-            p.numel() for block in blocks for name, p in block.named_parameters() if p.ndim == 2 and _is_by_token(name)
+            p.numel()
+            for block in blocks
+            for name, p in block.named_parameters()
+            if p.ndim == 2 and not name.startswith("norm")
         )
         for blocks in (transformer.transformer_blocks, transformer.single_transformer_blocks)
     )
@@ -200,10 +203,6 @@ def joint_packing(
         unpatchified=from_patches,
         token_flops=joint_token_flops,
     )
-
-
-def _is_by_token(name: str) -> bool:
-    return not name.startswith("norm")
 
 
 FLUX_SIDE = 2
