@@ -58,8 +58,8 @@ ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], MaskSource, Callab
 
 
 def _record_folder() -> str | None:
-    given = environment_value(RECORD)
-    return None if given is None or given == "0" else expand_path(given)
+    folder = environment_value(RECORD)
+    return None if folder is None or folder == "0" else expand_path(folder)
 
 
 def _read_strategy(value: Any, name: str) -> Any:
@@ -142,8 +142,8 @@ class DbspConfig:
     origin: str | None = field(default=None, compare=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in setting_names(DbspConfig)}
-        for name, value in checked(DbspConfig, given, "").items():
+        settings = {name: getattr(self, name) for name in setting_names(DbspConfig)}
+        for name, value in checked(DbspConfig, settings, "").items():
             object.__setattr__(self, name, value)
         if self.transformer_2:
             with blame_setting("transformer_2"):
@@ -165,12 +165,12 @@ class DbspConfig:
 
     def for_transformer(self, name: str) -> DbspConfig:
         """Returns the settings of a pipeline's transformer by its name: "transformer" or "transformer_2"."""
-        own = self.transformer_2 if name == "transformer_2" else {}
-        if not own:
+        settings = self.transformer_2 if name == "transformer_2" else {}
+        if not settings:
             return replace(self, transformer_2={})
-        for key in (key for key in ("model", "generate", "report", "vae", "transformer_2") if key in own):
+        for key in (key for key in ("model", "generate", "report", "vae", "transformer_2") if key in settings):
             raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it one level up", (key,))
-        return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
+        return replace(self, **checked(DbspConfig, {**settings, "transformer_2": {}}, "'transformer_2'"))
 
     @property
     def mask_is_named(self) -> bool:
@@ -267,8 +267,8 @@ class DbspConfig:
 
     def to_values(self) -> dict[str, Any]:
         """Returns every setting as YAML can hold it: `load` makes an equal configuration of this mapping."""
-        own = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        return own | {"mask": mask_values(self.mask)}
+        values = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
+        return values | {"mask": mask_values(self.mask)}
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"

@@ -47,7 +47,7 @@ class CoarseBranch:
         """Adds it to the local output, [B, H, n_local, D] or [1, B · H, n_local, D]."""
         if not self.coarse.shape[1]:  # a rank of padding alone
             return
-        gate, coarse = (one.reshape(*out.shape[:2], *one.shape[-2:]) for one in (self.gate, self.coarse))
+        gate, coarse = (tensor.reshape(*out.shape[:2], *tensor.shape[-2:]) for tensor in (self.gate, self.coarse))
         added = gate * coarse.index_select(2, self.block)
         out.add_(added.masked_fill_(~self.real[:, None], 0.0))
 
@@ -157,10 +157,10 @@ class BlockMask:
         if not self.grid.packed_from:
             return self.bits[heads]
         chosen = [part.bits[heads] for part in self.parts]
-        found = chosen[0].new_zeros(*chosen[0].shape[:-2], self.grid.nq, self.grid.nk)
-        for own, q, k in zip(chosen, self.grid.q_axis.bounds, self.grid.k_axis.bounds, strict=False):
-            found[..., q : q + own.shape[-2], k : k + own.shape[-1]] = own
-        return found
+        square = chosen[0].new_zeros(*chosen[0].shape[:-2], self.grid.nq, self.grid.nk)
+        for bits, q, k in zip(chosen, self.grid.q_axis.bounds, self.grid.k_axis.bounds, strict=False):
+            square[..., q : q + bits.shape[-2], k : k + bits.shape[-1]] = bits
+        return square
 
     @property
     def row_bits(self) -> torch.Tensor:
@@ -230,5 +230,5 @@ def row_positions(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarr
     nq, nk = (np.diff(axis.bounds) for axis in (grid.q_axis, grid.k_axis))
     sequence = grid.q_axis.sequence_of[block]
     first = heads * (np.cumsum(nq * nk) - nq * nk)
-    own = head * nq[sequence] + block - grid.q_axis.bounds[sequence]
-    return first[sequence] + own * nk[sequence]
+    within = head * nq[sequence] + block - grid.q_axis.bounds[sequence]
+    return first[sequence] + within * nk[sequence]

@@ -173,8 +173,8 @@ class BlockGrid:
         self._check_orders()
 
     def _check_packed(self) -> None:
-        own = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
-        if own != _packed_sizes(self.packed_from):
+        sizes = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
+        if sizes != _packed_sizes(self.packed_from):
             raise UserError(
                 "a packed grid's sizes, thw and orders are those of its sequences; change these, and pack them again "
                 "with BlockGrid.packed"
@@ -267,8 +267,10 @@ class BlockGrid:
             return replace(self, orders=tuple(orders))
         sequences = []
         for position, grid in enumerate(self.packed_from):
-            own = [order if isinstance(order, str) else order[position] for order in orders]
-            sequences.append(grid.with_orders(own[:1] if len(set(own)) == 1 else own))
+            sequence_orders = [order if isinstance(order, str) else order[position] for order in orders]
+            sequences.append(
+                grid.with_orders(sequence_orders[:1] if len(set(sequence_orders)) == 1 else sequence_orders)
+            )
         return BlockGrid.packed(sequences)
 
     @property
@@ -296,16 +298,16 @@ class BlockGrid:
                 return np.arange(self.tokens)
             return np.concatenate([np.arange(self.text_tokens), self.text_tokens + video_order(order, self.thw)])
         each = zip(self.token_bounds, self.sequences, order, strict=False)
-        return np.concatenate([first + grid.token_permutation(own) for first, grid, own in each])
+        return np.concatenate([first + grid.token_permutation(sequence_order) for first, grid, sequence_order in each])
 
     def make_text_dense(self, bits: np.ndarray | torch.Tensor) -> None:
         """Sets all rows and columns of text in bool[..., nq, nk], within each sequence."""
         q_bounds, k_bounds = self.q_axis.bounds, self.k_axis.bounds
         for position, grid in enumerate(self.sequences):
             (q, k), ends = (q_bounds[position], k_bounds[position]), (q_bounds[position + 1], k_bounds[position + 1])
-            own = bits[..., q : ends[0], k : ends[1]]
+            within = bits[..., q : ends[0], k : ends[1]]
             text_q, text_k = (sum(-(-run // size) for run in grid._runs) for size in (grid.block_q, grid.block_k))
-            own[..., :text_q, :], own[..., :text_k] = True, True
+            within[..., :text_q, :], within[..., :text_k] = True, True
 
     @property
     def _segments(self) -> list[int]:

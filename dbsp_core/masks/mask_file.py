@@ -138,8 +138,8 @@ class MaskFile:
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape if it fits the metadata: groups, layers and the `_own` dimensions of a mask."""
-        own, wanted = (1, "values") if self.grid.packed_from else (3, "heads, nq, nk")
-        usual = (own + 2,) if self.groups else (own, own + 1)
+        dimensions, wanted = (1, "values") if self.grid.packed_from else (3, "heads, nq, nk")
+        usual = (dimensions + 2,) if self.groups else (dimensions, dimensions + 1)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
             wanted = f"[groups, layers, {wanted}]" if self.groups else f"[{wanted}] or [layers, {wanted}]"
             raise UserError(
@@ -149,7 +149,7 @@ class MaskFile:
             )
         nq, nk = block_counts(self.grid)
         a_head = head_values(self.grid, self.packed)
-        fits = shape[-1] % a_head == 0 if own == 1 else shape[-2:] == (nq, a_head // nq)
+        fits = shape[-1] % a_head == 0 if dimensions == 1 else shape[-2:] == (nq, a_head // nq)
         if not fits:
             raise UserError(
                 f"mask file {self.path}: shape {list(shape)} does not fit its metadata, which makes "

@@ -46,13 +46,13 @@ class StepGroups:
         """
         starts, end = [], None
         for index, part in enumerate(text.split(",")):
-            found = _RANGE.fullmatch(part)
-            if found is None or (index > 0 and end is None):
+            match = _RANGE.fullmatch(part)
+            if match is None or (index > 0 and end is None):
                 raise UserError(
                     f"step groups {in_short(text)} are not of the form '0-9,10-24,25-49' (or '…,25-' for a last group "
                     "without an end)"
                 )
-            first, dash, last = found.groups()
+            first, dash, last = match.groups()
             if index > 0 and int(first) != end:
                 raise UserError(
                     f"step groups {in_short(text)}: {part.strip()!r} must start at step {end}, without a gap"

@@ -81,15 +81,15 @@ class ModelSignature:
             return 0, 1
         return PIPELINES[self.pipeline].images if self.pipeline in PIPELINES else (0, 0)
 
-    def images_message(self, given: int) -> str | None:
+    def images_message(self, count: int) -> str | None:
         """Says what is wrong with a number of images; None: nothing."""
         least, most = self.images
-        if least <= given <= most:
+        if least <= count <= most:
             return None
         if most == 0:
             return "makes videos from text alone; leave the image out"
         wanted = {(0, 1): "at most one image", (1, 2): "an image, and maybe the last frame's"}
-        return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {given}"
+        return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {count}"
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:

@@ -269,7 +269,7 @@ def model_title(signature: ModelSignature, class_name: str | None = None) -> str
     spec = published_model(signature)
     if spec is not None:
         return spec.name
-    tiny = next((name for name, one in TINY_MODELS.items() if one == signature), None)
+    tiny = next((name for name, tiny_signature in TINY_MODELS.items() if tiny_signature == signature), None)
     if tiny is not None:
         return f"{TINY}{tiny}"
     layers, heads, head_dim, _ = signature.sizes

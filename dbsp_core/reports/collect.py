@@ -66,8 +66,10 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
     measured = [(c.seconds, c.sent.dispatch, c.sent.chunks, c.sent.combine) for c in calls]
-    own = torch.tensor(measured, device="cpu").double()
-    by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
+    mine = torch.tensor(measured, device="cpu").double()
+    by_rank = np.stack(
+        [rank_values.numpy() for rank_values in group.all_gather(mine)]
+    )  # float64[P, calls, 4], exact to 2^53 bytes
     hardware = gather_texts(group, device_class(observer.device))
     columns = _columns(calls, observer, by_rank)
     return RunReport(
@@ -166,11 +168,11 @@ def _seconds(observer: RunObserver, calls: list[ObservedCall]) -> float:
 
 
 def _environment(session: AttentionSession, observer: RunObserver, hardware: list[str], model: str) -> Environment:
-    own = installed_version("dbsp-attention") or "not installed"
-    software = {"python": platform.python_version(), "dbsp-attention": own, "torch": str(torch.__version__)}
+    installed = installed_version("dbsp-attention") or "not installed"
+    software = {"python": platform.python_version(), "dbsp-attention": installed, "torch": str(torch.__version__)}
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
-    software |= {name: own for name, own in package_versions().items() if name not in software}
+    software |= {name: installed for name, installed in package_versions().items() if name not in software}
     settings = session.config.to_values()
     settings |= {
         "model": model,

@@ -239,16 +239,16 @@ class RunObserver(SessionObserver):
 
     def moments(self) -> list[DenoisingStep]:
         """Returns the step and CFG pass of each forward pass. Waits for the device once."""
-        clock, found = StepClock(lambda: Progress(step_index=now[1])), []
+        clock, moments = StepClock(lambda: Progress(step_index=now[1])), []
         tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
         read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
         for number, (timestep, now) in enumerate(zip(self._timesteps, self._passes, strict=True)):
             if timestep is None:  # only their order is known
-                found.append(DenoisingStep(number))
+                moments.append(DenoisingStep(number))
             else:
                 value = next(read) if isinstance(timestep, torch.Tensor) else timestep
-                found.append(clock.advance(float(value), now[0]))
-        return found
+                moments.append(clock.advance(float(value), now[0]))
+        return moments
 
 
 def _timestamp(device: torch.device) -> Timestamp:

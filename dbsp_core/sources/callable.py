@@ -69,18 +69,18 @@ class CallableSource(BlockSizes):
                 "{source: callable, function: 'my_masks:diagonal'}"
             )
         try:
-            found: Any = importlib.import_module(module)
+            function: Any = importlib.import_module(module)
         except Exception as error:
             raise UserError(
                 f"mask function {self.function}: importing {module} failed ({type(error).__name__}: {error}); put its "
                 "folder on PYTHONPATH, on every machine, and see that it imports by itself"
             ) from error
         for part in path.split("."):
-            found = getattr(found, part, None)
-        if not callable(found):
-            is_what = "has no such name" if found is None else f"names {kind_of(found)}, which cannot be called"
+            function = getattr(function, part, None)
+        if not callable(function):
+            is_what = "has no such name" if function is None else f"names {kind_of(function)}, which cannot be called"
             raise UserError(f"mask function {self.function}: {module} {is_what}; name a function(grid, request)")
-        return cast(Callable[..., Any], found)
+        return cast(Callable[..., Any], function)
 
     @property
     def changes(self) -> Changes:

@@ -82,7 +82,9 @@ def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tens
 def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Returns int64[B · heads]: positions of each sample's heads in what all ranks gathered."""
     most = -(-heads // ranks)
-    positions = np.concatenate([rank * most + np.arange(own) for rank, own in enumerate(heads_by_rank(heads, ranks))])
+    positions = np.concatenate(
+        [rank * most + np.arange(count) for rank, count in enumerate(heads_by_rank(heads, ranks))]
+    )
     return to_device((positions * batch + np.arange(batch)[:, None]).ravel(), device)
 
 
@@ -106,7 +108,7 @@ class LocalBlocks(NamedTuple):
     ) -> LocalBlocks:
         block_of = np.empty(grid.tokens, dtype=np.int64)
         block_of[grid.token_permutation(grid.common_order or CANONICAL)] = grid.q_axis.block_of
-        of_ranks = tuple(np.unique(block_of[layout.tokens_at(one)[0]]) for one in range(layout.world))
+        of_ranks = tuple(np.unique(block_of[layout.tokens_at(other_rank)[0]]) for other_rank in range(layout.world))
         tokens, positions = layout.tokens_at(rank)
         block, real = np.zeros(n_local, dtype=np.int64), np.zeros(n_local, dtype=bool)
         block[positions], real[positions] = np.searchsorted(of_ranks[rank], block_of[tokens]), True
@@ -118,11 +120,11 @@ def send_to_sources(mine: torch.Tensor, heads: int, blocks: LocalBlocks, group: 
 
     Takes [Hs, B, nq, D], of the heads that this rank predicts, to [B · heads, n, D], of the n blocks at this rank.
     """
-    own, batch, _, head_dim = mine.shape
+    heads_here, batch, _, head_dim = mine.shape
     counts = [len(of_rank) for of_rank in blocks.of_ranks]
     parts = mine.index_select(2, to_device(np.concatenate(blocks.of_ranks), mine.device)).split(counts, dim=2)
     shares = heads_by_rank(heads, group.size)
     received = [share * batch * counts[group.rank] for share in shares]
     sent = torch.cat([part.reshape(-1, head_dim) for part in parts])
-    arrived = group.all_to_all(sent, received, [own * batch * count for count in counts])
+    arrived = group.all_to_all(sent, received, [heads_here * batch * count for count in counts])
     return arrived.view(heads, batch, counts[group.rank], head_dim).transpose(0, 1).flatten(0, 1)

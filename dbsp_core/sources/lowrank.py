@@ -55,14 +55,14 @@ class LowRankProjections:
         try:
             with safe_open(path, framework="pt") as file:
                 layers = (file.metadata() or {}).get("layers", "")
-                found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
-            numbers = [int(name.removeprefix("query.")) for name in found if not name.startswith("key.")]
-            sides = {number: (found[f"query.{number}"], found[f"key.{number}"]) for number in numbers}
+                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
+            numbers = [int(name.removeprefix("query.")) for name in tensors if not name.startswith("key.")]
+            sides = {number: (tensors[f"query.{number}"], tensors[f"key.{number}"]) for number in numbers}
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise UserError(f"{path} is not a file of fitted projections ({error}); {FIT}") from error
-        shapes = {tuple(one.shape) for one in found.values()}
-        finite = all(bool(one.isfinite().all()) for one in found.values())
-        if len(found) != 2 * len(sides) or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
+        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+        finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+        if len(tensors) != 2 * len(sides) or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
             raise UserError(f"{path} is not a file of fitted projections: its tensors don't go together; {FIT}")
         return cls(sides, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
 
@@ -144,7 +144,7 @@ class LowRankSource(LikeliestBlocks):
         query, key = self._on_device(request.layer, device)
         # 1. Each rank projects its own tokens; the projections are sent to the rank that predicts their head.
         projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
-        own = _gather_own_heads(projected, tokens, grid).flatten(0, 1)
+        rows = _gather_own_heads(projected, tokens, grid).flatten(0, 1)
         # 2. That rank sums each head's predicted attention by blocks, and chooses the largest.
         dense = always_dense(grid, self.dense_text, self.attention_sink, device)
 
@@ -155,7 +155,7 @@ class LowRankSource(LikeliestBlocks):
                 chance[head] = predicted_mass(q, k, grid, tokens.scale, every_query=self.queries == "all")
             return select_blocks(chance, dense.expand(len(some), -1), *self.limits(grid.nk))
 
-        return BlockMask(predict_bits(own, choose, tokens, grid), grid)
+        return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
         """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
@@ -173,7 +173,7 @@ class LowRankSource(LikeliestBlocks):
         if group is None or group in self._checked:
             check()
             return
-        run_consistently(tokens.group, check, lambda one: one.fingerprint, "the fitted file")
+        run_consistently(tokens.group, check, lambda projections: projections.fingerprint, "the fitted file")
         self._checked.add(group)
 
 
@@ -190,10 +190,10 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
     """
     group, (batch, heads, _, head_dim) = tokens.group, projected.shape
     ids, positions = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
-    own = projected.index_select(2, to_device(positions[group.rank], projected.device)).transpose(0, 1).contiguous()
+    local = projected.index_select(2, to_device(positions[group.rank], projected.device)).transpose(0, 1).contiguous()
     shares = heads_by_rank(heads, group.size)
-    counts = [len(one) for one in ids]
-    arrived = exchange_heads(own, shares, counts, group)
+    counts = [len(token_ids) for token_ids in ids]
+    arrived = exchange_heads(local, shares, counts, group)
     mine = shares[group.rank]
     parts = arrived.split([mine * batch * count for count in counts])
     whole = torch.cat([p.view(mine, batch, count, head_dim) for p, count in zip(parts, counts, strict=True)], dim=2)
@@ -270,11 +270,11 @@ class Moments:
             self._about["layers"] = str(request.layers)
         positions = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
         for side, tensor in (("query", tokens.q), ("key", tokens.k)):
-            name, own = f"{side}.{request.layer}", tensor.detach().index_select(2, positions).float()
-            with torch.autocast(own.device.type, enabled=False):
-                found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
-            total, count = self._sums.get(name, (torch.zeros_like(found), 0))
-            self._sums[name] = total + found, count + len(tensor) * len(positions)
+            name, tokens_here = f"{side}.{request.layer}", tensor.detach().index_select(2, positions).float()
+            with torch.autocast(tokens_here.device.type, enabled=False):
+                moments = torch.einsum("bhnd,bhne->hde", tokens_here, tokens_here)  # [H, D, D]
+            total, count = self._sums.get(name, (torch.zeros_like(moments), 0))
+            self._sums[name] = total + moments, count + len(tensor) * len(positions)
 
     def write(self) -> None:
         """Writes this rank's file, whole or not at all."""

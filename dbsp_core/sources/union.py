@@ -43,7 +43,7 @@ class UnionSource:
     of: tuple[MaskSource, ...] = field(default=(), metadata={"read": _read_parts})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of", tuple(part for one in self.of for part in parts_of(one)))
+        object.__setattr__(self, "of", tuple(part for source in self.of for part in parts_of(source)))
         if len(self.of) < 2:
             raise SettingError(
                 "mask source 'union' needs two masks or more; for example of: [{source: window, window: [3, 9, 9]}, "

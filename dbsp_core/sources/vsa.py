@@ -78,14 +78,14 @@ class VsaSource(BlockSizes):
             chance[..., :text] = 1.0  # active blocks of text are the first: the others compete with one another
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
 
-        found = predict_bits(rows, choose, tokens, grid)
+        bits = predict_bits(rows, choose, tokens, grid)
         if values is None or tokens.gate is None:
-            return BlockMask(found, grid)
+            return BlockMask(bits, grid)
         blocks = LocalBlocks.from_layout(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
         local = send_to_sources(
             torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, blocks, tokens.group
         )
-        return BlockMask(found, grid, CoarseBranch(local, blocks.block, blocks.real, tokens.gate))
+        return BlockMask(bits, grid, CoarseBranch(local, blocks.block, blocks.real, tokens.gate))
 
 
 @functools.cache

@@ -30,13 +30,13 @@ class ExpectedHost:
 
     def problem(self) -> str | None:
         """Returns in one line how the installed framework differs, or None; reads its source without importing it."""
-        found = installed_version(self.package) or "of unknown version"
+        installed = installed_version(self.package) or "of unknown version"
         fix = f"install a version that {page('engines')} names"
-        if self.version is not None and not f"{found}.".startswith(f"{self.version}."):
-            return f"db-SP expects {self.name} {self.version}, and this is {found}; {fix}"
+        if self.version is not None and not f"{installed}.".startswith(f"{self.version}."):
+            return f"db-SP expects {self.name} {self.version}, and this is {installed}; {fix}"
         missing = [name for name in self.names if not is_defined(name)]
         if missing:
-            return f"db-SP expects {', '.join(missing)}, which this {self.name} ({found}) does not define; {fix}"
+            return f"db-SP expects {', '.join(missing)}, which this {self.name} ({installed}) does not define; {fix}"
         return None
 
 

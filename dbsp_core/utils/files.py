@@ -23,10 +23,10 @@ _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT"
 
 def parse_size(text: str) -> int:
     """Reads bytes from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
         raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def in_bytes(count: float) -> str:
@@ -39,7 +39,7 @@ def in_bytes(count: float) -> str:
     return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
 
 
-def expand_path(given: str | os.PathLike[str]) -> str:
+def expand_path(path: str | os.PathLike[str]) -> str:
     """Returns a path with "~" and "~NAME" at its beginning replaced by home folders, as a shell does.
 
     A path that the locale's encoding lacks names the file that has this name in UTF-8.
@@ -47,7 +47,7 @@ def expand_path(given: str | os.PathLike[str]) -> str:
     Raises:
         UserError: The path is empty or has a character that no file's name can have, or no such home folder is known.
     """
-    text = os.fspath(given)
+    text = os.fspath(path)
     if not text or "\0" in text:
         what = "has a NUL character" if text else "is empty"
         raise UserError(f"path {in_short(text)} {what}; give the name of a file or folder, or leave it out")
@@ -60,9 +60,9 @@ def expand_path(given: str | os.PathLike[str]) -> str:
         raise UserError(f"path {in_short(path)} has half a character; no file can have that name") from error
 
 
-def user_path(given: str | os.PathLike[str]) -> Path:
-    """Returns `expand_path(given)` as a Path."""
-    return Path(expand_path(given))
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """Returns `expand_path(path)` as a Path."""
+    return Path(expand_path(path))
 
 
 def require_file(path: Path, what: str, advice: str) -> None:
@@ -170,7 +170,7 @@ def _require_possible(path: Path, what: str) -> None:
 
 def _existing(path: Path) -> Path:
     """Returns the path, or the innermost folder around it that exists."""
-    return next(one for one in (path, *path.parents) if os.path.exists(one))
+    return next(folder for folder in (path, *path.parents) if os.path.exists(folder))
 
 
 def _require_writable(folder: Path, what: str) -> None:

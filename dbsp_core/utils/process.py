@@ -30,7 +30,10 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
     )
 
 
@@ -107,15 +110,17 @@ def installed_version(name: str) -> str | None:
 @functools.cache
 def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages among `_PACKAGES`, by name."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {
+        name: installed for name, installed in versions.items() if installed is not None
+    }
 
 
 def version_fingerprints(compare: bool) -> dict[str, int]:
     """Returns messages and fingerprints of packages for `check_consistent`; without versions unless `compare`."""
-    found = package_versions() if compare else {}
+    versions = package_versions() if compare else {}
     message = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
-    return {message.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}
+    return {message.format(name): fingerprint_of(versions.get(name)) for name in ("python", *_PACKAGES)}
 
 
 P = ParamSpec("P")

@@ -116,9 +116,9 @@ def plain_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type) and type(value).__str__ is object.__str__:
         return {f.name: plain_value(getattr(value, f.name)) for f in fields(value) if f.repr}
     if isinstance(value, Mapping):
-        return {str(key): plain_value(one) for key, one in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_value(one) for one in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     return type(value).__name__ if type(value).__str__ is object.__str__ else str(value)  # no address in memory
