@@ -26,18 +26,12 @@ class CoarseBranch:
     """Attention over pooled tokens, which is multiplied by a gate and added to the local output.
 
     (Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention, arXiv 2505.13389, 2025, Eq. 3.)
-
-    Attributes:
-        coarse: float32[B · H, n, D], of the n query blocks of which this rank has tokens.
-        block: int64[n_local], each slot's among them.
-        real: bool[n_local], whether there is a token.
-        gate: [B, H, n_local, D].
     """
 
-    coarse: torch.Tensor
-    block: torch.Tensor
-    real: torch.Tensor
-    gate: torch.Tensor
+    coarse: torch.Tensor  # float32[B · H, n, D], of the n query blocks of which this rank has tokens
+    block: torch.Tensor  # int64[n_local], each slot's among them
+    real: torch.Tensor  # bool[n_local], whether there is a token
+    gate: torch.Tensor  # [B, H, n_local, D]
 
     def __repr__(self) -> str:
         """Returns the same text on all ranks."""

@@ -96,19 +96,12 @@ Order = str | tuple[str, ...]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockAxis:
-    """The blocks of queries or of keys.
+    """The blocks of queries or of keys."""
 
-    Attributes:
-        starts: int64[n], token-order position of each block's first token.
-        lengths: int64[n], tokens in each block.
-        block: The block size; the last block of text or video may be shorter.
-        bounds: int64[S + 1], the first block of each sequence, and the number of blocks.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    block: int
-    bounds: np.ndarray
+    starts: np.ndarray  # int64[n], token-order position of each block's first token
+    lengths: np.ndarray  # int64[n], tokens in each block
+    block: int  # The block size; the last block of text or video may be shorter
+    bounds: np.ndarray  # int64[S + 1], the first block of each sequence, and the number of blocks
 
     def __len__(self) -> int:
         return len(self.starts)

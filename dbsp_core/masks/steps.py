@@ -21,16 +21,12 @@ _RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
 class StepGroups:
     """Consecutive runs of denoising steps. Steps before the first group are dense.
 
-    Attributes:
-        starts: First step of each group, ascending.
-        end: One past the last group's last step; None if it has no end.
-
     Raises:
         UserError: For groups that are empty or out of order.
     """
 
-    starts: tuple[int, ...]
-    end: int | None = None
+    starts: tuple[int, ...]  # First step of each group, ascending
+    end: int | None = None  # One past the last group's last step; None if it has no end
 
     def __post_init__(self) -> None:
         bounds = self.starts if self.end is None else (*self.starts, self.end)

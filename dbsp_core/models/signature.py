@@ -64,14 +64,10 @@ a timestep for each token, from text alone or from an image and text (Wan2.2 TI2
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """Features that distinguish models: diffusers' pipeline class, the transformer's sizes, and the variant.
-
-    Attributes:
-        sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`.
-    """
+    """Features that distinguish models: diffusers' pipeline class, the transformer's sizes, and the variant."""
 
     pipeline: str
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[int, int, int, int]  # (layers, heads, head_dim, patch_frames), see `ModelSpec`
     variant: Variant = ""
 
     @property

@@ -109,15 +109,11 @@ class MaskRecorder(SessionObserver):
 
     A mask is written once for all layers and steps that have it, as a mask file named by its fingerprint. Memory holds
     the packed masks of one forward pass. index.json has the mask of each layer in each finished pass.
-
-    Attributes:
-        layers: Number of the model's layers.
-        active: False on all ranks but the first, and after `stop`.
     """
 
     settings: RecordSettings
-    layers: int
-    active: bool = True
+    layers: int  # Number of the model's layers
+    active: bool = True  # False on all ranks but the first, and after `stop`
     bytes_written: int = 0
     stopped: str | None = None
     _claimed: bool = False

@@ -21,21 +21,14 @@ FORMAT = "db-SP report 3"
 
 @dataclass(frozen=True)
 class Environment:
-    """Settings and surroundings of a run.
+    """Settings and surroundings of a run."""
 
-    Attributes:
-        settings: The settings in effect as in YAML, with the choices that "auto" and defaults led to.
-        software: Versions by name.
-        hardware: The device of each rank.
-        date: End of the run, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports.
-    """
-
-    settings: Mapping[str, Any]
-    software: Mapping[str, str]
-    hardware: Sequence[str]
+    settings: Mapping[str, Any]  # The settings in effect as in YAML, with the choices that "auto" and defaults led to
+    software: Mapping[str, str]  # Versions by name
+    hardware: Sequence[str]  # The device of each rank
     kernel: str
     dtype: str
-    date: str = ""
+    date: str = ""  # End of the run, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports
 
     @property
     def on_cpu(self) -> bool:
@@ -45,36 +38,25 @@ class Environment:
 
 @dataclass(frozen=True)
 class CallColumns:
-    """Every attention of the run, in order: columns of one length.
-
-    Attributes:
-        branch: The CFG pass.
-        replanned: 1 where a plan was used for the first time.
-        plan_ms: Time of making this plan on rank 0; 0 for a plan used before.
-        rho_bound: ρ_s that no plan of this granularity falls below.
-        seconds: From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks.
-        bytes_to_owners: Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources.
-        bytes_busiest: Sum of these three for the rank that sends most.
-        bytes_usp: Bytes that all ranks would send in plain USP.
-    """
+    """Every attention of the run, in order: columns of one length."""
 
     layer: Sequence[int]
     step: Sequence[int]
-    branch: Sequence[int]
+    branch: Sequence[int]  # The CFG pass
     strategy: Sequence[str]
-    replanned: Sequence[int]
-    plan_ms: Sequence[float]
+    replanned: Sequence[int]  # 1 where a plan was used for the first time
+    plan_ms: Sequence[float]  # Time of making this plan on rank 0; 0 for a plan used before
     density: Sequence[float]
     rho_before: Sequence[float]
     rho: Sequence[float]
-    rho_bound: Sequence[float]
-    seconds: Sequence[float]
+    rho_bound: Sequence[float]  # ρ_s that no plan of this granularity falls below
+    seconds: Sequence[float]  # From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks
     seconds_mean: Sequence[float]
-    bytes_to_owners: Sequence[int]
+    bytes_to_owners: Sequence[int]  # Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources
     bytes_chunks: Sequence[int]
     bytes_to_sources: Sequence[int]
-    bytes_busiest: Sequence[int]
-    bytes_usp: Sequence[int]
+    bytes_busiest: Sequence[int]  # Sum of these three for the rank that sends most
+    bytes_usp: Sequence[int]  # Bytes that all ranks would send in plain USP
 
     def __post_init__(self) -> None:
         lengths = {len(getattr(self, f.name)) for f in fields(self)}
@@ -87,19 +69,12 @@ class CallColumns:
 
 @dataclass(frozen=True)
 class RankTotals:
-    """Sums over the run, by rank.
+    """Sums over the run, by rank."""
 
-    Attributes:
-        attention_s: Seconds in attention.
-        bytes_sent: To other ranks in attention.
-        work: Active blocks of each rank under db-SP's plans, by layer.
-        work_before: The same under contiguous plans.
-    """
-
-    attention_s: Sequence[float]
-    bytes_sent: Sequence[int]
-    work: Mapping[str, Sequence[int]]
-    work_before: Mapping[str, Sequence[int]]
+    attention_s: Sequence[float]  # Seconds in attention
+    bytes_sent: Sequence[int]  # To other ranks in attention
+    work: Mapping[str, Sequence[int]]  # Active blocks of each rank under db-SP's plans, by layer
+    work_before: Mapping[str, Sequence[int]]  # The same under contiguous plans
 
     def __post_init__(self) -> None:
         by_rank = (self.attention_s, self.bytes_sent, *self.work.values(), *self.work_before.values())

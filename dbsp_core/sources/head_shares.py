@@ -89,17 +89,11 @@ def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) ->
 
 
 class LocalBlocks(NamedTuple):
-    """The query blocks of which each rank has tokens, and where this rank's are.
+    """The query blocks of which each rank has tokens, and where this rank's are."""
 
-    Attributes:
-        of_ranks: By rank, int64.
-        block: int64[n_local], each slot's among this rank's; 0 at padding.
-        real: bool[n_local], whether there is a token.
-    """
-
-    of_ranks: tuple[np.ndarray, ...]
-    block: torch.Tensor
-    real: torch.Tensor
+    of_ranks: tuple[np.ndarray, ...]  # By rank, int64
+    block: torch.Tensor  # int64[n_local], each slot's among this rank's; 0 at padding
+    real: torch.Tensor  # bool[n_local], whether there is a token
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
