@@ -12,10 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path
 
-_EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
-"""Numbers that YAML takes for text unless they have a point and a sign."""
-_LARGEST = 2**63 - 1
-"""Largest integer of PyTorch, NumPy and files."""
+_EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")  # numbers that YAML takes for text without a point and a sign
+_LARGEST = 2**63 - 1  # integer of PyTorch, NumPy and files
 
 
 def setting_names(cls: type) -> list[str]:
@@ -26,8 +24,7 @@ def setting_names(cls: type) -> list[str]:
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """Returns `cls(**values)` after checking keys and types; `where` is the values' location for messages, or "".
 
-    Raises:
-        SettingError: For an unknown or missing key, a value of another type, or one that `cls` rejects.
+    Raises SettingError for an unknown or missing key, a value of another type, or one that `cls` rejects.
     """
     settings = checked(cls, values, where)
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
@@ -149,9 +146,8 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
 
     `where` is the keys' location for the message, or "". `elsewhere` maps keys to the one that they belong under.
     """
-    if key in known:
-        return
-    hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
-    if str(key) in (elsewhere or {}):
-        hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
-    raise SettingError(f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}", (str(key),))
+    if key not in known:
+        hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
+        if elsewhere and str(key) in elsewhere:
+            hint = f"; it belongs under {elsewhere[str(key)]!r}"
+        raise SettingError(f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}", (str(key),))
