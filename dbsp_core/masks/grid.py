@@ -66,17 +66,11 @@ def tile_lengths(order: str, thw: tuple[int, int, int]) -> np.ndarray:
 
 
 class Video(NamedTuple):
-    """A video or an image as attention sees it, with the text of its sequence.
+    """A video or an image as attention sees it, with the text of its sequence."""
 
-    Attributes:
-        thw: Frames, rows and columns of its token grid; an image has one frame.
-        text: Tokens of text in the same sequence.
-        text_runs: Their number in each run of one kind (text, audio, reference images), where the model distinguishes.
-    """
-
-    thw: tuple[int, int, int]
-    text: int = 0
-    text_runs: tuple[int, ...] = ()
+    thw: tuple[int, int, int]  # frames, rows and columns of its token grid; an image has one frame
+    text: int = 0  # tokens of text in the same sequence
+    text_runs: tuple[int, ...] = ()  # their number in each run of one kind (text, audio, reference images)
 
     @property
     def grid_tokens(self) -> int:

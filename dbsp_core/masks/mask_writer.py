@@ -47,22 +47,13 @@ def safetensors_pieces(tensors: Mapping[str, ByteTensor], metadata: Mapping[str,
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """The description of the masks in a file.
+    """The description of the masks in a file. Raises UserError for orders that don't fit the grid."""
 
-    Attributes:
-        grid: The grid of every mask, apart from token orders.
-        layers: Number of layers; None: one mask for every layer.
-        orders: The token orders of each mask, by group and layer; a single element is for all masks.
-
-    Raises:
-        UserError: For orders that don't fit the grid.
-    """
-
-    grid: BlockGrid
+    grid: BlockGrid  # of every mask, apart from token orders
     heads: int
-    layers: int | None = None
+    layers: int | None = None  # None: one mask for every layer
     groups: StepGroups | None = None
-    orders: tuple[Orders, ...] = ((CANONICAL,),)
+    orders: tuple[Orders, ...] = ((CANONICAL,),)  # of each mask, by group and layer; a single element is for all
 
     def __post_init__(self) -> None:
         for orders in set(self.orders):

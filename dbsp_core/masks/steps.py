@@ -79,30 +79,19 @@ MOST_PASSES = 4
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """A step of the denoising and a CFG pass of the step, both counted from 0.
-
-    Attributes:
-        generation: Number of the generation; the same moments of two generations are equal.
-    """
+    """A step of the denoising and a CFG pass of the step, both counted from 0."""
 
     step: int = 0
     cfg_branch: int = 0
-    generation: int = field(default=0, compare=False, repr=False)
+    generation: int = field(default=0, compare=False, repr=False)  # equal moments of two generations compare equal
 
 
 class Progress(NamedTuple):
-    """The progress of a denoising, as far as its framework knows it.
+    """The progress of a denoising, as far as its framework knows it."""
 
-    Attributes:
-        generation: A different object for each generation.
-        step_index: Grows by one from step to step, as in diffusers' schedulers; None before a generation's first step
-            is over, and if the framework has none.
-        first_index: The index of step 0, if the framework knows it. If not, a generation's first pass is in step 0.
-    """
-
-    generation: object = None
-    step_index: int | None = None
-    first_index: int | None = None
+    generation: object = None  # a different object for each generation
+    step_index: int | None = None  # grows by one each step; None before a generation's first step is over, or unknown
+    first_index: int | None = None  # the index of step 0; None: a generation's first pass is in step 0
 
 
 @dataclass
@@ -114,14 +103,10 @@ class StepClock:
     that this one has had; if the framework does not name the pass, each counts as another one of the same step, up to
     `MOST_PASSES`. More are passes of further generations of one step, which begin with the first pass again.
     Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
-
-    Attributes:
-        progress: Returns the framework's progress.
-        shared: True if several transformers of a generation advance it; each must then do so at every forward pass.
     """
 
-    progress: Callable[[], Progress] = Progress
-    shared: bool = False
+    progress: Callable[[], Progress] = Progress  # returns the framework's progress
+    shared: bool = False  # True if several transformers of a generation advance it, each at every forward pass
     now: DenoisingStep = field(default_factory=DenoisingStep)
     _generation: object = None
     _generations: int = 1

@@ -16,17 +16,12 @@ from dbsp_core.utils.errors import UserError, require_value
 
 @dataclass(frozen=True, eq=False)
 class LineSegments:
-    """The video blocks of one axis, cut where a line ends.
+    """The video blocks of one axis, cut where a line ends."""
 
-    Attributes:
-        line: int64[n], the line of each segment; `first` and `last` are the positions of its end tokens there.
-        begins: int64[video blocks], each block's first segment.
-    """
-
-    line: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    begins: np.ndarray
+    line: np.ndarray  # int64[n], the line of each segment
+    first: np.ndarray  # int64[n], position of its first token on the line
+    last: np.ndarray  # int64[n], of its last token
+    begins: np.ndarray  # int64[video blocks], each block's first segment
 
 
 def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:

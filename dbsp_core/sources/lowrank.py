@@ -37,15 +37,12 @@ FIT = "fit one with: dbsp masks fit FILE.safetensors RECORDING"
 
 @dataclass(frozen=True, eq=False)
 class LowRankProjections:
-    """Fitted projections: q·k is near (q·query)·(k·key).
+    """Fitted projections: q·k is near (q·query)·(k·key)."""
 
-    Attributes:
-        sides: By layer, the projections of queries and of keys, float32[H, D, rank] each.
-        layers: Number of the model's layers, or None if the recording did not know it.
-    """
-
-    sides: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    layers: int | None = None
+    sides: Mapping[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ]  # by layer, of queries and of keys, float32[H, D, rank] each
+    layers: int | None = None  # number of the model's layers, or None if unknown
 
     @classmethod
     def load(cls, path: str) -> LowRankProjections:
