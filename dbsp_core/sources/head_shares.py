@@ -31,14 +31,13 @@ def heads_by_rank(heads: int, ranks: int) -> tuple[int, ...]:
 def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:
     """Pools the q and k, and the values if given, of the heads whose masks this rank predicts. Collective.
 
-    Returns:
-        float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block, over all
-        ranks; with values nq + 2 nk of them.
+    Returns float32[Hs · B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block,
+    over all ranks; with values nq + 2 nk of them.
     """
     shares = heads_by_rank(tokens.q.shape[1], tokens.group.size)
     tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
     blocks = ShardedBlocks.from_layout(tokens.layout, grid, "qkv"[: len(tensors)])
-    return pool_heads(tensors, blocks, shares, tokens.group)
+    return pool_heads(tensors, blocks, shares, tokens.group).flatten(0, 1)
 
 
 def predict_bits(
@@ -53,11 +52,8 @@ def predict_bits(
             that parts cannot change a bit.
     """
     together = max(1, PAIRS_AT_ONCE["cuda" if rows.is_cuda else "cpu"] // (grid.nq * grid.nk))
-    if rows.shape[0] <= together:
-        mine = choose(rows)
-    else:
-        mine = torch.cat([choose(some) for some in rows.split(together)])
-    return gather_bits(mine, tokens, grid.nk)
+    parts = [choose(some) for some in rows.split(together)] if rows.shape[0] > together else [choose(rows)]
+    return gather_bits(parts[0] if len(parts) == 1 else torch.cat(parts), tokens, grid.nk)
 
 
 def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tensor:

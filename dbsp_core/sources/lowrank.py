@@ -30,8 +30,7 @@ from dbsp_core.utils.files import expand_path, require_file, require_folder_path
 from dbsp_kernels.prediction import halving_sum, select_blocks
 from dbsp_kernels.segments import to_device
 
-CHUNK = 1 << 23
-"""Scores of one head that are held at a time."""
+CHUNK = 1 << 23  # scores of one head that are held at a time
 FIT = "fit one with: dbsp masks fit FILE.safetensors RECORDING"
 
 
@@ -202,17 +201,10 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
 def predicted_mass(
     query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, *, every_query: bool
 ) -> torch.Tensor:
-    """Sums the attention that scores query·key predict over each key block, and averages it over each query block.
+    """Returns the attention that scores query·key predict of each query block to each key block, float64[nq, nk].
 
-    Args:
-        query: [tokens, W] of one head, in the order of the grid.
-        key: See query.
-        grid: The blocks.
-        scale: Factor of the scores.
-        every_query: True to average every query's attention, rather than take that of the block's mean query.
-
-    Returns:
-        float64[nq, nk], with rows that add up to 1.
+    `query` and `key` are [tokens, W] of one head, in the order of the grid. A row is that of the block's mean query,
+    or the mean of all its queries' rows with `every_query`; it adds up to 1.
     """
     (q_position, q_real), (k_position, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
     rows = query.double()[q_position] * q_real[..., None]  # [nq, Bq, W]
@@ -225,9 +217,8 @@ def predicted_mass(
     for first in range(0, grid.nq, step):
         scores = torch.mm(rows[first : first + step].flatten(0, 1), keys).mul_(scale)
         scores.masked_fill_(~k_real.flatten(), -torch.inf)
-        by_block = (
-            torch.softmax(scores, dim=-1).unflatten(1, k_position.shape).sum(dim=2).unflatten(0, (-1, rows.shape[1]))
-        )
+        by_block = torch.softmax(scores, dim=-1).unflatten(1, k_position.shape).sum(dim=2)
+        by_block = by_block.unflatten(0, (-1, rows.shape[1]))  # [rows, Bq or 1, nk]
         real = q_real[first : first + step]
         mass[first : first + step] = (by_block * real[..., None]).sum(dim=1) / real.sum(dim=1)[:, None]
     return mass

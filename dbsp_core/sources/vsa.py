@@ -65,7 +65,7 @@ class VsaSource(BlockSizes):
             values = tokens.v
         elif self.coarse and tokens.group.rank == 0:
             _say_without_gate()
-        rows = pool_own_heads(tokens, grid, values).flatten(0, 1)
+        rows = pool_own_heads(tokens, grid, values)
         dense = always_dense(grid, self.dense_text, False, rows.device)
         text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text else 0
         count = text + max(1, math.ceil((1 - self.sparsity) * (grid.nk - text)))
