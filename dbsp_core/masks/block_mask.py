@@ -48,8 +48,7 @@ class CoarseBranch:
 
 Value = TypeVar("Value")
 
-AT_ONCE = 2**20
-"""Bits that are fingerprinted together."""
+AT_ONCE = 2**20  # bits that are fingerprinted together
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,7 +73,14 @@ class BlockMask:
     """Results by name, each with the version of the bits that it was computed from."""
 
     def __post_init__(self) -> None:
-        bits, grid = _with_version(self.bits), self.grid
+        bits, grid = self.bits, self.grid
+        if isinstance(bits, np.ndarray):
+            bits = torch.from_numpy(bits.copy())
+        elif not isinstance(bits, torch.Tensor):
+            bits = torch.as_tensor(bits, device="cpu")
+        if bits.is_inference():  # such tensors do not count changes in `_version`
+            with torch.inference_mode(False):
+                bits = bits.clone()
         if bits.dtype != torch.bool:
             raise UserError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
         object.__setattr__(self, "bits", bits)
@@ -164,14 +170,15 @@ class BlockMask:
     @property
     def fingerprint(self) -> int:
         """A number below 2^63 that differs between masks, for ranks to compare."""
-        return self._of_bits("fingerprint", self._fingerprint)
 
-    def _fingerprint(self) -> int:
-        coarse = "" if self.coarse is None else repr(self.coarse)
-        digest = hashlib.blake2b((str(self.grid) + coarse).encode(), digest_size=8)
-        for piece in self.bits.flatten().split(AT_ONCE):
-            digest.update(np.packbits(piece.cpu().numpy()).tobytes())
-        return int.from_bytes(digest.digest(), "big") >> 1
+        def compute() -> int:
+            coarse = "" if self.coarse is None else repr(self.coarse)
+            digest = hashlib.blake2b((str(self.grid) + coarse).encode(), digest_size=8)
+            for piece in self.bits.flatten().split(AT_ONCE):
+                digest.update(np.packbits(piece.cpu().numpy()).tobytes())
+            return int.from_bytes(digest.digest(), "big") >> 1
+
+        return self._of_bits("fingerprint", compute)
 
     @property
     def counts(self) -> MaskCounts:
@@ -188,30 +195,16 @@ class BlockMask:
 
 def require_mask(mask: object) -> None:
     """Raises UserError unless the argument is a BlockMask."""
-    if isinstance(mask, BlockMask):
-        return
-    if isinstance(mask, (torch.Tensor, np.ndarray)):
-        fix = "make one of these bits: BlockMask(bits, BlockGrid.uniform(tokens, block=64))"
-    else:
+    if not isinstance(mask, BlockMask):
         fix = "the mask comes first, then the strategy"
-    raise UserError(f"mask must be a BlockMask, got a {type(mask).__name__}; {fix}")
+        if isinstance(mask, (torch.Tensor, np.ndarray)):
+            fix = "make one of these bits: BlockMask(bits, BlockGrid.uniform(tokens, block=64))"
+        raise UserError(f"mask must be a BlockMask, got a {type(mask).__name__}; {fix}")
 
 
 def _shape(grid: BlockGrid, heads: int) -> tuple[int, ...]:
     """Returns the shape of a mask's bits."""
     return (heads * grid.pairs,) if grid.packed_from else (heads, grid.nq, grid.nk)
-
-
-def _with_version(bits: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """Returns the same tensor, or a copy of one that does not count its changes in `_version`."""
-    if isinstance(bits, np.ndarray):
-        return torch.from_numpy(bits.copy())
-    if not isinstance(bits, torch.Tensor):
-        bits = torch.as_tensor(bits, device="cpu")
-    if not bits.is_inference():
-        return bits
-    with torch.inference_mode(False):
-        return bits.clone()
 
 
 def row_positions(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:

@@ -147,7 +147,12 @@ class BlockGrid:
 
     def __post_init__(self) -> None:
         if self.packed_from:
-            self._check_packed()
+            sizes = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
+            if sizes != _packed_sizes(self.packed_from):
+                raise UserError(
+                    "a packed grid's sizes, thw and orders are those of its sequences; change these, and pack them "
+                    "again with BlockGrid.packed"
+                )
             return
         if self.tokens < 1:
             raise UserError(f"a block grid needs at least one token, got tokens={self.tokens}")
@@ -157,17 +162,6 @@ class BlockGrid:
             raise UserError(f"text_runs {self.text_runs} must add up to text_tokens={self.text_tokens}")
         for name in ("block_q", "block_k"):
             require_value(self, name, getattr(self, name) >= 1, "must be at least 1; 64 and 128 are usual")
-        self._check_orders()
-
-    def _check_packed(self) -> None:
-        sizes = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
-        if sizes != _packed_sizes(self.packed_from):
-            raise UserError(
-                "a packed grid's sizes, thw and orders are those of its sequences; change these, and pack them again "
-                "with BlockGrid.packed"
-            )
-
-    def _check_orders(self) -> None:
         if not self.orders:
             raise UserError(f"orders must not be empty; leave it out for {CANONICAL!r}")
         for order in set(self.orders):
@@ -296,9 +290,8 @@ class BlockGrid:
             text_q, text_k = (sum(-(-run // size) for run in grid._runs) for size in (grid.block_q, grid.block_k))
             within[..., :text_q, :], within[..., :text_k] = True, True
 
-    @property
     def _segments(self) -> list[int]:
-        """Tokens of the runs that are cut into blocks: text, then the video or each of its tiles."""
+        """Returns the tokens of the runs that are cut into blocks: text, then the video or each of its tiles."""
         if not self.whole_tiles or self.thw is None:
             return [*self._runs, self.tokens - self.text_tokens]
         return [*self._runs, *tile_lengths(str(self.orders[0]), self.thw).tolist()]
@@ -310,10 +303,10 @@ class BlockGrid:
     def _axis(self, block: int) -> BlockAxis:
         starts, bounds, first = [], [0], 0
         for grid in self.sequences:
-            for segment in grid._segments:
+            for segment in grid._segments():
                 starts.append(first + np.arange(0, segment, block))
                 first += segment
-            bounds.append(bounds[-1] + sum(-(-segment // block) for segment in grid._segments))
+            bounds.append(sum(map(len, starts)))
         all_starts = np.concatenate(starts)
         return BlockAxis(all_starts, np.diff(all_starts, append=self.tokens), block, np.array(bounds))
 

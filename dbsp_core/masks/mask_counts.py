@@ -9,17 +9,13 @@ import torch
 
 from dbsp_kernels.segments import to_device
 
-BITS_AT_ONCE = 2**26
-"""Bits that are widened together on a GPU: 128 MiB."""
+BITS_AT_ONCE = 2**26  # bits that are widened together on a GPU: 128 MiB
 
 
 class RowCounts:
-    """Active blocks of each row of a mask, which are being copied to the host.
+    """Active blocks of each row of a mask, of parts bool[H, nq, nk], one for each sequence.
 
-    Nothing is exchanged and nothing waits before `rows` is read; the bits may be dropped at once.
-
-    Args:
-        parts: bool[H, nq, nk] each, one for each sequence.
+    They are being copied to the host: nothing waits before `rows` is read, and the bits may be dropped at once.
     """
 
     def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
@@ -45,11 +41,7 @@ class RowCounts:
 
 
 class MaskCounts:
-    """Counts of a mask's bits; each is computed once.
-
-    Args:
-        parts: bool[H, nq, nk] each, one for each sequence.
-    """
+    """Counts of the bits of a mask, of parts bool[H, nq, nk], one for each sequence; each is computed once."""
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self._parts = parts

@@ -184,8 +184,7 @@ _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _
 MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
 """Models by name. Of several with one signature and one repository, the first is what their weights are known as."""
 
-TINY = "tiny-"
-"""Prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed."""
+TINY = "tiny-"  # prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed
 TINY_MODELS = {
     "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
     "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),

@@ -68,13 +68,11 @@ def observe_run(sessions: Sequence[AttentionSession]) -> None:
         layers += session.layers
 
 
-REPORTS = "reports"
-"""Purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention."""
+REPORTS = "reports"  # purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention
 MOST_CALLS = 200_000
 """Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 CFG passes."""
 
-Timestamp = torch.cuda.Event | float
-"""A point in time: an event on the device's stream, or seconds."""
+Timestamp = torch.cuda.Event | float  # A point in time: an event on the device's stream, or seconds
 
 
 def bytes_sent(prepared: PreparedAttention, q: torch.Tensor) -> tuple[int, int, int, int]:

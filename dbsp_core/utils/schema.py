@@ -28,9 +28,8 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """
     settings = checked(cls, values, where)
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    missing = ", ".join(name for name in needed if name not in settings)
-    if missing:
-        raise SettingError(f"{where or 'the file'} lacks {missing}; add what is missing")
+    if missing := [name for name in needed if name not in settings]:
+        raise SettingError(f"{where or 'the file'} lacks {', '.join(missing)}; add what is missing")
     try:
         return cls(**settings)
     except SettingError:
