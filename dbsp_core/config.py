@@ -49,8 +49,7 @@ from dbsp_kernels.kernel import require_kernel_name, supports
 _NOT_COMPARED = ("model", "generate", "mask", "machine", "report", "transformer_2", "record", "origin")
 """Settings that may differ by rank, as paths do, or are compared apart."""
 
-_UNNAMED = DenseSource()
-"""The mask if none is named."""
+_UNNAMED = DenseSource()  # the mask if none is named
 
 _ANY_ROWS = KernelRequirements(ragged_rows=True)
 
@@ -58,8 +57,8 @@ ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], MaskSource, Callab
 
 
 def _record_folder() -> str | None:
-    given = environment_value(RECORD)
-    return None if given is None or given == "0" else expand_path(given)
+    folder = environment_value(RECORD)
+    return None if folder is None or folder == "0" else expand_path(folder)
 
 
 def _read_strategy(value: Any, name: str) -> Any:
@@ -142,8 +141,8 @@ class DbspConfig:
     origin: str | None = field(default=None, compare=False, metadata={"setting": False})
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in setting_names(DbspConfig)}
-        for name, value in checked(DbspConfig, given, "").items():
+        settings = {name: getattr(self, name) for name in setting_names(DbspConfig)}
+        for name, value in checked(DbspConfig, settings, "").items():
             object.__setattr__(self, name, value)
         if self.transformer_2:
             with blame_setting("transformer_2"):
@@ -165,12 +164,12 @@ class DbspConfig:
 
     def for_transformer(self, name: str) -> DbspConfig:
         """Returns the settings of a pipeline's transformer by its name: "transformer" or "transformer_2"."""
-        own = self.transformer_2 if name == "transformer_2" else {}
-        if not own:
+        settings = self.transformer_2 if name == "transformer_2" else {}
+        if not settings:
             return replace(self, transformer_2={})
-        for key in (key for key in ("model", "generate", "report", "vae", "transformer_2") if key in own):
+        for key in (key for key in ("model", "generate", "report", "vae", "transformer_2") if key in settings):
             raise SettingError(f"'{key}' in 'transformer_2' is for both transformers; set it one level up", (key,))
-        return replace(self, **checked(DbspConfig, {**own, "transformer_2": {}}, "'transformer_2'"))
+        return replace(self, **checked(DbspConfig, {**settings, "transformer_2": {}}, "'transformer_2'"))
 
     @property
     def mask_is_named(self) -> bool:
@@ -222,15 +221,10 @@ class DbspConfig:
         Args:
             source: a DbspConfig (returned as it is), a mapping, None for the defaults, a YAML file: its path, or a
                 shipped one's name; or a mask alone, in any spelling (see docs/masks.md): "sparge:cdf=0.92",
-                {"source": "sparge"}, a function.
-
-        Returns:
-            The configuration.
+                {"source": "sparge"}, a function. A folder that a file names as its model is relative to the file.
 
         Raises:
             UserError: for a value that makes no sense. For a file, the message begins with its name and the line.
-
-        A folder that a file names as its model is relative to the file.
         """
         if source is None:
             return cls()
@@ -245,12 +239,8 @@ class DbspConfig:
         settings = source if isinstance(source, Settings) else read_settings(find_config(source), "configuration file")
         with settings.located():
             config = replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)
-        model = config.model
-        if (
-            model is None
-            or signature_of_name(model)
-            or not settings.location_of(("model",)).startswith(settings.origin)
-        ):
+        model, in_file = config.model, settings.location_of(("model",)).startswith(settings.origin)
+        if model is None or signature_of_name(model) or not in_file:
             return config
         return replace(config, model=str(Path(settings.origin).parent / model))
 
@@ -267,8 +257,8 @@ class DbspConfig:
 
     def to_values(self) -> dict[str, Any]:
         """Returns every setting as YAML can hold it: `load` makes an equal configuration of this mapping."""
-        own = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        return own | {"mask": mask_values(self.mask)}
+        values = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
+        return values | {"mask": mask_values(self.mask)}
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
@@ -278,8 +268,7 @@ DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
 def default_config(identity: ModelSignature | None, spec: ModelSpec | None = None) -> DbspConfig:
     """Returns the settings if nothing is configured: those shipped for a known model, dense attention for others.
 
-    Args:
-        spec: The model with this signature, if a name identifies it.
+    `spec` is the model with this signature, if a name identifies it.
     """
     spec = spec or (None if identity is None else published_model(identity))
     path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
@@ -291,8 +280,7 @@ def default_config(identity: ModelSignature | None, spec: ModelSpec | None = Non
 def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:
     """Raises UserError if a configuration names another checkpoint than the actual one, if both are known.
 
-    Args:
-        with_pipeline: True if the actual pipeline is known, not only its transformer.
+    `with_pipeline`: True if the actual pipeline is known, not only its transformer.
     """
     wanted = None if config.model is None else signature_of_model(config.model)
     if wanted is None or actual is None:

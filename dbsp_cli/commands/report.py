@@ -12,14 +12,7 @@ import typer
 
 from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, require_apart
 from dbsp_cli.video_quality import compare_latents, compare_videos
-from dbsp_core.reports.page import (
-    flat_settings,
-    headline,
-    in_seconds,
-    layer_summaries,
-    report_page,
-    strategies_in_words,
-)
+from dbsp_core.reports.page import LAYER_COLUMNS, flat_settings, headline, in_seconds, report_page, strategies_in_words
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import in_bytes, require_file_path, write_atomically
@@ -48,7 +41,10 @@ def report_command(
         report = RunReport.read(runs[0])
         names = ("model", "framework", "world_size", "strategy", "planner", "seconds")
         values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals)}
-        values["layers"] = [asdict(layer) for layer in layer_summaries(report)]
+        values["layers"] = [
+            {"layer": layer, "seconds": totals.attention_s, **asdict(totals)}
+            for layer, totals in report.layers().items()
+        ]
         tables = run_tables(report)
         if html is not None:
             write_atomically(html, report_page(report))
@@ -61,12 +57,11 @@ def report_command(
 def run_tables(report: RunReport) -> list[TextTable]:
     """Returns the tables of one run: its main numbers, and its layers."""
     compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
-    rows = []
-    for layer in layer_summaries(report):
-        ratios = (layer.density, layer.rho_before, layer.rho, layer.rho_worst, layer.rho_best)
-        totals = (str(layer.replans), in_seconds(layer.seconds), in_bytes(layer.bytes_sent))
-        rows.append([str(layer.layer), *(f"{ratio:.3f}" for ratio in ratios), *totals])
-    columns = ("layer", "density", "ρ_s before", "ρ_s", "worst", "least", "plans", "time", "sent")
+    rows = [
+        [str(layer), *(in_words(getattr(totals, name)) for _, name, in_words in LAYER_COLUMNS)]
+        for layer, totals in report.layers().items()
+    ]
+    columns = ("layer", *(heading for heading, _, _ in LAYER_COLUMNS))
     title = f"{report.model}, db-SP in {report.framework} on {report.world_size} ranks"
     caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
     return [

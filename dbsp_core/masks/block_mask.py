@@ -26,18 +26,12 @@ class CoarseBranch:
     """Attention over pooled tokens, which is multiplied by a gate and added to the local output.
 
     (Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention, arXiv 2505.13389, 2025, Eq. 3.)
-
-    Attributes:
-        coarse: float32[B · H, n, D], of the n query blocks of which this rank has tokens.
-        block: int64[n_local], each slot's among them.
-        real: bool[n_local], whether there is a token.
-        gate: [B, H, n_local, D].
     """
 
-    coarse: torch.Tensor
-    block: torch.Tensor
-    real: torch.Tensor
-    gate: torch.Tensor
+    coarse: torch.Tensor  # float32[B · H, n, D], of the n query blocks of which this rank has tokens
+    block: torch.Tensor  # int64[n_local], each slot's among them
+    real: torch.Tensor  # bool[n_local], whether there is a token
+    gate: torch.Tensor  # [B, H, n_local, D]
 
     def __repr__(self) -> str:
         """Returns the same text on all ranks."""
@@ -47,15 +41,14 @@ class CoarseBranch:
         """Adds it to the local output, [B, H, n_local, D] or [1, B · H, n_local, D]."""
         if not self.coarse.shape[1]:  # a rank of padding alone
             return
-        gate, coarse = (one.reshape(*out.shape[:2], *one.shape[-2:]) for one in (self.gate, self.coarse))
+        gate, coarse = (tensor.reshape(*out.shape[:2], *tensor.shape[-2:]) for tensor in (self.gate, self.coarse))
         added = gate * coarse.index_select(2, self.block)
         out.add_(added.masked_fill_(~self.real[:, None], 0.0))
 
 
 Value = TypeVar("Value")
 
-AT_ONCE = 2**20
-"""Bits that are fingerprinted together."""
+AT_ONCE = 2**20  # bits that are fingerprinted together
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -80,7 +73,14 @@ class BlockMask:
     """Results by name, each with the version of the bits that it was computed from."""
 
     def __post_init__(self) -> None:
-        bits, grid = _with_version(self.bits), self.grid
+        bits, grid = self.bits, self.grid
+        if isinstance(bits, np.ndarray):
+            bits = torch.from_numpy(bits.copy())
+        elif not isinstance(bits, torch.Tensor):
+            bits = torch.as_tensor(bits, device="cpu")
+        if bits.is_inference():  # such tensors do not count changes in `_version`
+            with torch.inference_mode(False):
+                bits = bits.clone()
         if bits.dtype != torch.bool:
             raise UserError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
         object.__setattr__(self, "bits", bits)
@@ -157,10 +157,10 @@ class BlockMask:
         if not self.grid.packed_from:
             return self.bits[heads]
         chosen = [part.bits[heads] for part in self.parts]
-        found = chosen[0].new_zeros(*chosen[0].shape[:-2], self.grid.nq, self.grid.nk)
-        for own, q, k in zip(chosen, self.grid.q_axis.bounds, self.grid.k_axis.bounds, strict=False):
-            found[..., q : q + own.shape[-2], k : k + own.shape[-1]] = own
-        return found
+        square = chosen[0].new_zeros(*chosen[0].shape[:-2], self.grid.nq, self.grid.nk)
+        for bits, q, k in zip(chosen, self.grid.q_axis.bounds, self.grid.k_axis.bounds, strict=False):
+            square[..., q : q + bits.shape[-2], k : k + bits.shape[-1]] = bits
+        return square
 
     @property
     def row_bits(self) -> torch.Tensor:
@@ -170,14 +170,15 @@ class BlockMask:
     @property
     def fingerprint(self) -> int:
         """A number below 2^63 that differs between masks, for ranks to compare."""
-        return self._of_bits("fingerprint", self._fingerprint)
 
-    def _fingerprint(self) -> int:
-        coarse = "" if self.coarse is None else repr(self.coarse)
-        digest = hashlib.blake2b((str(self.grid) + coarse).encode(), digest_size=8)
-        for piece in self.bits.flatten().split(AT_ONCE):
-            digest.update(np.packbits(piece.cpu().numpy()).tobytes())
-        return int.from_bytes(digest.digest(), "big") >> 1
+        def compute() -> int:
+            coarse = "" if self.coarse is None else repr(self.coarse)
+            digest = hashlib.blake2b((str(self.grid) + coarse).encode(), digest_size=8)
+            for piece in self.bits.flatten().split(AT_ONCE):
+                digest.update(np.packbits(piece.cpu().numpy()).tobytes())
+            return int.from_bytes(digest.digest(), "big") >> 1
+
+        return self._of_bits("fingerprint", compute)
 
     @property
     def counts(self) -> MaskCounts:
@@ -194,30 +195,16 @@ class BlockMask:
 
 def require_mask(mask: object) -> None:
     """Raises UserError unless the argument is a BlockMask."""
-    if isinstance(mask, BlockMask):
-        return
-    if isinstance(mask, (torch.Tensor, np.ndarray)):
-        fix = "make one of these bits: BlockMask(bits, BlockGrid.uniform(tokens, block=64))"
-    else:
+    if not isinstance(mask, BlockMask):
         fix = "the mask comes first, then the strategy"
-    raise UserError(f"mask must be a BlockMask, got a {type(mask).__name__}; {fix}")
+        if isinstance(mask, (torch.Tensor, np.ndarray)):
+            fix = "make one of these bits: BlockMask(bits, BlockGrid.uniform(tokens, block=64))"
+        raise UserError(f"mask must be a BlockMask, got a {type(mask).__name__}; {fix}")
 
 
 def _shape(grid: BlockGrid, heads: int) -> tuple[int, ...]:
     """Returns the shape of a mask's bits."""
     return (heads * grid.pairs,) if grid.packed_from else (heads, grid.nq, grid.nk)
-
-
-def _with_version(bits: torch.Tensor | np.ndarray) -> torch.Tensor:
-    """Returns the same tensor, or a copy of one that does not count its changes in `_version`."""
-    if isinstance(bits, np.ndarray):
-        return torch.from_numpy(bits.copy())
-    if not isinstance(bits, torch.Tensor):
-        bits = torch.as_tensor(bits, device="cpu")
-    if not bits.is_inference():
-        return bits
-    with torch.inference_mode(False):
-        return bits.clone()
 
 
 def row_positions(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:
@@ -230,5 +217,5 @@ def row_positions(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarr
     nq, nk = (np.diff(axis.bounds) for axis in (grid.q_axis, grid.k_axis))
     sequence = grid.q_axis.sequence_of[block]
     first = heads * (np.cumsum(nq * nk) - nq * nk)
-    own = head * nq[sequence] + block - grid.q_axis.bounds[sequence]
-    return first[sequence] + own * nk[sequence]
+    within = head * nq[sequence] + block - grid.q_axis.bounds[sequence]
+    return first[sequence] + within * nk[sequence]

@@ -66,17 +66,11 @@ def tile_lengths(order: str, thw: tuple[int, int, int]) -> np.ndarray:
 
 
 class Video(NamedTuple):
-    """A video or an image as attention sees it, with the text of its sequence.
+    """A video or an image as attention sees it, with the text of its sequence."""
 
-    Attributes:
-        thw: Frames, rows and columns of its token grid; an image has one frame.
-        text: Tokens of text in the same sequence.
-        text_runs: Their number in each run of one kind (text, audio, reference images), where the model distinguishes.
-    """
-
-    thw: tuple[int, int, int]
-    text: int = 0
-    text_runs: tuple[int, ...] = ()
+    thw: tuple[int, int, int]  # frames, rows and columns of its token grid; an image has one frame
+    text: int = 0  # tokens of text in the same sequence
+    text_runs: tuple[int, ...] = ()  # their number in each run of one kind (text, audio, reference images)
 
     @property
     def grid_tokens(self) -> int:
@@ -96,19 +90,12 @@ Order = str | tuple[str, ...]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockAxis:
-    """The blocks of queries or of keys.
+    """The blocks of queries or of keys."""
 
-    Attributes:
-        starts: int64[n], token-order position of each block's first token.
-        lengths: int64[n], tokens in each block.
-        block: The block size; the last block of text or video may be shorter.
-        bounds: int64[S + 1], the first block of each sequence, and the number of blocks.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    block: int
-    bounds: np.ndarray
+    starts: np.ndarray  # int64[n], token-order position of each block's first token
+    lengths: np.ndarray  # int64[n], tokens in each block
+    block: int  # The block size; the last block of text or video may be shorter
+    bounds: np.ndarray  # int64[S + 1], the first block of each sequence, and the number of blocks
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -160,7 +147,12 @@ class BlockGrid:
 
     def __post_init__(self) -> None:
         if self.packed_from:
-            self._check_packed()
+            sizes = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
+            if sizes != _packed_sizes(self.packed_from):
+                raise UserError(
+                    "a packed grid's sizes, thw and orders are those of its sequences; change these, and pack them "
+                    "again with BlockGrid.packed"
+                )
             return
         if self.tokens < 1:
             raise UserError(f"a block grid needs at least one token, got tokens={self.tokens}")
@@ -170,17 +162,6 @@ class BlockGrid:
             raise UserError(f"text_runs {self.text_runs} must add up to text_tokens={self.text_tokens}")
         for name in ("block_q", "block_k"):
             require_value(self, name, getattr(self, name) >= 1, "must be at least 1; 64 and 128 are usual")
-        self._check_orders()
-
-    def _check_packed(self) -> None:
-        own = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
-        if own != _packed_sizes(self.packed_from):
-            raise UserError(
-                "a packed grid's sizes, thw and orders are those of its sequences; change these, and pack them again "
-                "with BlockGrid.packed"
-            )
-
-    def _check_orders(self) -> None:
         if not self.orders:
             raise UserError(f"orders must not be empty; leave it out for {CANONICAL!r}")
         for order in set(self.orders):
@@ -267,8 +248,10 @@ class BlockGrid:
             return replace(self, orders=tuple(orders))
         sequences = []
         for position, grid in enumerate(self.packed_from):
-            own = [order if isinstance(order, str) else order[position] for order in orders]
-            sequences.append(grid.with_orders(own[:1] if len(set(own)) == 1 else own))
+            sequence_orders = [order if isinstance(order, str) else order[position] for order in orders]
+            sequences.append(
+                grid.with_orders(sequence_orders[:1] if len(set(sequence_orders)) == 1 else sequence_orders)
+            )
         return BlockGrid.packed(sequences)
 
     @property
@@ -296,20 +279,19 @@ class BlockGrid:
                 return np.arange(self.tokens)
             return np.concatenate([np.arange(self.text_tokens), self.text_tokens + video_order(order, self.thw)])
         each = zip(self.token_bounds, self.sequences, order, strict=False)
-        return np.concatenate([first + grid.token_permutation(own) for first, grid, own in each])
+        return np.concatenate([first + grid.token_permutation(sequence_order) for first, grid, sequence_order in each])
 
     def make_text_dense(self, bits: np.ndarray | torch.Tensor) -> None:
         """Sets all rows and columns of text in bool[..., nq, nk], within each sequence."""
         q_bounds, k_bounds = self.q_axis.bounds, self.k_axis.bounds
         for position, grid in enumerate(self.sequences):
             (q, k), ends = (q_bounds[position], k_bounds[position]), (q_bounds[position + 1], k_bounds[position + 1])
-            own = bits[..., q : ends[0], k : ends[1]]
+            within = bits[..., q : ends[0], k : ends[1]]
             text_q, text_k = (sum(-(-run // size) for run in grid._runs) for size in (grid.block_q, grid.block_k))
-            own[..., :text_q, :], own[..., :text_k] = True, True
+            within[..., :text_q, :], within[..., :text_k] = True, True
 
-    @property
     def _segments(self) -> list[int]:
-        """Tokens of the runs that are cut into blocks: text, then the video or each of its tiles."""
+        """Returns the tokens of the runs that are cut into blocks: text, then the video or each of its tiles."""
         if not self.whole_tiles or self.thw is None:
             return [*self._runs, self.tokens - self.text_tokens]
         return [*self._runs, *tile_lengths(str(self.orders[0]), self.thw).tolist()]
@@ -321,10 +303,10 @@ class BlockGrid:
     def _axis(self, block: int) -> BlockAxis:
         starts, bounds, first = [], [0], 0
         for grid in self.sequences:
-            for segment in grid._segments:
+            for segment in grid._segments():
                 starts.append(first + np.arange(0, segment, block))
                 first += segment
-            bounds.append(bounds[-1] + sum(-(-segment // block) for segment in grid._segments))
+            bounds.append(sum(map(len, starts)))
         all_starts = np.concatenate(starts)
         return BlockAxis(all_starts, np.diff(all_starts, append=self.tokens), block, np.array(bounds))
 

@@ -9,17 +9,13 @@ import torch
 
 from dbsp_kernels.segments import to_device
 
-BITS_AT_ONCE = 2**26
-"""Bits that are widened together on a GPU: 128 MiB."""
+BITS_AT_ONCE = 2**26  # bits that are widened together on a GPU: 128 MiB
 
 
 class RowCounts:
-    """Active blocks of each row of a mask, which are being copied to the host.
+    """Active blocks of each row of a mask, of parts bool[H, nq, nk], one for each sequence.
 
-    Nothing is exchanged and nothing waits before `rows` is read; the bits may be dropped at once.
-
-    Args:
-        parts: bool[H, nq, nk] each, one for each sequence.
+    They are being copied to the host: nothing waits before `rows` is read, and the bits may be dropped at once.
     """
 
     def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
@@ -45,11 +41,7 @@ class RowCounts:
 
 
 class MaskCounts:
-    """Counts of a mask's bits; each is computed once.
-
-    Args:
-        parts: bool[H, nq, nk] each, one for each sequence.
-    """
+    """Counts of the bits of a mask, of parts bool[H, nq, nk], one for each sequence; each is computed once."""
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self._parts = parts
@@ -73,22 +65,22 @@ class MaskCounts:
         known = self._by_rank
         if known is not None and len(known[1]) == world and np.array_equal(known[0], q_owner):
             return known[1]
-        found, row = [], 0
+        counts, row = [], 0
         for part in self._parts:
             owner = q_owner[:, row : row + part.shape[1]]
             row += part.shape[1]
             if part.is_cuda:
-                found.append(_columns_on_device(part, to_device(owner, part.device), world).cpu().numpy())
+                counts.append(_columns_on_device(part, to_device(owner, part.device), world).cpu().numpy())
             else:
-                found.append(_columns_by_rank(part.numpy(), owner, world))
-        by_rank = found[0] if len(found) == 1 else np.concatenate(found, axis=2)
+                counts.append(_columns_by_rank(part.numpy(), owner, world))
+        by_rank = counts[0] if len(counts) == 1 else np.concatenate(counts, axis=2)
         self._by_rank = q_owner.copy(), by_rank
         return by_rank
 
 
 def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.ndarray:
     """Returns int32[world, H, nk] of one part, from bits bool[H, nq, nk] and q_owner int64[H, nq]."""
-    found = np.zeros((world, len(bits), bits.shape[2]), dtype=np.int32)
+    counts = np.zeros((world, len(bits), bits.shape[2]), dtype=np.int32)
     for head, (rows, owner) in enumerate(zip(bits.view(np.uint8), q_owner, strict=True)):
         if (np.diff(owner) < 0).any():  # rows by their rank
             order = np.argsort(owner.astype(np.uint16), kind="stable")
@@ -97,17 +89,17 @@ def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.nd
         for start, stop in zip(first, np.append(first[1:], len(owner)), strict=True):
             for begin in range(start, stop, 255):  # as many bytes as a byte can count: the narrower, the faster
                 some = rows[begin : min(stop, begin + 255)]
-                found[owner[start], head] += np.add.reduce(some, axis=0, dtype=np.uint8)
-    return found
+                counts[owner[start], head] += np.add.reduce(some, axis=0, dtype=np.uint8)
+    return counts
 
 
 def _columns_on_device(part: torch.Tensor, q_owner: torch.Tensor, world: int) -> torch.Tensor:
     """Returns int32[world, H, nk] of one part, computed on the device of bits and q_owner, a few heads at a time."""
     exact = torch.float16 if max(part.shape[1:]) <= 2**11 else torch.float32
-    ranks, found, head = torch.arange(world, device=q_owner.device)[:, None], [], 0
+    ranks, counts, head = torch.arange(world, device=q_owner.device)[:, None], [], 0
     for some in part.split(max(1, BITS_AT_ONCE // max(1, part[0].numel()))):
         of_rank = (q_owner[head : head + len(some), None] == ranks).to(exact)
         with torch.autocast(part.device.type, enabled=False):
-            found.append((of_rank @ some.to(exact)).int())
+            counts.append((of_rank @ some.to(exact)).int())
         head += len(some)
-    return torch.cat(found).transpose(0, 1)
+    return torch.cat(counts).transpose(0, 1)

@@ -57,8 +57,6 @@ def mask_bits(values: np.ndarray, grid: BlockGrid, heads: int, packed: bool) -> 
 
 Orders = tuple[Order, ...]
 
-_MOST_ORDERS = 256
-"""What a byte can number."""
 _CONVERT = "make it from another project's masks or a recording: dbsp masks convert IN OUT.safetensors"
 SIZES = ("tokens", "text_tokens", "block_q", "block_k")
 
@@ -74,6 +72,10 @@ class MaskFile:
     Attributes:
         grid: The grid of every mask, apart from token orders.
         groups: The step groups; None where masks hold for all steps.
+        packed: True if a byte has eight blocks.
+        heads: Number of heads.
+        layers: Number of layers; 1 when all have the same mask.
+        per_layer: False where all layers have the same mask.
 
     Raises:
         UserError: For a file that is no mask file; names the file and the fix.
@@ -84,32 +86,33 @@ class MaskFile:
         require_file(self.path, "mask file", f"give the path of one, or {_CONVERT}")
         try:
             with safe_open(self.path, framework="numpy") as file:
-                names = list(file.keys())
-                metadata = file.metadata() or {}
+                names, metadata = list(file.keys()), file.metadata() or {}
                 views = {name: file.get_slice(name) for name in ("mask", "packed", "orders") if name in names}
                 kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
                 if kinds.get("orders", ("U8",))[0] != "U8":  # numpy lacks types that a file may have
-                    message = f"tensor 'orders' is {kinds['orders'][0]} and must be uint8 (U8)"
-                    raise UserError(f"mask file {self.path}: {message}")
-                order_index = file.get_tensor("orders") if "orders" in names else None
+                    raise self._error(f"tensor 'orders' is {kinds['orders'][0]} and must be uint8 (U8)")
+                order_index = file.get_tensor("orders") if "orders" in names else np.zeros(1, dtype=np.uint8)
         except (SafetensorError, OSError, TypeError) as error:
             raise UserError(
                 f"mask file {self.path} is not a readable safetensors file ({error}); write it again with "
                 f"dbsp_core.save_mask, or {_CONVERT}"
             ) from error
-        self._tensor = self._tensor_name(names)
-        self.grid, self.groups = self._parse(metadata)
-        self._shape = self._checked_shape(*kinds[self._tensor])
-        self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
-
-    def _tensor_name(self, names: list[str]) -> str:
-        tensors = [name for name in ("mask", "packed") if name in names]
-        if len(tensors) != 1:
+        self.packed = "packed" in names
+        if self.packed == ("mask" in names):
             raise UserError(
                 f"mask file {self.path} needs one tensor, 'mask' or 'packed', got {names}; name it so, or make a mask "
                 "file with `dbsp masks convert`"
             )
-        return tensors[0]
+        self._tensor = "packed" if self.packed else "mask"
+        self.grid, self.groups = self._parse(metadata)
+        shape = self._checked_shape(*kinds[self._tensor])
+        self._leading = shape[:-1] if self.grid.packed_from else shape[:-3]  # groups and layers
+        self.per_layer, self.layers = bool(self._leading), (self._leading or (1,))[-1]
+        self.heads = shape[-1] // head_values(self.grid, self.packed) if self.grid.packed_from else shape[-3]
+        self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
+
+    def _error(self, message: str) -> UserError:
+        return UserError(f"mask file {self.path}: {message}")
 
     def _parse(self, metadata: dict[str, str]) -> tuple[BlockGrid, StepGroups | None]:
         missing = [key for key in SIZES if key not in metadata]
@@ -120,7 +123,12 @@ class MaskFile:
             )
         try:
             tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in SIZES)
-            thw = _parse_thw(metadata["thw"]) if "thw" in metadata else None
+            thw = (
+                tuple(_whole_number("thw", size) for size in metadata["thw"].split(",")) if "thw" in metadata else None
+            )
+            if thw is not None and (len(thw) != 3 or min(thw) < 1):
+                shown = in_short(metadata["thw"])
+                raise UserError(f"thw={shown} must be three numbers of at least 1: frames, rows, columns")
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
             if metadata.get("pooled_keys", "false") != "false":
                 raise UserError("pooled_keys of skipped blocks are not computed; record or convert the masks again")
@@ -134,100 +142,61 @@ class MaskFile:
                 )
             return grid, groups
         except UserError as error:
-            raise UserError(f"mask file {self.path}: bad metadata: {error}") from error.__cause__
+            raise self._error(f"bad metadata: {error}") from error.__cause__
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape if it fits the metadata: groups, layers and the `_own` dimensions of a mask."""
-        own, wanted = (1, "values") if self.grid.packed_from else (3, "heads, nq, nk")
-        usual = (own + 2,) if self.groups else (own, own + 1)
+        """Returns the shape if it fits the metadata: groups, layers and the dimensions of a mask."""
+        dimensions, words = (1, "values") if self.grid.packed_from else (3, "heads, nq, nk")
+        usual = (dimensions + 2,) if self.groups else (dimensions, dimensions + 1)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
-            wanted = f"[groups, layers, {wanted}]" if self.groups else f"[{wanted}] or [layers, {wanted}]"
-            raise UserError(
-                f"mask file {self.path}: tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 "
-                f"(U8) of shape {wanted}, none of them 0"
+            expected = f"[groups, layers, {words}]" if self.groups else f"[{words}] or [layers, {words}]"
+            raise self._error(
+                f"tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 (U8) of shape {expected}, "
+                "none of them 0"
                 + ("; five dimensions need metadata groups, such as '0-9,10-49'" if len(shape) == 5 else "")
             )
-        nq, nk = block_counts(self.grid)
-        a_head = head_values(self.grid, self.packed)
-        fits = shape[-1] % a_head == 0 if own == 1 else shape[-2:] == (nq, a_head // nq)
-        if not fits:
-            raise UserError(
-                f"mask file {self.path}: shape {list(shape)} does not fit its metadata, which makes "
-                f"{nq}×{nk} blocks; correct block_q, block_k, tokens or text_tokens"
+        (nq, nk), a_head = block_counts(self.grid), head_values(self.grid, self.packed)
+        if shape[-1] % a_head if dimensions == 1 else shape[-2:] != (nq, a_head // nq):
+            raise self._error(
+                f"shape {list(shape)} does not fit its metadata, which makes {nq}×{nk} blocks; correct block_q, "
+                "block_k, tokens or text_tokens"
             )
         if self.groups is not None and shape[0] != len(self.groups):
-            raise UserError(
-                f"mask file {self.path}: {shape[0]} step groups of masks, but metadata groups has {len(self.groups)}"
-            )
+            raise self._error(f"{shape[0]} step groups of masks, but metadata groups has {len(self.groups)}")
         return shape
 
-    def _order_table(self, names: list[str], index: np.ndarray | None) -> np.ndarray:
-        """Returns str[groups, layers, heads, sequences or 1], the token orders of each head, after checking them.
-
-        Groups and layers are those of the masks' tensor.
-        """
-        leading = (*self._shape[: len(self._shape) - self._own], self.heads)
+    def _order_table(self, names: list[str], table: np.ndarray) -> np.ndarray:
+        """Returns str[groups, layers, heads, sequences or 1], the token orders of each head, after checking them."""
+        leading = (*self._leading, self.heads)
         each = (len(self.grid.sequences),) if self.grid.packed_from else ()
-        table = np.zeros(1, dtype=np.uint8) if index is None else index
         shapes = {(*leading[start:], *each) for start in range(len(leading))} | {(1,)}
-        fits = table.dtype == np.uint8 and table.shape in shapes
-        named = len(names) <= _MOST_ORDERS and table.max(initial=0) < len(names)
-        if not fits or not named or (index is None and len(names) > 1):
-            raise UserError(
-                f"mask file {self.path}: bad token orders: tensor 'orders' must be uint8 of shape "
-                f"{[*leading, *each]} (or the last dimensions of it) and count metadata orders, which has "
-                f"{in_short(names)}"
+        fits = table.dtype == np.uint8 and table.shape in shapes and (table.shape != (1,) or len(names) == 1)
+        if not fits or len(names) > 256 or table.max(initial=0) >= len(names):  # a byte numbers 256
+            raise self._error(
+                f"bad token orders: tensor 'orders' must be uint8 of shape {[*leading, *each]} (or the last "
+                f"dimensions of it) and count metadata orders, which has {in_short(names)}"
             )
         table = table if each and table.shape != (1,) else table[..., None]
         table = np.broadcast_to(table, (*leading, table.shape[-1]))
+        used = np.unique(table.reshape(-1, table.shape[-1]), axis=0) if each else np.arange(len(names))[:, None]
         try:
-            for order in (
-                np.unique(table.reshape(-1, table.shape[-1]), axis=0) if each else np.arange(len(names))[:, None]
-            ):
+            for order in used:
                 self.grid.with_orders(_orders_of([[names[index] for index in order]]))
         except UserError as error:
-            raise UserError(f"mask file {self.path}: bad token orders: {error}") from error.__cause__
+            raise self._error(f"bad token orders: {error}") from error.__cause__
         return np.array(names)[table]
-
-    @property
-    def _own(self) -> int:
-        """Dimensions of one mask."""
-        return 1 if self.grid.packed_from else 3
-
-    @property
-    def packed(self) -> bool:
-        return self._tensor == "packed"
-
-    @property
-    def layers(self) -> int:
-        """Number of layers; 1 when all have the same mask."""
-        return self._shape[-self._own - 1] if self.per_layer else 1
-
-    @property
-    def per_layer(self) -> bool:
-        return len(self._shape) > self._own
-
-    @property
-    def heads(self) -> int:
-        return self._shape[-3] if self._own == 3 else self._shape[-1] // head_values(self.grid, self.packed)
 
     def orders(self, layer: int, group: int = 0) -> Orders:
         """Returns the token order of each head, or one for all heads."""
         return one_or_each(_orders_of(self._orders[self._position(layer, group)].tolist()))
 
     def _position(self, layer: int, group: int) -> tuple[int, ...]:
-        """Returns the index of a layer's mask in the tensor."""
-        return (*((group,) if self.groups else ()), *((layer,) if self.per_layer else ()))
+        return (group, layer)[-len(self._leading) :] if self._leading else ()
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
-        """Returns the mask of one layer.
+        """Returns the mask of one layer in a step group; the layer is ignored where all have the same mask.
 
-        Args:
-            index: The layer; ignored where all layers have the same mask.
-            group: The step group.
-
-        Raises:
-            UserError: For a layer or group the file lacks, or values other than 0 and 1.
+        Raises UserError for a layer or group that the file lacks, or values other than 0 and 1.
         """
         if self.per_layer and not 0 <= index < self.layers:
             raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
@@ -241,10 +210,9 @@ class MaskFile:
         except (SafetensorError, OSError) as error:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
-            raise UserError(f"mask file {self.path}: values must be 0 or 1, found {int(values.max())}")
+            raise self._error(f"values must be 0 or 1, found {int(values.max())}")
         bits = mask_bits(values, self.grid, self.heads, self.packed)
-        grid = self.grid.with_orders(self.orders(index, group))
-        return BlockMask(bits, grid)
+        return BlockMask(bits, self.grid.with_orders(self.orders(index, group)))
 
 
 def one_or_each(orders: Sequence[Order]) -> Orders:
@@ -253,7 +221,7 @@ def one_or_each(orders: Sequence[Order]) -> Orders:
 
 
 def _orders_of(names: Sequence[Sequence[str]]) -> Orders:
-    """Orders of heads from the names of their sequences' orders; a single name is for all sequences."""
+    """Returns orders of heads from the names of their sequences' orders; a single name is for all sequences."""
     return tuple(of_head[0] if len(of_head) == 1 else tuple(of_head) for of_head in names)
 
 
@@ -263,28 +231,15 @@ def _whole_number(key: str, text: str) -> int:
     return int(text)
 
 
-def _parse_thw(text: str) -> tuple[int, int, int]:
-    sizes = tuple(_whole_number("thw", size) for size in text.split(","))
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise UserError(f"thw={in_short(text)} must be three numbers of at least 1: frames, rows, columns")
-    return sizes
-
-
 def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
     try:
-        sequences = [
-            BlockGrid(
-                int(sequence["tokens"]),
-                int(sequence["text_tokens"]),
-                block_q,
-                block_k,
-                sequence["thw"] and tuple(map(int, sequence["thw"])),
-            )
-            for sequence in json.loads(text)
-        ]
+        grids = []
+        for sequence in json.loads(text):
+            thw = sequence["thw"] and tuple(map(int, sequence["thw"]))
+            grids.append(BlockGrid(int(sequence["tokens"]), int(sequence["text_tokens"]), block_q, block_k, thw))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise UserError(
             f"sequences={in_short(text)} must be a JSON list with tokens, text_tokens and thw (or null) of each "
             f"({error})"
         ) from error
-    return BlockGrid.packed(sequences)
+    return BlockGrid.packed(grids)

@@ -47,22 +47,13 @@ def safetensors_pieces(tensors: Mapping[str, ByteTensor], metadata: Mapping[str,
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """The description of the masks in a file.
+    """The description of the masks in a file. Raises UserError for orders that don't fit the grid."""
 
-    Attributes:
-        grid: The grid of every mask, apart from token orders.
-        layers: Number of layers; None: one mask for every layer.
-        orders: The token orders of each mask, by group and layer; a single element is for all masks.
-
-    Raises:
-        UserError: For orders that don't fit the grid.
-    """
-
-    grid: BlockGrid
+    grid: BlockGrid  # of every mask, apart from token orders
     heads: int
-    layers: int | None = None
+    layers: int | None = None  # None: one mask for every layer
     groups: StepGroups | None = None
-    orders: tuple[Orders, ...] = ((CANONICAL,),)
+    orders: tuple[Orders, ...] = ((CANONICAL,),)  # of each mask, by group and layer; a single element is for all
 
     def __post_init__(self) -> None:
         for orders in set(self.orders):
@@ -80,11 +71,11 @@ class MaskLayout:
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
         if self.grid.packed_from:
-            own = [
+            sizes = [
                 {"tokens": sequence.tokens, "text_tokens": sequence.text_tokens, "thw": sequence.thw}
                 for sequence in self.grid.sequences
             ]
-            texts["sequences"] = json.dumps(own)
+            texts["sequences"] = json.dumps(sizes)
         if self.groups is not None:
             texts["groups"] = str(self.groups)
         # By mask, head and sequence.
@@ -116,8 +107,8 @@ def _mask_file_pieces(layout: MaskLayout, masks: Iterable[torch.Tensor], packed:
     pieces = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
     metadata, orders = layout.metadata()
     a_head, nq = head_values(layout.grid, packed), layout.grid.nq
-    own = (layout.heads * a_head,) if layout.grid.packed_from else (layout.heads, nq, a_head // nq)
-    tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, *own), pieces)}
+    shape = (layout.heads * a_head,) if layout.grid.packed_from else (layout.heads, nq, a_head // nq)
+    tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, *shape), pieces)}
     return safetensors_pieces(tensors if orders is None else tensors | {"orders": orders}, metadata)
 
 
@@ -140,14 +131,14 @@ def save_mask(
         UserError: If masks don't fit together.
     """
     groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
-    given: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
-    by_group = [[mask] if isinstance(mask, BlockMask) else list(mask) for mask in given]
+    items: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
+    by_group = [[mask] if isinstance(mask, BlockMask) else list(mask) for mask in items]
     flat = [mask for layers in by_group for mask in layers]
     if not flat:
         raise UserError("save_mask needs at least one mask")
     if groups is not None and (len(by_group) != len(groups) or len({len(layers) for layers in by_group}) > 1):
         raise UserError(f"groups {groups} need {len(groups)} lists of masks, all with the same number of layers")
-    if groups is None and any(not isinstance(mask, BlockMask) for mask in given):
+    if groups is None and any(not isinstance(mask, BlockMask) for mask in items):
         raise UserError("lists of lists of masks need groups, such as groups='0-9,10-49'")
     grid, heads = flat[0].grid.with_orders((CANONICAL,)), flat[0].heads
     if any(mask.grid.with_orders((CANONICAL,)) != grid or mask.heads != heads for mask in flat):

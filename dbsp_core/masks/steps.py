@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,18 +19,10 @@ _RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Consecutive runs of denoising steps. Steps before the first group are dense.
+    """Consecutive runs of denoising steps, not empty and in order. Steps before the first group are dense."""
 
-    Attributes:
-        starts: First step of each group, ascending.
-        end: One past the last group's last step; None if it has no end.
-
-    Raises:
-        UserError: For groups that are empty or out of order.
-    """
-
-    starts: tuple[int, ...]
-    end: int | None = None
+    starts: tuple[int, ...]  # First step of each group, ascending
+    end: int | None = None  # One past the last group's last step; None if it has no end
 
     def __post_init__(self) -> None:
         bounds = self.starts if self.end is None else (*self.starts, self.end)
@@ -41,18 +33,17 @@ class StepGroups:
     def parse(cls, text: str) -> StepGroups:
         """Reads "5-9,10-24,25-49": first and last step of each group; the last group may be open, "25-".
 
-        Raises:
-            UserError: For anything else, and for groups with gaps between them.
+        Raises UserError for anything else, and for groups with gaps between them.
         """
         starts, end = [], None
         for index, part in enumerate(text.split(",")):
-            found = _RANGE.fullmatch(part)
-            if found is None or (index > 0 and end is None):
+            match = _RANGE.fullmatch(part)
+            if match is None or (index > 0 and end is None):
                 raise UserError(
                     f"step groups {in_short(text)} are not of the form '0-9,10-24,25-49' (or '…,25-' for a last group "
                     "without an end)"
                 )
-            first, dash, last = found.groups()
+            first, dash, last = match.groups()
             if index > 0 and int(first) != end:
                 raise UserError(
                     f"step groups {in_short(text)}: {part.strip()!r} must start at step {end}, without a gap"
@@ -77,36 +68,24 @@ class StepGroups:
         return None if step < self.starts[0] else bisect_right(self.starts, step) - 1
 
 
-MOST_PASSES = 4
-"""Passes of one denoising step that are distinguished: guidance has two or three."""
+MOST_PASSES = 4  # passes of one denoising step that are distinguished: guidance has two or three
 
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """A step of the denoising and a CFG pass of the step, both counted from 0.
-
-    Attributes:
-        generation: Number of the generation; the same moments of two generations are equal.
-    """
+    """A step of the denoising and a CFG pass of the step, both counted from 0."""
 
     step: int = 0
     cfg_branch: int = 0
-    generation: int = field(default=0, compare=False, repr=False)
+    generation: int = field(default=0, compare=False, repr=False)  # equal moments of two generations compare equal
 
 
 class Progress(NamedTuple):
-    """The progress of a denoising, as far as its framework knows it.
+    """The progress of a denoising, as far as its framework knows it."""
 
-    Attributes:
-        generation: A different object for each generation.
-        step_index: Grows by one from step to step, as in diffusers' schedulers; None before a generation's first step
-            is over, and if the framework has none.
-        first_index: The index of step 0, if the framework knows it. If not, a generation's first pass is in step 0.
-    """
-
-    generation: object = None
-    step_index: int | None = None
-    first_index: int | None = None
+    generation: object = None  # a different object for each generation
+    step_index: int | None = None  # grows by one each step; None before a generation's first step is over, or unknown
+    first_index: int | None = None  # the index of step 0; None: a generation's first pass is in step 0
 
 
 @dataclass
@@ -118,24 +97,17 @@ class StepClock:
     that this one has had; if the framework does not name the pass, each counts as another one of the same step, up to
     `MOST_PASSES`. More are passes of further generations of one step, which begin with the first pass again.
     Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
-
-    Attributes:
-        progress: Returns the framework's progress.
-        shared: True if several transformers of a generation advance it; each must then do so at every forward pass.
     """
 
-    progress: Callable[[], Progress] = Progress
-    shared: bool = False
+    progress: Callable[[], Progress] = Progress  # returns the framework's progress
+    shared: bool = False  # True if several transformers of a generation advance it, each at every forward pass
     now: DenoisingStep = field(default_factory=DenoisingStep)
     _generation: object = None
-    _generations: int = 1
-    """Number of generations so far."""
+    _generations: int = 1  # number of generations so far
     _timestep: float | None = None
     _index: int | None = None
-    _first_index: int = 0
-    """Index of step 0."""
-    _branches: set[int] = field(default_factory=set)
-    """CFG passes of the current step."""
+    _first_index: int = 0  # index of step 0
+    _branches: set[int] = field(default_factory=set)  # CFG passes of the current step
 
     def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
         """Counts a forward pass and returns its step. A `timestep` that is a function is called only without index."""
@@ -179,8 +151,7 @@ class StepClock:
         self._generations += 1
 
 
-MOST_VALUES = 1 << 16
-"""Values of a schedule that are copied to the host, at most."""
+MOST_VALUES = 1 << 16  # values of a schedule that are copied to the host, at most
 _schedules: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """Each schedule's version and values. A scheduler makes a new one for each generation."""
 
@@ -226,10 +197,8 @@ class DenseSchedule:
     last_layers: int = 0
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            require_value(
-                self, setting.name, getattr(self, setting.name) >= 0, "must not be negative", "dense_schedule."
-            )
+        for name, value in vars(self).items():
+            require_value(self, name, value >= 0, "must not be negative", "dense_schedule.")
 
     @property
     def by_step(self) -> bool:
@@ -237,11 +206,7 @@ class DenseSchedule:
         return self.first_steps > 0 or self.last_steps > 0
 
     def is_dense(self, layer: int, layers: int, step: int, steps: int | None) -> bool:
-        """Returns True if a layer is dense at a step of `steps`.
-
-        Raises:
-            UserError: If the answer depends on the number of steps and the framework does not know it (None).
-        """
+        """Returns True if a layer is dense at a step of `steps`; UserError if that number is needed, but None."""
         if layer < self.first_layers or layer >= layers - self.last_layers or step < self.first_steps:
             return True
         if self.last_steps == 0:

@@ -10,8 +10,7 @@ import torch
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.schema import read_path, require_choice
 
-TOKEN_PIXELS = 16
-"""Height and width of a token: 8 of the VAE times 2 of the patch, in most models."""
+TOKEN_PIXELS = 16  # height and width of a token: 8 of the VAE times 2 of the patch, in most models
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 _LARGEST_SIDE = 1 << 16

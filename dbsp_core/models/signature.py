@@ -11,24 +11,14 @@ from dbsp_core.models.settings import TOKEN_PIXELS
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Common properties of the models of one of diffusers' pipeline classes.
+    """Common properties of the models of one of diffusers' pipeline classes."""
 
-    Attributes:
-        title: Its name in messages.
-        frame_stride: By how many frames videos get longer: Wan's VAE makes 4 of one latent frame, CogVideoX decodes
-            two of those at a time.
-        text_tokens: Number of text tokens in self-attention's sequence.
-        images: The fewest and the most that a video is made from: its first frame, and its last.
-        from_video: diffusers' class for the same checkpoint that starts from a video, where there is one.
-        float32_vae: True if diffusers' examples load the VAE in float32, with other parts in bfloat16.
-    """
-
-    title: str
-    frame_stride: int
-    text_tokens: int
-    images: tuple[int, int] = (0, 0)
-    from_video: str | None = None
-    float32_vae: bool = True
+    title: str  # its name in messages
+    frame_stride: int  # by how many frames videos get longer: CogVideoX decodes two latent frames of 4 at a time
+    text_tokens: int  # text tokens in self-attention's sequence
+    images: tuple[int, int] = (0, 0)  # fewest and most that a video is made from: its first frame, and its last
+    from_video: str | None = None  # diffusers' class for the same checkpoint that starts from a video
+    float32_vae: bool = True  # True if diffusers' examples load the VAE in float32, other parts in bfloat16
 
     def frames_message(self, frames: int) -> str | None:
         """Returns the error message about a number of frames that such a pipeline would change or reject, or None."""
@@ -64,14 +54,10 @@ a timestep for each token, from text alone or from an image and text (Wan2.2 TI2
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """Features that distinguish models: diffusers' pipeline class, the transformer's sizes, and the variant.
-
-    Attributes:
-        sizes: (layers, heads, head_dim, patch_frames), see `ModelSpec`.
-    """
+    """Features that distinguish models: diffusers' pipeline class, the transformer's sizes, and the variant."""
 
     pipeline: str
-    sizes: tuple[int, int, int, int]
+    sizes: tuple[int, int, int, int]  # (layers, heads, head_dim, patch_frames), see `ModelSpec`
     variant: Variant = ""
 
     @property
@@ -81,15 +67,15 @@ class ModelSignature:
             return 0, 1
         return PIPELINES[self.pipeline].images if self.pipeline in PIPELINES else (0, 0)
 
-    def images_message(self, given: int) -> str | None:
+    def images_message(self, count: int) -> str | None:
         """Says what is wrong with a number of images; None: nothing."""
         least, most = self.images
-        if least <= given <= most:
+        if least <= count <= most:
             return None
         if most == 0:
             return "makes videos from text alone; leave the image out"
         wanted = {(0, 1): "at most one image", (1, 2): "an image, and maybe the last frame's"}
-        return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {given}"
+        return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {count}"
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature, Variant, model_signature, token_grid, variant_of
@@ -17,42 +18,25 @@ from dbsp_core.utils.files import read_text
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A published video diffusion transformer, with the settings of its model card.
+    """A published video diffusion transformer, with the settings of its model card."""
 
-    Attributes:
-        name: Short name, also of its files in configs/.
-        hub: Repository on Hugging Face.
-        aliases: Other names, of other repositories or in xfuser's registry.
-        pipeline: Name of diffusers' class.
-        layers: Number of self-attention layers, without VACE's few for the control video.
-        patch_frames: Latent frames that make one token (patch_size_t).
-        ffn: Width of the MLP; 1.5 times as wide where a gate makes three matrices of its two.
-        cross_text: Text tokens that cross-attention looks at; 0: there is none.
-        parameters: Number of all transformers' and the text encoder's together, as published.
-        video: Its usual video, with all set but prompt and seed, and flow_shift where the scheduler comes with one.
-        paper_thw: The token grid that times are predicted for, where that is not `token_grid`'s of the usual video.
-        token_pixels: Height and width of a token.
-        hidden: Width of the stream between layers, where that is not heads times head_dim.
-        other_tokens: Tokens of text and sound in self-attention, of pipelines that are not in `PIPELINES`.
-    """
-
-    name: str
-    hub: str
-    aliases: tuple[str, ...]
-    pipeline: str
-    layers: int
+    name: str  # short name, also of its files in configs/
+    hub: str  # repository on Hugging Face
+    aliases: tuple[str, ...]  # other names, of other repositories or in xfuser's registry
+    pipeline: str  # name of diffusers' class
+    layers: int  # self-attention layers, without VACE's few for the control video
     heads: int
     head_dim: int
-    patch_frames: int
-    ffn: int
-    cross_text: int
-    parameters: int
-    video: GenerateSettings
-    paper_thw: tuple[int, int, int] | None = None
+    patch_frames: int  # latent frames that make one token (patch_size_t)
+    ffn: int  # width of the MLP; 1.5 times as wide where a gate makes three matrices of its two
+    cross_text: int  # text tokens that cross-attention looks at; 0: there is none
+    parameters: int  # of all transformers and the text encoder together, as published
+    video: GenerateSettings  # its usual video, without prompt and seed; flow_shift where the scheduler has one
+    paper_thw: tuple[int, int, int] | None = None  # token grid that times are predicted for, if not the usual video's
     variant: Variant = ""
-    token_pixels: int = TOKEN_PIXELS
-    hidden: int | None = None
-    other_tokens: int = 0
+    token_pixels: int = TOKEN_PIXELS  # height and width of a token
+    hidden: int | None = None  # width of the stream between layers, if not heads times head_dim
+    other_tokens: int = 0  # tokens of text and sound in self-attention, of pipelines not in `PIPELINES`
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,16 +92,25 @@ _WAN_14B = ModelSpec(
         None, _WAN_NEGATIVE, 720, 1280, num_frames=81, steps=50, guidance_scale=5.0, flow_shift=5.0, fps=16
     ),
 )
-_WAN_1_3B = replace(
+
+
+def _like(base: ModelSpec, name: str, hub: str, aliases: tuple[str, ...] = (), **changes: Any) -> ModelSpec:
+    """Returns a model like `base`; `video` has the settings that differ in its usual video."""
+    video = replace(base.video, **changes.pop("video", {}))
+    return replace(base, name=name, hub=hub, aliases=aliases, video=video, **changes)
+
+
+_SMALL = {"height": 480, "width": 832, "flow_shift": 3.0}
+_WAN_1_3B = _like(
     _WAN_14B,
-    name="wan2.1-t2v-1.3b",
-    hub="Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    aliases=("Wan2.1-T2V-1.3B",),
+    "wan2.1-t2v-1.3b",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    ("Wan2.1-T2V-1.3B",),
     layers=30,
     heads=12,
     ffn=8960,
     parameters=1_418_996_800 + 5_680_910_336,
-    video=replace(_WAN_14B.video, height=480, width=832, flow_shift=3.0),
+    video=_SMALL,
 )
 _COGVIDEOX_1_5 = ModelSpec(
     name="cogvideox1.5-5b",
@@ -134,86 +127,64 @@ _COGVIDEOX_1_5 = ModelSpec(
     video=GenerateSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
     paper_thw=(21, 51, 80),  # §6.1
 )
-_COGVIDEOX = replace(
+_COGVIDEOX = _like(
     _COGVIDEOX_1_5,
-    name="cogvideox-5b",
-    hub="zai-org/CogVideoX-5b",
-    aliases=("THUDM/CogVideoX-5b", "CogVideoX-5B"),
+    "cogvideox-5b",
+    "zai-org/CogVideoX-5b",
+    ("THUDM/CogVideoX-5b", "CogVideoX-5B"),
     patch_frames=1,
     parameters=5_570_283_072 + 4_762_310_656,
-    video=replace(_COGVIDEOX_1_5.video, height=480, width=720, num_frames=49, fps=8),
+    video={"height": 480, "width": 720, "num_frames": 49, "fps": 8},
     paper_thw=None,
 )
-_WAN_2_2 = replace(
+_WAN_2_2 = _like(
     _WAN_14B,
-    name="wan2.2-t2v-a14b",
-    hub="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
-    aliases=("Wan2.2-T2V",),
+    "wan2.2-t2v-a14b",
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    ("Wan2.2-T2V",),
     variant="two",
     parameters=2 * 14_288_491_584 + 5_680_910_336,
-    video=replace(_WAN_14B.video, steps=40, guidance_scale=4.0, guidance_scale_2=3.0, flow_shift=12.0),
+    video={"steps": 40, "guidance_scale": 4.0, "guidance_scale_2": 3.0, "flow_shift": 12.0},
 )
-_WAN_I2V = replace(
+_WAN_I2V = _like(
     _WAN_14B,
-    name="wan2.1-i2v-14b",
-    hub="Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
-    aliases=("Wan2.1-I2V",),
+    "wan2.1-i2v-14b",
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers",
+    ("Wan2.1-I2V",),
     pipeline="WanImageToVideoPipeline",
 )
-_WAN_I2V_480P = replace(
+_WAN_I2V_480P = _like(_WAN_I2V, "wan2.1-i2v-14b-480p", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", video=_SMALL)
+_WAN_2_2_I2V = _like(
     _WAN_I2V,
-    name="wan2.1-i2v-14b-480p",
-    hub="Wan-AI/Wan2.1-I2V-14B-480P-Diffusers",
-    aliases=(),
-    video=replace(_WAN_I2V.video, height=480, width=832, flow_shift=3.0),
-)
-_WAN_2_2_I2V = replace(
-    _WAN_I2V,
-    name="wan2.2-i2v-a14b",
-    hub="Wan-AI/Wan2.2-I2V-A14B-Diffusers",
-    aliases=("Wan2.2-I2V",),
+    "wan2.2-i2v-a14b",
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers",
+    ("Wan2.2-I2V",),
     variant="two",
     parameters=_WAN_2_2.parameters,
-    video=replace(_WAN_I2V.video, steps=40, guidance_scale=3.5),
+    video={"steps": 40, "guidance_scale": 3.5},
 )
-_WAN_2_2_DISTILLED = replace(
-    _WAN_2_2_I2V,
-    name="wan2.2-distilled-i2v",
-    aliases=(),
-    video=replace(_WAN_2_2_I2V.video, steps=4, guidance_scale=1.0),
+_WAN_2_2_DISTILLED = _like(
+    _WAN_2_2_I2V, "wan2.2-distilled-i2v", _WAN_2_2_I2V.hub, video={"steps": 4, "guidance_scale": 1.0}
 )
-_WAN_2_2_TI2V = replace(
+_WAN_2_2_TI2V = _like(
     _WAN_14B,
-    name="wan2.2-ti2v-5b",
-    hub="Wan-AI/Wan2.2-TI2V-5B-Diffusers",
-    aliases=("Wan2.2-TI2V",),
+    "wan2.2-ti2v-5b",
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers",
+    ("Wan2.2-TI2V",),
     layers=30,
     heads=24,
     ffn=14336,
     variant="ti2v",
     token_pixels=32,
-    video=replace(_WAN_14B.video, height=704, num_frames=121, fps=24),
+    video={"height": 704, "num_frames": 121, "fps": 24},
 )
-_WAN_VACE = replace(
-    _WAN_14B,
-    name="wan2.1-vace-14b",
-    hub="Wan-AI/Wan2.1-VACE-14B-diffusers",
-    aliases=(),
-    pipeline="WanVACEPipeline",
-)
-_WAN_VACE_1_3B = replace(
-    _WAN_1_3B,
-    name="wan2.1-vace-1.3b",
-    hub="Wan-AI/Wan2.1-VACE-1.3B-diffusers",
-    aliases=(),
-    pipeline="WanVACEPipeline",
-)
+_WAN_VACE = _like(_WAN_14B, "wan2.1-vace-14b", "Wan-AI/Wan2.1-VACE-14B-diffusers", pipeline="WanVACEPipeline")
+_WAN_VACE_1_3B = _like(_WAN_1_3B, "wan2.1-vace-1.3b", "Wan-AI/Wan2.1-VACE-1.3B-diffusers", pipeline="WanVACEPipeline")
 _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
 MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
 """Models by name. Of several with one signature and one repository, the first is what their weights are known as."""
 
-TINY = "tiny-"
-"""Prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed."""
+TINY = "tiny-"  # prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed
 TINY_MODELS = {
     "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
     "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),
@@ -269,7 +240,7 @@ def model_title(signature: ModelSignature, class_name: str | None = None) -> str
     spec = published_model(signature)
     if spec is not None:
         return spec.name
-    tiny = next((name for name, one in TINY_MODELS.items() if one == signature), None)
+    tiny = next((name for name, tiny_signature in TINY_MODELS.items() if tiny_signature == signature), None)
     if tiny is not None:
         return f"{TINY}{tiny}"
     layers, heads, head_dim, _ = signature.sizes

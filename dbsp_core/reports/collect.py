@@ -17,8 +17,8 @@ from safetensors.torch import save
 from dbsp_core.comm.consistency import check_consistent, gather_texts
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.cost.machine import device_class
-from dbsp_core.layout.strategy import Strategy
-from dbsp_core.reports.observer import REPORTS, ObservedCall, RunObserver, run_observer
+from dbsp_core.masks.steps import DenoisingStep
+from dbsp_core.reports.observer import REPORTS, ObservedCall, RunObserver, run_observer, seconds_between
 from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -57,30 +57,49 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
     observer = run_observer(session)
     if observer is None:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
+    # 1. All ranks must have seen the same calls
     session.flush()
     observer.read_counts()
     calls, group = list(observer.calls), session.group.auxiliary(REPORTS)
     group.barrier()
+    shared = [
+        (c.layer, c.forward, c.strategy, c.replanned, c.density, c.rho_before, c.rho, c.rho_bound, c.work.tolist())
+        for c in calls
+    ]
     message = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
-    check_consistent(group, None, {message: fingerprint_of([_shared(call) for call in calls])}, RuntimeError)
+    check_consistent(group, None, {message: fingerprint_of(shared)}, RuntimeError)
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
-    measured = [(c.seconds, c.sent.dispatch, c.sent.chunks, c.sent.combine) for c in calls]
-    own = torch.tensor(measured, device="cpu").double()
-    by_rank = np.stack([one.numpy() for one in group.all_gather(own)])  # float64[P, calls, 4], exact to 2^53 bytes
+    # 2. Seconds and bytes of every rank, float64[P, calls, 4], exact to 2^53 bytes
+    measured = [(seconds_between(c.started, c.ended), *c.sent[:3]) for c in calls]
+    of_ranks = group.all_gather(torch.tensor(measured, device="cpu").double())
+    by_rank = np.stack([rank_values.numpy() for rank_values in of_ranks])
     hardware = gather_texts(group, device_class(observer.device))
-    columns = _columns(calls, observer, by_rank)
+    # 3. Active blocks by layer and rank, before and after balancing
+    work, before = {}, {}
+    for layer in sorted({call.layer for call in calls}):
+        of_layer = [call for call in calls if call.layer == layer]
+        work[str(layer)] = np.sum([call.work for call in of_layer], axis=0).tolist()
+        before[str(layer)] = np.sum([call.work_before for call in of_layer], axis=0).tolist()
+    # 4. The strategy in words, such as "auto: 30 U4R2, 10 U8R1" if it was chosen by call
+    used = [call.strategy for call in calls]
+    chosen = ", ".join(f"{used.count(name)} {name}" for name in sorted(set(used)))
     return RunReport(
         model=model,
         framework=framework,
         world_size=group.size,
-        strategy=_in_words(session.strategy, columns),
+        strategy=f"auto: {chosen}" if session.strategy is None else str(session.strategy),
         planner=session.config.planner,
         max_abs_diff=None,
-        seconds=_seconds(observer, calls),
+        seconds=seconds_between(calls[0].started, calls[-1].ended) if observer.seconds is None else observer.seconds,
         environment=_environment(session, observer, hardware, model),
-        calls=columns,
-        ranks=_by_rank(calls, by_rank),
+        calls=_columns(calls, observer.moments(), by_rank),
+        ranks=RankTotals(
+            attention_s=by_rank[:, :, 0].sum(axis=1).round(9).tolist(),
+            bytes_sent=by_rank[:, :, 1:].sum(axis=(1, 2)).astype(np.int64).tolist(),
+            work=work,
+            work_before=before,
+        ),
     )
 
 
@@ -102,14 +121,7 @@ def write_report_files(
     report.write(folder / REPORT)
 
 
-def _shared(call: ObservedCall) -> tuple[object, ...]:
-    """Returns the values that must be the same on every rank."""
-    numbers = call.density, call.rho_before, call.rho, call.rho_bound
-    return call.layer, call.forward, call.strategy, call.replanned, *numbers, call.work.tolist()
-
-
-def _columns(calls: list[ObservedCall], observer: RunObserver, by_rank: np.ndarray) -> CallColumns:
-    moments = observer.moments()
+def _columns(calls: list[ObservedCall], moments: list[DenoisingStep], by_rank: np.ndarray) -> CallColumns:
     seconds, sent = by_rank[:, :, 0], by_rank[:, :, 1:].astype(np.int64)
     kinds = sent.sum(axis=0)
     return CallColumns(
@@ -129,55 +141,24 @@ def _columns(calls: list[ObservedCall], observer: RunObserver, by_rank: np.ndarr
         bytes_chunks=kinds[:, 1].tolist(),
         bytes_to_sources=kinds[:, 2].tolist(),
         bytes_busiest=sent.sum(axis=2).max(axis=0).tolist(),
-        bytes_usp=[c.sent.usp * len(by_rank) for c in calls],
+        bytes_usp=[c.sent[3] * len(by_rank) for c in calls],
     )
-
-
-def _by_rank(calls: list[ObservedCall], by_rank: np.ndarray) -> RankTotals:
-    work: dict[str, np.ndarray] = {}
-    before: dict[str, np.ndarray] = {}
-    for call in calls:
-        layer = str(call.layer)
-        work[layer] = work.get(layer, 0) + call.work
-        before[layer] = before.get(layer, 0) + call.work_before
-    return RankTotals(
-        attention_s=by_rank[:, :, 0].sum(axis=1).round(9).tolist(),
-        bytes_sent=by_rank[:, :, 1:].sum(axis=(1, 2)).astype(np.int64).tolist(),
-        work={layer: total.tolist() for layer, total in sorted(work.items(), key=lambda item: int(item[0]))},
-        work_before={layer: total.tolist() for layer, total in sorted(before.items(), key=lambda item: int(item[0]))},
-    )
-
-
-def _in_words(strategy: Strategy | None, columns: CallColumns) -> str:
-    """Returns the strategy as text: "U4R2", or "auto: 30 U4R2, 10 U8R1" if it was chosen automatically."""
-    if strategy is not None:
-        return str(strategy)
-    used = sorted(set(columns.strategy))
-    return "auto: " + ", ".join(f"{columns.strategy.count(name)} {name}" for name in used)
-
-
-def _seconds(observer: RunObserver, calls: list[ObservedCall]) -> float:
-    if observer.seconds is not None:
-        return observer.seconds
-    first, last = calls[0].started, calls[-1].ended
-    if isinstance(first, float) or isinstance(last, float):
-        return float(last) - float(first)  # type: ignore[arg-type]
-    return first.elapsed_time(last) / 1e3
 
 
 def _environment(session: AttentionSession, observer: RunObserver, hardware: list[str], model: str) -> Environment:
-    own = installed_version("dbsp-attention") or "not installed"
-    software = {"python": platform.python_version(), "dbsp-attention": own, "torch": str(torch.__version__)}
+    version = installed_version("dbsp-attention") or "not installed"
+    software = {"python": platform.python_version(), "dbsp-attention": version, "torch": str(torch.__version__)}
     if torch.version.cuda:
         software["cuda"] = torch.version.cuda
-    software |= {name: own for name, own in package_versions().items() if name not in software}
-    settings = session.config.to_values()
-    settings |= {
-        "model": model,
-        "layout": session.config.layout,
-        "keys": session.config.keys,
-        "kernel": observer.kernel,
-    }
+    software = package_versions() | software
+    config = session.config
+    settings = config.to_values() | {"model": model, "layout": config.layout, "keys": config.keys}
     del settings["report"]  # this folder may be gone when the report is read
-    date = datetime.now().astimezone().isoformat(timespec="minutes")
-    return Environment(settings, software, hardware, observer.kernel, observer.dtype, date)
+    return Environment(
+        settings=settings | {"kernel": observer.kernel},
+        software=software,
+        hardware=hardware,
+        kernel=observer.kernel,
+        dtype=observer.dtype,
+        date=datetime.now().astimezone().isoformat(timespec="minutes"),
+    )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,20 +34,14 @@ def require_new_recording(folder: Path, what: str) -> None:
         raise UserError(f"{what} {folder} {_TAKEN}")
 
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
 @dataclass(frozen=True)
 class RecordSettings:
     """Settings of a `MaskRecorder`; it writes nothing without a folder."""
 
     folder: str | None = None
-    every: int = 1
-    """Distance of the recorded steps."""
-    layers: frozenset[int] | None = None
-    """The recorded layers; None: all."""
-    limit: int = 2 * 2**30
-    """Most bytes on disk."""
+    every: int = 1  # distance of the recorded steps
+    layers: frozenset[int] | None = None  # the recorded layers; None: all
+    limit: int = 2 * 2**30  # most bytes on disk
 
     @classmethod
     def from_environment(cls, folder: str | None) -> RecordSettings:
@@ -57,13 +51,8 @@ class RecordSettings:
         every = environment_value(RECORD_EVERY) or "1"
         if not re.fullmatch(r"\d{1,9}", every.strip()):
             raise UserError(f"{RECORD_EVERY} must be a number of steps, got {every!r}; 1 keeps every step")
-        layers = environment_value(RECORD_LAYERS)
-        return cls(
-            folder,
-            every=max(1, int(every)),
-            layers=parse_layers(layers) if layers else None,
-            limit=parse_size(environment_value(RECORD_LIMIT) or "2GiB"),
-        )
+        layers, limit = environment_value(RECORD_LAYERS), environment_value(RECORD_LIMIT) or "2GiB"
+        return cls(folder, max(1, int(every)), parse_layers(layers) if layers else None, parse_size(limit))
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -73,34 +62,22 @@ def parse_layers(text: str) -> frozenset[int]:
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
         if match is None:
             raise UserError(f"layers {text!r} are not of the form '0,5,10-12'")
-        first, last = int(match[1]), int(match[2] or match[1])
-        layers |= set(range(first, last + 1))
+        layers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(layers)
 
 
-def _never_raises(method: Method) -> Method:
+def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
     """Makes a method of the recorder stop the recording with a notice where it would raise."""
 
     @functools.wraps(method)
-    def guarded(self: MaskRecorder, *args: Any) -> Any:
-        if not self.active:
-            return None
+    def guarded(self: MaskRecorder, *args: Any, **options: Any) -> None:
         try:
-            return method(self, *args)
+            if self.active:
+                method(self, *args, **options)
         except Exception as error:  # a full disk must not end hours of denoising
             self.stop(f"{type(error).__name__}: {error}")
-            return None
 
-    return guarded  # type: ignore[return-value]
-
-
-@dataclass
-class _Pass:
-    """One forward pass: names of the masks of the recorded layers, and of all masks that it used."""
-
-    moment: DenoisingStep
-    layers: dict[int, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    return guarded
 
 
 @dataclass
@@ -109,24 +86,21 @@ class MaskRecorder(SessionObserver):
 
     A mask is written once for all layers and steps that have it, as a mask file named by its fingerprint. Memory holds
     the packed masks of one forward pass. index.json has the mask of each layer in each finished pass.
-
-    Attributes:
-        layers: Number of the model's layers.
-        active: False on all ranks but the first, and after `stop`.
     """
 
     settings: RecordSettings
-    layers: int
-    active: bool = True
+    layers: int  # number of the model's layers
+    active: bool = True  # False on all ranks but the first, and after `stop`
     bytes_written: int = 0
     stopped: str | None = None
-    _claimed: bool = False
-    _names: dict[Hashable, str] = field(default_factory=dict)
+    _names: dict[Hashable, str] = field(default_factory=dict)  # of masks, by the session's key
+    _pending: dict[str, bytes] = field(default_factory=dict)  # mask files that may have to be written
     _written: set[str] = field(default_factory=set)
+    _moment: DenoisingStep | None = None  # of the pass that runs
+    _of_layers: dict[int, str] = field(default_factory=dict)  # the pass's masks of recorded layers
+    _used: set[str] = field(default_factory=set)  # all masks of the pass
     _passes: list[dict[str, Any]] = field(default_factory=list)
-    _current: _Pass | None = None
-    _pending: dict[str, bytes] = field(default_factory=dict)
-    """Content of mask files that may have to be written."""
+    _claimed: bool = False
 
     @classmethod
     def from_environment(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
@@ -148,100 +122,83 @@ class MaskRecorder(SessionObserver):
         return self.settings.folder is not None
 
     @_never_raises
-    def begin(
-        self,
-        step: DenoisingStep,
-        timestep: object = None,
-        cfg_branch: int | None = None,
-        index: int | None = None,
-    ) -> None:
+    def begin(self, step: DenoisingStep, *_: Any, **__: Any) -> None:
         self._finish()
-        self._current = _Pass(step)
+        self._moment = step
 
     @_never_raises
     def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
         self._names.pop(key, None)
-        if not (lasting or (self._wants_step() and self._wants_layer(layer))):
-            return
-        name = f"{mask.fingerprint:016x}"
-        self._names[key] = name
-        if name not in self._written:
-            self._pending[name] = mask_file_bytes(mask)
+        if lasting or (self._records_step() and self._records_layer(layer)):
+            name = self._names[key] = f"{mask.fingerprint:016x}"
+            if name not in self._written:
+                self._pending[name] = mask_file_bytes(mask)
 
     @_never_raises
     def mask_used(self, layer: int, key: Hashable) -> None:
-        now, name = self._current, self._names.get(key)
-        if now is None:
-            return
-        if name in self._pending or name in self._written:
-            now.used.add(name)
-            if self._wants_layer(layer):
-                now.layers[layer] = name
+        name = self._names.get(key)
+        if self._moment is not None and name is not None and (name in self._pending or name in self._written):
+            self._used.add(name)
+            if self._records_layer(layer):
+                self._of_layers[layer] = name
         if layer == self.layers - 1:
             self._finish()
 
     def stop(self, why: str) -> None:
         """Ends the recording, with a notice and an entry in the index."""
-        self.active, self.stopped, self._current = False, why, None
+        self.active, self.stopped, self._moment = False, why, None
         self._pending.clear()
         log.warning("stopped recording masks to %s: %s; the run goes on", self.settings.folder, why)
         with suppress(OSError):  # the notice has been given
             if self._passes:
                 self._write_index()
             elif self._claimed:
-                (self._folder / INDEX).unlink()
+                (Path(self.settings.folder or ".") / INDEX).unlink()
 
-    def _wants_step(self) -> bool:
-        return self._current is not None and self._current.moment.step % self.settings.every == 0
+    def _records_step(self) -> bool:
+        return self._moment is not None and self._moment.step % self.settings.every == 0
 
-    def _wants_layer(self, layer: int) -> bool:
+    def _records_layer(self, layer: int) -> bool:
         return self.settings.layers is None or layer in self.settings.layers
 
     def _finish(self) -> None:
         """Writes the pass that ended, if it is recorded and had masks; other masks it used may be recorded later."""
-        now, wanted, self._current = self._current, self._wants_step(), None
-        if now is None:
+        moment, recorded, masks, used = self._moment, self._records_step(), self._of_layers, self._used
+        self._moment, self._of_layers, self._used = None, {}, set()
+        if moment is None:
             return
-        fresh = {name: self._pending.pop(name) for name in {*now.layers.values()} & {*self._pending}} if wanted else {}
-        self._pending = {name: content for name, content in self._pending.items() if name in now.used}
-        if wanted and now.layers:
-            self._write(now, fresh)
-
-    def _write(self, now: _Pass, fresh: dict[str, bytes]) -> None:
-        size = sum(map(len, fresh.values()))
+        new_files = (
+            {name: self._pending.pop(name) for name in {*masks.values()} & {*self._pending}} if recorded else {}
+        )
+        self._pending = {name: content for name, content in self._pending.items() if name in used}
+        if not recorded or not masks:
+            return
+        size = sum(map(len, new_files.values()))
         if self.bytes_written + size > self.settings.limit:
-            self.stop(f"the limit of {self.settings.limit} bytes was reached at step {now.moment.step}")
+            self.stop(f"the limit of {self.settings.limit} bytes was reached at step {moment.step}")
             return
+        # 1. An empty index claims the folder: of several runs that record to it, only the first does
+        folder = Path(self.settings.folder or ".")
         if not self._claimed:
-            self._claim()
-        for name, content in fresh.items():
-            write_atomically(self._folder / f"{name}.safetensors", content)
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                os.close(os.open(folder / INDEX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            except FileExistsError:
+                raise FileExistsError(f"{folder} {_TAKEN}") from None
+            self._claimed = True
+        # 2. Masks that no earlier pass had
+        for name, content in new_files.items():
+            write_atomically(folder / f"{name}.safetensors", content)
         self.bytes_written += size
-        self._written.update(fresh)
-        moment = {"step": now.moment.step, "cfg_branch": now.moment.cfg_branch}
-        self._passes.append({"generation": self._generation(now.moment), **moment, "masks": now.layers})
+        self._written.update(new_files)
+        # 3. The pass; a generation begins where steps begin again
+        position, generation = (moment.step, moment.cfg_branch), 0
+        if self._passes:
+            last = self._passes[-1]
+            generation = last["generation"] + int(position <= (last["step"], last["cfg_branch"]))
+        step = {"generation": generation, "step": moment.step, "cfg_branch": moment.cfg_branch}
+        self._passes.append({**step, "masks": masks})
         self._write_index()
-
-    @property
-    def _folder(self) -> Path:
-        return Path(self.settings.folder or ".")
-
-    def _claim(self) -> None:
-        """Makes the index, empty, so that of several runs that record to one folder only the first does."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        try:
-            os.close(os.open(self._folder / INDEX, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        except FileExistsError:
-            raise FileExistsError(f"{self._folder} {_TAKEN}") from None
-        self._claimed = True
-
-    def _generation(self, moment: DenoisingStep) -> int:
-        """Returns the number of the generation: how often the steps have begun again."""
-        if not self._passes:
-            return 0
-        last = self._passes[-1]
-        again = (moment.step, moment.cfg_branch) <= (last["step"], last["cfg_branch"])
-        return int(last["generation"]) + int(again)
 
     def _write_index(self) -> None:
         content = {
@@ -252,4 +209,4 @@ class MaskRecorder(SessionObserver):
             "stopped": self.stopped,
             "passes": self._passes,
         }
-        write_atomically(self._folder / INDEX, json.dumps(content) + "\n")
+        write_atomically(Path(self.settings.folder or ".") / INDEX, json.dumps(content) + "\n")

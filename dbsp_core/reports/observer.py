@@ -68,78 +68,50 @@ def observe_run(sessions: Sequence[AttentionSession]) -> None:
         layers += session.layers
 
 
-REPORTS = "reports"
-"""Purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention."""
+REPORTS = "reports"  # purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention
 MOST_CALLS = 200_000
 """Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 CFG passes."""
 
-Timestamp = torch.cuda.Event | float
-"""A point in time: an event on the device's stream, or seconds."""
+Timestamp = torch.cuda.Event | float  # A point in time: an event on the device's stream, or seconds
 
 
-@dataclass(frozen=True)
-class BytesByStage:
-    """Bytes that this rank sends to other ranks in each stage of one attention.
+def bytes_sent(prepared: PreparedAttention, q: torch.Tensor) -> tuple[int, int, int, int]:
+    """Counts the bytes that this rank sends to others in an attention of q [B, H, n_local, D].
 
-    Attributes:
-        dispatch: Queries, with the keys and values of the first chunk, and sums for the mean of keys that are sent
-            less it.
-        chunks: Keys and values of later chunks.
-        combine: Outputs.
-        usp: Bytes that plain USP would send in all stages: equal shards, whole heads, the same strategy.
+    Returns:
+        Queries, with the keys and values of the first chunk and the sums for the mean that keys are sent less of; keys
+        and values of later chunks; outputs; and what plain USP would send: equal shards, whole heads, same strategy.
     """
-
-    dispatch: int
-    chunks: int
-    combine: int
-    usp: int
-
-    @classmethod
-    def from_attention(cls, prepared: PreparedAttention, q: torch.Tensor) -> BytesByStage:
-        """Counts what an attention passes to its collectives for q [B, H, n_local, D]."""
-        plan = prepared.plan
-        x, y = plan.strategy.ulysses, plan.strategy.ring
-        shape, comm_dtype = AttentionShape.from_q(q, plan.heads), plan.comm_dtype
-        token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(comm_dtype)
-        means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.centred else 0
-        dispatched, fetched, combined = prepared.route.tokens_sent(prepared.group.rank)
-        tensor = plan.heads * q.shape[2] * token_bytes  # one of local q, k, v or output
-        return cls(
-            dispatch=dispatched * sent_bytes + means,
-            chunks=fetched * sent_bytes,
-            combine=combined * token_bytes,
-            usp=4 * tensor * (x - 1) // x + 2 * tensor * (y - 1),
-        )
+    plan = prepared.plan
+    x, y = plan.strategy.ulysses, plan.strategy.ring
+    shape, comm_dtype = AttentionShape.from_q(q, plan.heads), plan.comm_dtype
+    token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(comm_dtype)
+    means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.centred else 0
+    dispatched, fetched, combined = prepared.route.tokens_sent(prepared.group.rank)
+    tensor = plan.heads * q.shape[2] * token_bytes  # local q, k, v or output
+    usp = 4 * tensor * (x - 1) // x + 2 * tensor * (y - 1)
+    return dispatched * sent_bytes + means, fetched * sent_bytes, combined * token_bytes, usp
 
 
 @dataclass(slots=True)
 class ObservedCall:
-    """One attention. Numbers without a description are those of `Plan`, for the call's own mask.
-
-    Attributes:
-        forward: Number of its forward pass since the observer's start.
-        replanned: True if it was the first to use its plan.
-        plan_ms: Milliseconds of planning if it was the first, otherwise 0.
-        use: Its plan, until the call's own mask is counted.
-        work: int64[P], active blocks of each rank under the plan in use.
-        work_before: int64[P], the same under the contiguous plan.
-    """
+    """One attention. Numbers without a description are those of `Plan`, for the call's own mask."""
 
     layer: int
-    forward: int
+    forward: int  # number of its forward pass since the observer's start
     strategy: str
-    replanned: bool
-    plan_ms: float
-    sent: BytesByStage
+    replanned: bool  # True if it was the first to use its plan
+    plan_ms: float  # milliseconds of planning if it was the first, otherwise 0
+    sent: tuple[int, int, int, int]  # see `bytes_sent`
     started: Timestamp
     ended: Timestamp
-    use: PlanUse | None
+    use: PlanUse | None  # its plan, until the call's own mask is counted
     density: float = 0.0
     rho_before: float = 1.0
     rho: float = 1.0
     rho_bound: float = 1.0
-    work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64[P], active blocks of each rank
+    work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # under the contiguous plan
 
     def read_counts(self) -> bool:
         """Takes over the plan's numbers once the session has counted the mask. Returns False before that."""
@@ -151,44 +123,33 @@ class ObservedCall:
         self.work, self.work_before = plan.compared
         return True
 
-    @property
-    def seconds(self) -> float:
-        """Time between its timestamps. Waits for the device if they are events."""
-        if isinstance(self.started, float) or isinstance(self.ended, float):
-            return float(self.ended) - float(self.started)  # type: ignore[arg-type]
-        self.ended.synchronize()
-        return self.started.elapsed_time(self.ended) / 1e3
+
+def seconds_between(start: Timestamp, end: Timestamp) -> float:
+    """Returns the seconds between two timestamps. Waits for the device if they are events."""
+    if isinstance(start, float) or isinstance(end, float):
+        return float(end) - float(start)  # type: ignore[arg-type]
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 @dataclass
 class RunObserver(SessionObserver):
-    """Collects the report of one session.
-
-    Attributes:
-        folder: Folder of the report.
-        calls: Attentions of the run so far, oldest first.
-        seconds: Time of the last pipeline call, if there is a pipeline.
-        latents: The last result of the pipeline's scheduler.
-        report: The report of the last run, on the rank that has written it.
-    """
+    """Collects the report of one session."""
 
     compares = True
 
-    folder: str
-    calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))
-    seconds: float | None = None
-    latents: torch.Tensor | None = None
-    report: RunReport | None = None
+    folder: str  # of the report
+    calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))  # of the run, oldest first
+    seconds: float | None = None  # time of the last pipeline call, if there is a pipeline
+    latents: torch.Tensor | None = None  # the last result of the pipeline's scheduler
+    report: RunReport | None = None  # of the last run, on the rank that has written it
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
-    _kernels: dict[str, None] = field(default_factory=dict)
-    """Names of the kernels that ran, in order of their first run."""
+    _kernels: dict[str, None] = field(default_factory=dict)  # names of those that ran, by their first run
     _started: Timestamp = 0.0
-    _timesteps: list[torch.Tensor | float | None] = field(default_factory=list)
-    _passes: list[tuple[int | None, int | None]] = field(default_factory=list)
-    """CFG pass and index of the step of each forward pass, if the framework knows them."""
-    _open: list[ObservedCall] = field(default_factory=list)
-    """Calls whose masks have not been counted yet."""
+    _passes: list[tuple[torch.Tensor | float | None, int | None, int | None]] = field(default_factory=list)
+    """Timestep, CFG pass and index of the step of each forward pass, as far as the framework knows them."""
+    _open: list[ObservedCall] = field(default_factory=list)  # calls whose masks have not been counted yet
 
     @property
     def kernel(self) -> str:
@@ -198,7 +159,6 @@ class RunObserver(SessionObserver):
     def restart(self) -> None:
         """Forgets the run so far; plans that were made in it are not counted again."""
         self.calls.clear()
-        self._timesteps.clear()
         self._passes.clear()
         self._open.clear()
         self.seconds = self.latents = self.report = None
@@ -209,8 +169,7 @@ class RunObserver(SessionObserver):
         """Copies the timestep on its device; it is read when the run is over."""
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
-        self._timesteps.append(timestep)
-        self._passes.append((cfg_branch, index))
+        self._passes.append((timestep, cfg_branch, index))
 
     def attention_begins(self, device: torch.device) -> None:
         self._started = _timestamp(device)
@@ -218,14 +177,19 @@ class RunObserver(SessionObserver):
     def attention_ends(self, layer: int, prepared: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
         self.read_counts()
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
-        self._kernels |= dict.fromkeys(_kernels_of(prepared, q))
+        fused = fused_kernel(q)
+        for table in prepared.tables:
+            dense = table.dense if fused else None
+            names = [] if dense is None else [f"torch {fused} (dense heads)"]
+            names += [] if dense is not None and dense.every else [prepared.kernel_name]
+            self._kernels |= dict.fromkeys(names)
         call = ObservedCall(
             layer=layer,
-            forward=max(len(self._timesteps) - 1, 0),
+            forward=max(len(self._passes) - 1, 0),
             strategy=str(use.plan.strategy),
             replanned=use.new,
             plan_ms=use.plan.plan_ms if use.new else 0.0,
-            sent=BytesByStage.from_attention(prepared, q),
+            sent=bytes_sent(prepared, q),
             started=self._started,
             ended=_timestamp(q.device),
             use=use,
@@ -239,16 +203,17 @@ class RunObserver(SessionObserver):
 
     def moments(self) -> list[DenoisingStep]:
         """Returns the step and CFG pass of each forward pass. Waits for the device once."""
-        clock, found = StepClock(lambda: Progress(step_index=now[1])), []
-        tensors = [t for t in self._timesteps if isinstance(t, torch.Tensor)]
-        read = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
-        for number, (timestep, now) in enumerate(zip(self._timesteps, self._passes, strict=True)):
+        steps: list[DenoisingStep] = []
+        tensors = [timestep for timestep, _, _ in self._passes if isinstance(timestep, torch.Tensor)]
+        values = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
+        clock = StepClock(lambda: Progress(step_index=self._passes[len(steps)][2]))
+        for number, (timestep, cfg_branch, _) in enumerate(self._passes):
             if timestep is None:  # only their order is known
-                found.append(DenoisingStep(number))
+                steps.append(DenoisingStep(number))
             else:
-                value = next(read) if isinstance(timestep, torch.Tensor) else timestep
-                found.append(clock.advance(float(value), now[0]))
-        return found
+                value = next(values) if isinstance(timestep, torch.Tensor) else timestep
+                steps.append(clock.advance(float(value), cfg_branch))
+        return steps
 
 
 def _timestamp(device: torch.device) -> Timestamp:
@@ -263,13 +228,3 @@ def _timestamp(device: torch.device) -> Timestamp:
 def run_observer(session: AttentionSession) -> RunObserver | None:
     """Returns the session's observer, if a report is wanted."""
     return next((observer for observer in session.observers if isinstance(observer, RunObserver)), None)
-
-
-def _kernels_of(prepared: PreparedAttention, q: torch.Tensor) -> list[str]:
-    """Returns the names of the kernels that an attention of q [B, H, n, D] ran on."""
-    fused, names = fused_kernel(q), []
-    for table in prepared.tables:
-        dense = table.dense if fused else None
-        names += [] if dense is None else [f"torch {fused} (dense heads)"]
-        names += [] if dense is not None and dense.every else [prepared.kernel_name]
-    return names

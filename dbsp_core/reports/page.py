@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -17,81 +16,53 @@ from dbsp_core.reports.style import INK, STYLE, heading, rank_colour
 from dbsp_core.utils.files import in_bytes
 
 
-@dataclass(frozen=True)
-class LayerSummary:
-    """One layer: means over its attentions, and sums of replans, seconds of the slowest rank, and bytes."""
-
-    layer: int
-    calls: int
-    density: float
-    rho_before: float
-    rho: float
-    rho_worst: float
-    rho_best: float
-    replans: int
-    seconds: float
-    bytes_sent: int
+def in_seconds(seconds: float) -> str:
+    """Returns a time as text, such as "850 µs", "12.3 ms", "4.56 s" or "12 min 5 s"."""
+    if abs(seconds) < 1e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if abs(seconds) < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if abs(seconds) < 100:
+        return f"{seconds:.3g} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
 
 
-def layer_summaries(report: RunReport) -> tuple[LayerSummary, ...]:
-    """Returns the report's layers."""
-    columns = {name: np.array(column) for name, column in vars(report.calls).items()}
-    columns["sent"] = columns["bytes_to_owners"] + columns["bytes_chunks"] + columns["bytes_to_sources"]
-    summaries = []
-    for layer in sorted(set(report.calls.layer)):
-        calls = {name: column[columns["layer"] == layer] for name, column in columns.items()}
-        summaries.append(
-            LayerSummary(
-                layer=layer,
-                calls=len(calls["layer"]),
-                density=float(calls["density"].mean()),
-                rho_before=float(calls["rho_before"].mean()),
-                rho=float(calls["rho"].mean()),
-                rho_worst=float(calls["rho"].max()),
-                rho_best=float(calls["rho_bound"].mean()),
-                replans=int(calls["replanned"].sum()),
-                seconds=float(calls["seconds"].sum()),
-                bytes_sent=int(calls["sent"].sum()),
-            )
-        )
-    return tuple(summaries)
+LAYER_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("density", "density", "{:.3f}".format),
+    ("ρ_s before", "rho_before", "{:.3f}".format),
+    ("ρ_s", "rho", "{:.3f}".format),
+    ("worst", "rho_worst", "{:.3f}".format),
+    ("least", "rho_best", "{:.3f}".format),
+    ("plans", "replans", str),
+    ("time", "attention_s", in_seconds),
+    ("sent", "bytes_sent", in_bytes),
+)
+"""A layer's numbers in tables, after its own: heading, field of `Totals`, and how to write it."""
+_ON_CPU = "times on CPUs say nothing about GPUs"
 
 
 def headline(report: RunReport) -> list[tuple[str, str, str]]:
-    """Returns the main numbers: name, number, and note."""
+    """Returns the main numbers: name, number, and note. Attention on CPUs is no measure of what a GPU would save."""
     t = report.totals
     share = "alone, there is nothing to send"
     if t.bytes_usp:
         more = t.bytes_sent / t.bytes_usp - 1
         share = "as much as plain USP" if abs(more) < 0.005 else f"{more:+.0%} against plain USP"
+    saved = in_seconds(t.saved_s), f"modelled from ρ_s; perfectly even would save {in_seconds(t.left_s)} more"
+    ratios, note = (
+        f"{t.rho_before:.3f} → {t.rho:.3f}",
+        "imbalance, slowest rank over mean; contiguous → db-SP; at best",
+    )
+    attention = f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each"
     return [
-        (
-            "ρ_s",
-            f"{t.rho_before:.3f} → {t.rho:.3f}",
-            f"imbalance, slowest rank over mean; contiguous → db-SP; at best {t.rho_best:.3f}",
-        ),
+        ("ρ_s", ratios, f"{note} {t.rho_best:.3f}"),
         ("density", f"{t.density:.3f}", "share of blocks computed"),
         ("plans made", f"{t.replans}", f"in {t.calls} attentions of {t.steps} steps; {in_seconds(t.plan_s)} planning"),
         ("strategy", strategies_in_words(report), f"on {report.world_size} ranks, planner {report.planner}"),
         ("sent by all ranks", in_bytes(t.bytes_sent), share),
-        (
-            "time in attention",
-            in_seconds(t.attention_s),
-            f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each",
-        ),
-        ("saved", *_saved(report)),
+        ("time in attention", in_seconds(t.attention_s), attention),
+        ("saved", *(("–", _ON_CPU) if report.environment.on_cpu else saved)),
     ]
-
-
-_ON_CPU = "times on CPUs say nothing about GPUs"
-
-
-def _saved(report: RunReport) -> tuple[str, str]:
-    """Returns what balancing saved, and a note. Attention on CPUs is no measure of what a GPU would save."""
-    if report.environment.on_cpu:
-        return "–", _ON_CPU
-    note = f"modelled from ρ_s; perfectly even would save {in_seconds(report.totals.left_s)} more"
-    return in_seconds(report.totals.saved_s), note
 
 
 def in_a_line(report: RunReport) -> str:
@@ -114,21 +85,10 @@ def strategies_in_words(report: RunReport) -> str:
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns nested settings by keys such as "mask.source"."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
-
-
-def in_seconds(seconds: float) -> str:
-    """Returns a time as text, such as "850 µs", "12.3 ms", "4.56 s" or "12 min 5 s"."""
-    if abs(seconds) < 1e-3:
-        return f"{seconds * 1e6:.0f} µs"
-    if abs(seconds) < 1:
-        return f"{seconds * 1e3:.3g} ms"
-    if abs(seconds) < 100:
-        return f"{seconds:.3g} s"
-    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
 
 
 def balance_picture(records: Mapping[int, Plan]) -> bytes:
@@ -176,36 +136,27 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
     return picture.getvalue()
 
 
-_TEMPLATES = Path(__file__).with_name("pages")
-
-
 def report_page(report: RunReport) -> str:
     """Returns the HTML of a report, with tables as text; its script draws heat maps and bars from embedded data."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES, encoding="utf-8"),
+        loader=FileSystemLoader(Path(__file__).with_name("pages"), encoding="utf-8"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"seconds": in_seconds, "bytes": in_bytes}
-    settings = flat_settings(report.environment.settings)
+    data = {"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    for character in "&<>":  # no text in a script element may end it
+        text = text.replace(character, f"\\u{ord(character):04x}")
     return environment.get_template("report.html").render(
         report=report,
         totals=report.totals,
         headline=headline(report),
-        layers=layer_summaries(report),
-        ranks=list(enumerate(zip(report.ranks.attention_s, report.ranks.bytes_sent, strict=True))),
-        prompt=settings.get("generate.prompt"),
-        settings=[(key, json.dumps(value).strip('"')) for key, value in settings.items() if value is not None],
-        unset=[key for key, value in settings.items() if value is None],
-        data=_embedded({"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}),
+        columns=LAYER_COLUMNS,
+        settings=flat_settings(report.environment.settings),
+        data=text,
     )
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """Returns JSON for a script element, which no text in it can end."""
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

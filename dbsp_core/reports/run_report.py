@@ -21,21 +21,14 @@ FORMAT = "db-SP report 3"
 
 @dataclass(frozen=True)
 class Environment:
-    """Settings and surroundings of a run.
+    """Settings and surroundings of a run."""
 
-    Attributes:
-        settings: The settings in effect as in YAML, with the choices that "auto" and defaults led to.
-        software: Versions by name.
-        hardware: The device of each rank.
-        date: End of the run, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports.
-    """
-
-    settings: Mapping[str, Any]
-    software: Mapping[str, str]
-    hardware: Sequence[str]
+    settings: Mapping[str, Any]  # The settings in effect as in YAML, with the choices that "auto" and defaults led to
+    software: Mapping[str, str]  # Versions by name
+    hardware: Sequence[str]  # The device of each rank
     kernel: str
     dtype: str
-    date: str = ""
+    date: str = ""  # End of the run, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports
 
     @property
     def on_cpu(self) -> bool:
@@ -45,36 +38,25 @@ class Environment:
 
 @dataclass(frozen=True)
 class CallColumns:
-    """Every attention of the run, in order: columns of one length.
-
-    Attributes:
-        branch: The CFG pass.
-        replanned: 1 where a plan was used for the first time.
-        plan_ms: Time of making this plan on rank 0; 0 for a plan used before.
-        rho_bound: ρ_s that no plan of this granularity falls below.
-        seconds: From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks.
-        bytes_to_owners: Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources.
-        bytes_busiest: Sum of these three for the rank that sends most.
-        bytes_usp: Bytes that all ranks would send in plain USP.
-    """
+    """Every attention of the run, in order: columns of one length."""
 
     layer: Sequence[int]
     step: Sequence[int]
-    branch: Sequence[int]
+    branch: Sequence[int]  # The CFG pass
     strategy: Sequence[str]
-    replanned: Sequence[int]
-    plan_ms: Sequence[float]
+    replanned: Sequence[int]  # 1 where a plan was used for the first time
+    plan_ms: Sequence[float]  # Time of making this plan on rank 0; 0 for a plan used before
     density: Sequence[float]
     rho_before: Sequence[float]
     rho: Sequence[float]
-    rho_bound: Sequence[float]
-    seconds: Sequence[float]
+    rho_bound: Sequence[float]  # ρ_s that no plan of this granularity falls below
+    seconds: Sequence[float]  # From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks
     seconds_mean: Sequence[float]
-    bytes_to_owners: Sequence[int]
+    bytes_to_owners: Sequence[int]  # Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources
     bytes_chunks: Sequence[int]
     bytes_to_sources: Sequence[int]
-    bytes_busiest: Sequence[int]
-    bytes_usp: Sequence[int]
+    bytes_busiest: Sequence[int]  # Sum of these three for the rank that sends most
+    bytes_usp: Sequence[int]  # Bytes that all ranks would send in plain USP
 
     def __post_init__(self) -> None:
         lengths = {len(getattr(self, f.name)) for f in fields(self)}
@@ -87,19 +69,12 @@ class CallColumns:
 
 @dataclass(frozen=True)
 class RankTotals:
-    """Sums over the run, by rank.
+    """Sums over the run, by rank."""
 
-    Attributes:
-        attention_s: Seconds in attention.
-        bytes_sent: To other ranks in attention.
-        work: Active blocks of each rank under db-SP's plans, by layer.
-        work_before: The same under contiguous plans.
-    """
-
-    attention_s: Sequence[float]
-    bytes_sent: Sequence[int]
-    work: Mapping[str, Sequence[int]]
-    work_before: Mapping[str, Sequence[int]]
+    attention_s: Sequence[float]  # Seconds in attention
+    bytes_sent: Sequence[int]  # To other ranks in attention
+    work: Mapping[str, Sequence[int]]  # Active blocks of each rank under db-SP's plans, by layer
+    work_before: Mapping[str, Sequence[int]]  # The same under contiguous plans
 
     def __post_init__(self) -> None:
         by_rank = (self.attention_s, self.bytes_sent, *self.work.values(), *self.work_before.values())
@@ -109,51 +84,34 @@ class RankTotals:
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums and means of the columns.
+    """Sums and means of the columns, for a run or a layer of it."""
 
-    Attributes:
-        calls: Number of attentions.
-        replans: Number of plans made.
-        steps: Number of denoising steps.
-        rho_before: Mean over attentions of contiguous plans' ρ_s; `rho` and `rho_worst` are mean and maximum for the
-            plans in use, and `rho_best` the mean of the bounds.
-        attention_s: Seconds in attention, on the slowest rank at each; `attention_mean_s` is the mean over ranks.
-        attention_share: Share of attention_s in the run's seconds.
-        plan_s: Seconds of planning.
-        bytes_sent: Sent by all ranks, as the other numbers of bytes.
-        saved_s: Seconds that contiguous plans would have taken more, if attention took time in proportion to the
-            slowest rank's blocks.
-        left_s: Seconds that perfectly even work would have taken less, likewise.
-        strategies: Number of attentions by strategy.
-    """
-
-    calls: int
-    replans: int
-    steps: int
+    calls: int  # number of attentions
+    replans: int  # number of plans made
+    steps: int  # number of denoising steps
     density: float
-    rho_before: float
-    rho: float
-    rho_best: float
-    rho_worst: float
-    attention_s: float
-    attention_mean_s: float
-    attention_share: float
-    plan_s: float
-    bytes_to_owners: int
+    rho_before: float  # mean over attentions of contiguous plans' ρ_s
+    rho: float  # mean for the plans in use
+    rho_best: float  # mean of the bounds
+    rho_worst: float  # maximum for the plans in use
+    attention_s: float  # seconds in attention, on the slowest rank at each
+    attention_mean_s: float  # the same, mean over ranks
+    attention_share: float  # share of attention_s in the run's seconds
+    plan_s: float  # seconds of planning
+    bytes_to_owners: int  # sent by all ranks, as the other numbers of bytes
     bytes_chunks: int
     bytes_to_sources: int
     bytes_sent: int
     bytes_usp: int
-    saved_s: float
-    left_s: float
-    strategies: Mapping[str, int] = field(default_factory=dict)
+    saved_s: float  # seconds that contiguous plans would have taken more, if time went with the slowest rank's blocks
+    left_s: float  # seconds that perfectly even work would have taken less, likewise
+    strategies: Mapping[str, int] = field(default_factory=dict)  # number of attentions by strategy
 
     @classmethod
     def from_calls(cls, calls: CallColumns, seconds: float) -> Totals:
         """Returns the totals of a run that took `seconds`."""
         time, rho, before = (np.array(column) for column in (calls.seconds, calls.rho, calls.rho_before))
         kinds = [sum(column) for column in (calls.bytes_to_owners, calls.bytes_chunks, calls.bytes_to_sources)]
-        attention_s = float(time.sum())
         return cls(
             calls=len(calls),
             replans=sum(calls.replanned),
@@ -163,9 +121,9 @@ class Totals:
             rho=_mean(calls.rho),
             rho_best=_mean(calls.rho_bound),
             rho_worst=max(calls.rho, default=1.0),
-            attention_s=attention_s,
+            attention_s=float(time.sum()),
             attention_mean_s=float(sum(calls.seconds_mean)),
-            attention_share=attention_s / seconds if seconds else 0.0,
+            attention_share=float(time.sum()) / seconds if seconds else 0.0,
             plan_s=float(sum(calls.plan_ms)) / 1e3,
             bytes_to_owners=kinds[0],
             bytes_chunks=kinds[1],
@@ -182,10 +140,8 @@ class Totals:
 class RunReport:
     """The report of one run.
 
-    Attributes:
-        max_abs_diff: Largest difference of the final latents from those of one process; None if not compared.
-        seconds: Wall time of the pipeline on rank 0 without loading and compiling; of a transformer without a
-            pipeline, from the beginning of its first attention to the end of its last.
+    `seconds` is the wall time of the pipeline on rank 0 without loading and compiling; of a transformer without a
+    pipeline, from the beginning of its first attention to the end of its last.
     """
 
     model: str
@@ -193,7 +149,7 @@ class RunReport:
     world_size: int
     strategy: str
     planner: str
-    max_abs_diff: float | None
+    max_abs_diff: float | None  # of the final latents from those of one process; None if not compared
     seconds: float
     environment: Environment
     calls: CallColumns
@@ -223,6 +179,15 @@ class RunReport:
             return report
         except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
             raise UserError(f"{path} is not a db-SP report ({error}); {advice}") from error
+
+    def layers(self) -> dict[int, Totals]:
+        """Returns the totals of each layer."""
+        columns, totals = vars(self.calls), {}
+        for layer in sorted(set(self.calls.layer)):
+            here = [index for index, of_call in enumerate(self.calls.layer) if of_call == layer]
+            of_layer = {name: [column[index] for index in here] for name, column in columns.items()}
+            totals[layer] = Totals.from_calls(CallColumns(**of_layer), self.seconds)
+        return totals
 
     def to_json(self) -> str:
         """Returns the report as `read` reads it, with `totals` for other programs."""

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-WIDTH = 9.0
-"""Inches; with `figure.dpi` below 1,260 pixels, of which half are still legible."""
+WIDTH = 9.0  # inches; with `figure.dpi` below 1,260 pixels, of which half are still legible
 INK, SOFT, GRID = "#1d2330", "#5d6678", "#e3e0da"
 
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee9944", "#88aa77")

@@ -196,9 +196,9 @@ def packed_mask(
     for first, (grid, source) in zip(bounds, sequences, strict=False):
         if grid.thw is None:
             raise UserError(f"a sequence of {grid.tokens} tokens has no thw, which its mask source needs; give it one")
-        own = replace(request, thw=grid.thw, text_tokens=grid.text_tokens, text_runs=grid.text_runs)
+        sequence_request = replace(request, thw=grid.thw, text_tokens=grid.text_tokens, text_runs=grid.text_runs)
         if source.changes != "per_call":
-            masks.append(source.mask(own))
+            masks.append(source.mask(sequence_request))
         elif tokens is None:
             raise UserError(
                 "a mask source that predicts from queries and keys needs them; give packed_mask its tokens"
@@ -208,5 +208,5 @@ def packed_mask(
             layout = SequenceLayout(
                 tokens.layout.rank[here], tokens.layout.local[here], tokens.layout.world, tokens.layout.shard
             )
-            masks.append(source.mask(own, replace(tokens, layout=layout)))
+            masks.append(source.mask(sequence_request, replace(tokens, layout=layout)))
     return BlockMask.packed(masks)

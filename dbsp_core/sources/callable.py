@@ -69,18 +69,18 @@ class CallableSource(BlockSizes):
                 "{source: callable, function: 'my_masks:diagonal'}"
             )
         try:
-            found: Any = importlib.import_module(module)
+            function: Any = importlib.import_module(module)
         except Exception as error:
             raise UserError(
                 f"mask function {self.function}: importing {module} failed ({type(error).__name__}: {error}); put its "
                 "folder on PYTHONPATH, on every machine, and see that it imports by itself"
             ) from error
         for part in path.split("."):
-            found = getattr(found, part, None)
-        if not callable(found):
-            is_what = "has no such name" if found is None else f"names {kind_of(found)}, which cannot be called"
+            function = getattr(function, part, None)
+        if not callable(function):
+            is_what = "has no such name" if function is None else f"names {kind_of(function)}, which cannot be called"
             raise UserError(f"mask function {self.function}: {module} {is_what}; name a function(grid, request)")
-        return cast(Callable[..., Any], found)
+        return cast(Callable[..., Any], function)
 
     @property
     def changes(self) -> Changes:
@@ -107,16 +107,6 @@ class CallableSource(BlockSizes):
                 f"mask function {self.function} raised {type(error).__name__}: {error} for layer {request.layer}; "
                 "correct it, or its parameters"
             ) from error
-        return BlockMask(self._bits(result, request.heads, grid), grid)
-
-    def _seen(self, request: MaskRequest) -> MaskRequest:
-        """Returns the request without what the mask must not depend on."""
-        if self.depends_on == "step":
-            return request
-        return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, cfg_branch=0)
-
-    def _bits(self, result: Any, heads: int, grid: BlockGrid) -> torch.Tensor:
-        """Returns bool[heads, nq, nk], a copy, as the function may change its own."""
         if not isinstance(result, (np.ndarray, torch.Tensor)):
             raise UserError(
                 f"mask function {self.function} returned {kind_of(result)}; return a bool numpy array or torch tensor"
@@ -125,14 +115,21 @@ class CallableSource(BlockSizes):
             raise UserError(
                 f"mask function {self.function} returned {result.dtype}; compare with a threshold, to return bool"
             )
-        shape, wanted = tuple(result.shape), (heads, grid.nq, grid.nk)
-        if shape not in (wanted, wanted[1:]):
+        shape, expected = tuple(result.shape), (request.heads, grid.nq, grid.nk)
+        if shape not in (expected, expected[1:]):
             raise UserError(
-                f"mask function {self.function} returned shape {list(shape)}; return [{heads}, {grid.nq}, {grid.nk}], "
+                f"mask function {self.function} returned shape {list(shape)}; return {list(expected)}, "
                 f"heads × query blocks × key blocks, or [{grid.nq}, {grid.nk}] for all heads"
             )
+        # A copy, as the function may change its own
         bits = torch.from_numpy(np.array(result)) if isinstance(result, np.ndarray) else result.detach().clone()
-        return bits.expand(wanted).contiguous()
+        return BlockMask(bits.expand(expected).contiguous(), grid)
+
+    def _seen(self, request: MaskRequest) -> MaskRequest:
+        """Returns the request without what the mask must not depend on."""
+        if self.depends_on == "step":
+            return request
+        return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, cfg_branch=0)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -16,17 +16,12 @@ from dbsp_core.utils.errors import UserError, require_value
 
 @dataclass(frozen=True, eq=False)
 class LineSegments:
-    """The video blocks of one axis, cut where a line ends.
+    """The video blocks of one axis, cut where a line ends."""
 
-    Attributes:
-        line: int64[n], the line of each segment; `first` and `last` are the positions of its end tokens there.
-        begins: int64[video blocks], each block's first segment.
-    """
-
-    line: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
-    begins: np.ndarray
+    line: np.ndarray  # int64[n], the line of each segment
+    first: np.ndarray  # int64[n], position of its first token on the line
+    last: np.ndarray  # int64[n], of its last token
+    begins: np.ndarray  # int64[video blocks], each block's first segment
 
 
 def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
@@ -99,15 +94,8 @@ def radial_bits(
     frames, frame = thw[0], thw[1] * thw[2]
     line, at = np.divmod(np.arange(frames * frame), frame)
     q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)
-    reach = _reach(frames, width * frame, decay, max(grid.block_q, grid.block_k))
-    dense = distances(q, k) < reach[np.abs(q.line[:, None] - k.line)]
-    dense |= k.line < sink_frames
-    return reduce_to_blocks(grid, dense, q, k)
-
-
-def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.ndarray:
-    """Returns int64[frames]: by distance in frames, one more than how far apart positions may be; 0 for no pair."""
-    reach = []
+    # By distance in frames, one more than how far apart positions may be; 0 for no pair: int64[frames]
+    bandwidth, thinnest, reach = width * frame, max(grid.block_q, grid.block_k), []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:
             bandwidth *= decay  # step by step: powers are rounded differently elsewhere
@@ -115,7 +103,9 @@ def _reach(frames: int, bandwidth: float, decay: float, thinnest: int) -> np.nda
             reach.append(math.floor(min(bandwidth, 1 << 40)))
         else:
             reach.append(thinnest if distance % math.ceil(thinnest / bandwidth) == 0 else 0)
-    return np.array(reach)
+    dense = distances(q, k) < np.array(reach)[np.abs(q.line[:, None] - k.line)]
+    dense |= k.line < sink_frames
+    return reduce_to_blocks(grid, dense, q, k)
 
 
 TIME_FASTEST = "hwt"

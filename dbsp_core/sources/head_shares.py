@@ -31,14 +31,13 @@ def heads_by_rank(heads: int, ranks: int) -> tuple[int, ...]:
 def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:
     """Pools the q and k, and the values if given, of the heads whose masks this rank predicts. Collective.
 
-    Returns:
-        float32[Hs, B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block, over all
-        ranks; with values nq + 2 nk of them.
+    Returns float32[Hs · B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block,
+    over all ranks; with values nq + 2 nk of them.
     """
     shares = heads_by_rank(tokens.q.shape[1], tokens.group.size)
     tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
     blocks = ShardedBlocks.from_layout(tokens.layout, grid, "qkv"[: len(tensors)])
-    return pool_heads(tensors, blocks, shares, tokens.group)
+    return pool_heads(tensors, blocks, shares, tokens.group).flatten(0, 1)
 
 
 def predict_bits(
@@ -53,11 +52,8 @@ def predict_bits(
             that parts cannot change a bit.
     """
     together = max(1, PAIRS_AT_ONCE["cuda" if rows.is_cuda else "cpu"] // (grid.nq * grid.nk))
-    if rows.shape[0] <= together:
-        mine = choose(rows)
-    else:
-        mine = torch.cat([choose(some) for some in rows.split(together)])
-    return gather_bits(mine, tokens, grid.nk)
+    parts = [choose(some) for some in rows.split(together)] if rows.shape[0] > together else [choose(rows)]
+    return gather_bits(parts[0] if len(parts) == 1 else torch.cat(parts), tokens, grid.nk)
 
 
 def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tensor:
@@ -82,22 +78,18 @@ def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tens
 def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
     """Returns int64[B · heads]: positions of each sample's heads in what all ranks gathered."""
     most = -(-heads // ranks)
-    positions = np.concatenate([rank * most + np.arange(own) for rank, own in enumerate(heads_by_rank(heads, ranks))])
+    positions = np.concatenate(
+        [rank * most + np.arange(count) for rank, count in enumerate(heads_by_rank(heads, ranks))]
+    )
     return to_device((positions * batch + np.arange(batch)[:, None]).ravel(), device)
 
 
 class LocalBlocks(NamedTuple):
-    """The query blocks of which each rank has tokens, and where this rank's are.
+    """The query blocks of which each rank has tokens, and where this rank's are."""
 
-    Attributes:
-        of_ranks: By rank, int64.
-        block: int64[n_local], each slot's among this rank's; 0 at padding.
-        real: bool[n_local], whether there is a token.
-    """
-
-    of_ranks: tuple[np.ndarray, ...]
-    block: torch.Tensor
-    real: torch.Tensor
+    of_ranks: tuple[np.ndarray, ...]  # By rank, int64
+    block: torch.Tensor  # int64[n_local], each slot's among this rank's; 0 at padding
+    real: torch.Tensor  # bool[n_local], whether there is a token
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
@@ -106,7 +98,7 @@ class LocalBlocks(NamedTuple):
     ) -> LocalBlocks:
         block_of = np.empty(grid.tokens, dtype=np.int64)
         block_of[grid.token_permutation(grid.common_order or CANONICAL)] = grid.q_axis.block_of
-        of_ranks = tuple(np.unique(block_of[layout.tokens_at(one)[0]]) for one in range(layout.world))
+        of_ranks = tuple(np.unique(block_of[layout.tokens_at(other_rank)[0]]) for other_rank in range(layout.world))
         tokens, positions = layout.tokens_at(rank)
         block, real = np.zeros(n_local, dtype=np.int64), np.zeros(n_local, dtype=bool)
         block[positions], real[positions] = np.searchsorted(of_ranks[rank], block_of[tokens]), True
@@ -118,11 +110,11 @@ def send_to_sources(mine: torch.Tensor, heads: int, blocks: LocalBlocks, group: 
 
     Takes [Hs, B, nq, D], of the heads that this rank predicts, to [B · heads, n, D], of the n blocks at this rank.
     """
-    own, batch, _, head_dim = mine.shape
+    heads_here, batch, _, head_dim = mine.shape
     counts = [len(of_rank) for of_rank in blocks.of_ranks]
     parts = mine.index_select(2, to_device(np.concatenate(blocks.of_ranks), mine.device)).split(counts, dim=2)
     shares = heads_by_rank(heads, group.size)
     received = [share * batch * counts[group.rank] for share in shares]
     sent = torch.cat([part.reshape(-1, head_dim) for part in parts])
-    arrived = group.all_to_all(sent, received, [own * batch * count for count in counts])
+    arrived = group.all_to_all(sent, received, [heads_here * batch * count for count in counts])
     return arrived.view(heads, batch, counts[group.rank], head_dim).transpose(0, 1).flatten(0, 1)

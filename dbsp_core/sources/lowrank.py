@@ -30,22 +30,18 @@ from dbsp_core.utils.files import expand_path, require_file, require_folder_path
 from dbsp_kernels.prediction import halving_sum, select_blocks
 from dbsp_kernels.segments import to_device
 
-CHUNK = 1 << 23
-"""Scores of one head that are held at a time."""
+CHUNK = 1 << 23  # scores of one head that are held at a time
 FIT = "fit one with: dbsp masks fit FILE.safetensors RECORDING"
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankProjections:
-    """Fitted projections: q·k is near (q·query)·(k·key).
+    """Fitted projections: q·k is near (q·query)·(k·key)."""
 
-    Attributes:
-        sides: By layer, the projections of queries and of keys, float32[H, D, rank] each.
-        layers: Number of the model's layers, or None if the recording did not know it.
-    """
-
-    sides: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    layers: int | None = None
+    sides: Mapping[
+        int, tuple[torch.Tensor, torch.Tensor]
+    ]  # by layer, of queries and of keys, float32[H, D, rank] each
+    layers: int | None = None  # number of the model's layers, or None if unknown
 
     @classmethod
     def load(cls, path: str) -> LowRankProjections:
@@ -55,14 +51,14 @@ class LowRankProjections:
         try:
             with safe_open(path, framework="pt") as file:
                 layers = (file.metadata() or {}).get("layers", "")
-                found = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
-            numbers = [int(name.removeprefix("query.")) for name in found if not name.startswith("key.")]
-            sides = {number: (found[f"query.{number}"], found[f"key.{number}"]) for number in numbers}
+                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
+            numbers = [int(name.removeprefix("query.")) for name in tensors if not name.startswith("key.")]
+            sides = {number: (tensors[f"query.{number}"], tensors[f"key.{number}"]) for number in numbers}
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise UserError(f"{path} is not a file of fitted projections ({error}); {FIT}") from error
-        shapes = {tuple(one.shape) for one in found.values()}
-        finite = all(bool(one.isfinite().all()) for one in found.values())
-        if len(found) != 2 * len(sides) or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
+        shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+        finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+        if len(tensors) != 2 * len(sides) or len(shapes) != 1 or len(next(iter(shapes))) != 3 or not finite:
             raise UserError(f"{path} is not a file of fitted projections: its tensors don't go together; {FIT}")
         return cls(sides, int(layers) if re.fullmatch(r"\d{1,9}", layers) else None)
 
@@ -144,7 +140,7 @@ class LowRankSource(LikeliestBlocks):
         query, key = self._on_device(request.layer, device)
         # 1. Each rank projects its own tokens; the projections are sent to the rank that predicts their head.
         projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
-        own = _gather_own_heads(projected, tokens, grid).flatten(0, 1)
+        rows = _gather_own_heads(projected, tokens, grid).flatten(0, 1)
         # 2. That rank sums each head's predicted attention by blocks, and chooses the largest.
         dense = always_dense(grid, self.dense_text, self.attention_sink, device)
 
@@ -155,7 +151,7 @@ class LowRankSource(LikeliestBlocks):
                 chance[head] = predicted_mass(q, k, grid, tokens.scale, every_query=self.queries == "all")
             return select_blocks(chance, dense.expand(len(some), -1), *self.limits(grid.nk))
 
-        return BlockMask(predict_bits(own, choose, tokens, grid), grid)
+        return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
         """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
@@ -173,7 +169,7 @@ class LowRankSource(LikeliestBlocks):
         if group is None or group in self._checked:
             check()
             return
-        run_consistently(tokens.group, check, lambda one: one.fingerprint, "the fitted file")
+        run_consistently(tokens.group, check, lambda projections: projections.fingerprint, "the fitted file")
         self._checked.add(group)
 
 
@@ -190,10 +186,10 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
     """
     group, (batch, heads, _, head_dim) = tokens.group, projected.shape
     ids, positions = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
-    own = projected.index_select(2, to_device(positions[group.rank], projected.device)).transpose(0, 1).contiguous()
+    local = projected.index_select(2, to_device(positions[group.rank], projected.device)).transpose(0, 1).contiguous()
     shares = heads_by_rank(heads, group.size)
-    counts = [len(one) for one in ids]
-    arrived = exchange_heads(own, shares, counts, group)
+    counts = [len(token_ids) for token_ids in ids]
+    arrived = exchange_heads(local, shares, counts, group)
     mine = shares[group.rank]
     parts = arrived.split([mine * batch * count for count in counts])
     whole = torch.cat([p.view(mine, batch, count, head_dim) for p, count in zip(parts, counts, strict=True)], dim=2)
@@ -205,17 +201,10 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
 def predicted_mass(
     query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, *, every_query: bool
 ) -> torch.Tensor:
-    """Sums the attention that scores query·key predict over each key block, and averages it over each query block.
+    """Returns the attention that scores query·key predict of each query block to each key block, float64[nq, nk].
 
-    Args:
-        query: [tokens, W] of one head, in the order of the grid.
-        key: See query.
-        grid: The blocks.
-        scale: Factor of the scores.
-        every_query: True to average every query's attention, rather than take that of the block's mean query.
-
-    Returns:
-        float64[nq, nk], with rows that add up to 1.
+    `query` and `key` are [tokens, W] of one head, in the order of the grid. A row is that of the block's mean query,
+    or the mean of all its queries' rows with `every_query`; it adds up to 1.
     """
     (q_position, q_real), (k_position, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
     rows = query.double()[q_position] * q_real[..., None]  # [nq, Bq, W]
@@ -228,9 +217,8 @@ def predicted_mass(
     for first in range(0, grid.nq, step):
         scores = torch.mm(rows[first : first + step].flatten(0, 1), keys).mul_(scale)
         scores.masked_fill_(~k_real.flatten(), -torch.inf)
-        by_block = (
-            torch.softmax(scores, dim=-1).unflatten(1, k_position.shape).sum(dim=2).unflatten(0, (-1, rows.shape[1]))
-        )
+        by_block = torch.softmax(scores, dim=-1).unflatten(1, k_position.shape).sum(dim=2)
+        by_block = by_block.unflatten(0, (-1, rows.shape[1]))  # [rows, Bq or 1, nk]
         real = q_real[first : first + step]
         mass[first : first + step] = (by_block * real[..., None]).sum(dim=1) / real.sum(dim=1)[:, None]
     return mass
@@ -270,11 +258,11 @@ class Moments:
             self._about["layers"] = str(request.layers)
         positions = to_device(tokens.layout.tokens_at(tokens.group.rank)[1], tokens.q.device)
         for side, tensor in (("query", tokens.q), ("key", tokens.k)):
-            name, own = f"{side}.{request.layer}", tensor.detach().index_select(2, positions).float()
-            with torch.autocast(own.device.type, enabled=False):
-                found = torch.einsum("bhnd,bhne->hde", own, own)  # [H, D, D]
-            total, count = self._sums.get(name, (torch.zeros_like(found), 0))
-            self._sums[name] = total + found, count + len(tensor) * len(positions)
+            name, tokens_here = f"{side}.{request.layer}", tensor.detach().index_select(2, positions).float()
+            with torch.autocast(tokens_here.device.type, enabled=False):
+                moments = torch.einsum("bhnd,bhne->hde", tokens_here, tokens_here)  # [H, D, D]
+            total, count = self._sums.get(name, (torch.zeros_like(moments), 0))
+            self._sums[name] = total + moments, count + len(tensor) * len(positions)
 
     def write(self) -> None:
         """Writes this rank's file, whole or not at all."""

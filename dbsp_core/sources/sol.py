@@ -21,12 +21,9 @@ from dbsp_kernels.prediction import halving_sum, pooled_scores
 from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import pack_bits
 
-LEAST_VARIANCE = 1e-6 * math.log(2) ** 2
-"""Added to the variance of scores: 1e-6 of scores in base 2."""
-NEIGHBOURS = 1
-"""Key blocks that are dense on either side of a query block's own."""
-ANY_SIMILARITY = -2.0
-"""Below every cosine: blocks are pooled however unlike their tokens are."""
+LEAST_VARIANCE = 1e-6 * math.log(2) ** 2  # added to the variance of scores: 1e-6 of scores in base 2
+NEIGHBOURS = 1  # key blocks that are dense on either side of a query block's own
+ANY_SIMILARITY = -2.0  # below every cosine: blocks are pooled however unlike their tokens are
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class SolSource(PredictedSource):
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
-        rows = pool_own_heads(tokens, grid).flatten(0, 1)
+        rows = pool_own_heads(tokens, grid)
         dense = always_dense(grid, self.dense_text, self.attention_sink, rows.device)
         anyway = dense[: grid.nq, None] | dense[grid.nq :] | _near(grid, rows.device)
 
@@ -78,9 +75,7 @@ class SolSource(PredictedSource):
             apart = scores - mean[..., None]
             variance = halving_sum(apart * apart) / nk
         else:
-            q, k = (
-                side.double() for side in (rows[:, :nq, :-1], rows[:, nq:, :-1].mT)
-            )  # [heads, nq, D], [heads, D, nk]
+            q, k = rows[:, :nq, :-1].double(), rows[:, nq:, :-1].mT.double()  # [heads, nq, D], [heads, D, nk]
             apart = k - (halving_sum(k) / nk)[..., None]
             of_channels = halving_sum(apart * apart) / nk
             variance = halving_sum(q * q * of_channels[:, None]) * scale**2

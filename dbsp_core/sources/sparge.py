@@ -43,8 +43,7 @@ class LikeliestBlocks(PredictedSource):
 
 
 LARGEST_BLOCK = 1 << 16
-USUAL_CDF = 0.92
-"""xDiT's value."""
+USUAL_CDF = 0.92  # xDiT's value
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ class SpargeSource(LikeliestBlocks):
                 dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
             return select_blocks(chance, dense, *self.limits(grid.nk), self.crossing)
 
-        return BlockMask(predict_bits(pool_own_heads(tokens, grid).flatten(0, 1), choose, tokens, grid), grid)
+        return BlockMask(predict_bits(pool_own_heads(tokens, grid), choose, tokens, grid), grid)
 
 
 def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:

@@ -98,7 +98,7 @@ def read_mask(value: Any, name: str) -> MaskSource:
         if SOURCES[source] is UnionSource and isinstance(values.get("of"), (list, tuple)):
             with blame_setting("of"):
                 values["of"] = [
-                    read_mask(one, f"mask {number} of a union") for number, one in enumerate(values["of"], 1)
+                    read_mask(mask, f"mask {number} of a union") for number, mask in enumerate(values["of"], 1)
                 ]
         return cast(MaskSource, build(SOURCES[source], values, f"mask source {source!r}"))
     known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)

@@ -18,8 +18,7 @@ from dbsp_core.utils.errors import SettingError, UserError, in_short
 from dbsp_kernels.segments import to_device
 
 _FASTER: tuple[Changes, ...] = ("never", "per_step", "per_call")
-_MOST_KEPT = 8
-"""Masks of parts that do not follow from q and k, kept while other parts are predicted."""
+_MOST_KEPT = 8  # masks of parts that do not follow from q and k, kept while other parts are predicted
 
 
 def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
@@ -43,7 +42,7 @@ class UnionSource:
     of: tuple[MaskSource, ...] = field(default=(), metadata={"read": _read_parts})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "of", tuple(part for one in self.of for part in parts_of(one)))
+        object.__setattr__(self, "of", tuple(part for source in self.of for part in parts_of(source)))
         if len(self.of) < 2:
             raise SettingError(
                 "mask source 'union' needs two masks or more; for example of: [{source: window, window: [3, 9, 9]}, "
@@ -109,28 +108,22 @@ class UnionSource:
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
         """Returns the blocks of all parts: with the video's size where one of them, from a file, lacks it."""
         first = next((grid for grid in grids if grid.thw is not None), grids[0])
-        for grid in grids:
-            if _blocks(grid) != _blocks(first):
-                raise UserError(
-                    f"the masks of a union must have the same blocks, got {_in_words(first)} and {_in_words(grid)}; "
-                    "give all of them one block_q, block_k and token order (token_order, tile), and vsa with other "
-                    "masks only a video that its tile divides"
-                )
+        blocks: dict[Hashable, str] = {}
+        for grid in (first, *grids):
+            order = grid.common_order
+            sizes = grid.tokens, grid.text_tokens, grid.block_q, grid.block_k
+            starts = tuple(axis.starts.tobytes() for axis in (grid.q_axis, grid.k_axis))  # whole tiles may be short
+            orders = "/".join(map(str, dict.fromkeys(grid.orders)))
+            short = ", with smaller tiles at the far sides" if grid.whole_tiles else ""
+            words = f"{grid.tokens} tokens in {grid.block_q}×{grid.block_k} blocks in order {orders}{short}"
+            blocks.setdefault((*sizes, grid.orders if order is None else (order,), starts), words)
+        if len(blocks) > 1:
+            raise UserError(
+                f"the masks of a union must have the same blocks, got {' and '.join(blocks.values())}; give all of "
+                "them one block_q, block_k and token order (token_order, tile), and vsa with other masks only a video "
+                "that its tile divides"
+            )
         return first
-
-
-def _blocks(grid: BlockGrid) -> Hashable:
-    """Returns what masks of one video must have in common; equal orders of all heads are one."""
-    order = grid.common_order
-    orders = grid.orders if order is None else (order,)
-    starts = tuple(axis.starts.tobytes() for axis in (grid.q_axis, grid.k_axis))  # those of whole tiles may be short
-    return grid.tokens, grid.text_tokens, grid.block_q, grid.block_k, orders, starts
-
-
-def _in_words(grid: BlockGrid) -> str:
-    orders = "/".join(map(str, dict.fromkeys(grid.orders)))
-    short = ", with smaller tiles at the far sides" if grid.whole_tiles else ""
-    return f"{grid.tokens} tokens in {grid.block_q}×{grid.block_k} blocks in order {orders}{short}"
 
 
 def parts_of(source: MaskSource) -> tuple[MaskSource, ...]:
@@ -140,8 +133,7 @@ def parts_of(source: MaskSource) -> tuple[MaskSource, ...]:
 
 TILE = (1, 8, 8)
 USUAL_CDF = 0.9
-USUAL_WINDOW = (11, 3, 3)
-"""Those of Kandinsky 5's checkpoints for ten seconds."""
+USUAL_WINDOW = (11, 3, 3)  # those of Kandinsky 5's checkpoints for ten seconds
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class VsaSource(BlockSizes):
             values = tokens.v
         elif self.coarse and tokens.group.rank == 0:
             _say_without_gate()
-        rows = pool_own_heads(tokens, grid, values).flatten(0, 1)
+        rows = pool_own_heads(tokens, grid, values)
         dense = always_dense(grid, self.dense_text, False, rows.device)
         text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text else 0
         count = text + max(1, math.ceil((1 - self.sparsity) * (grid.nk - text)))
@@ -78,14 +78,14 @@ class VsaSource(BlockSizes):
             chance[..., :text] = 1.0  # active blocks of text are the first: the others compete with one another
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
 
-        found = predict_bits(rows, choose, tokens, grid)
+        bits = predict_bits(rows, choose, tokens, grid)
         if values is None or tokens.gate is None:
-            return BlockMask(found, grid)
+            return BlockMask(bits, grid)
         blocks = LocalBlocks.from_layout(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
         local = send_to_sources(
             torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, blocks, tokens.group
         )
-        return BlockMask(found, grid, CoarseBranch(local, blocks.block, blocks.real, tokens.gate))
+        return BlockMask(bits, grid, CoarseBranch(local, blocks.block, blocks.real, tokens.gate))
 
 
 @functools.cache

@@ -16,12 +16,14 @@ def kind_of(value: object) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-_LONGEST = 200
-
-
 def in_short(value: object) -> str:
     """Returns a value's `repr` for a message; of a long one the beginning and the length."""
     return cut_short(repr(value))
+
+
+def cut_short(text: str) -> str:
+    """Returns a text for a message; of one of more than 200 characters the beginning and the length."""
+    return text if len(text) <= 200 else f"{text[:100]}… ({len(text):,} characters)"
 
 
 def in_number(number: int, noun: str) -> str:
@@ -29,17 +31,10 @@ def in_number(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def cut_short(text: str) -> str:
-    """Returns a text for a message; of a long one the beginning and the length."""
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}… ({len(text):,} characters)"
-
-
 class SettingError(UserError):
-    """A mistake in a setting.
+    """A mistake in a setting, in one that is missing, or in one of several that don't go together.
 
-    Attributes:
-        path: The setting's keys, outermost first, from where it is checked. The setting may be missing, as that can be
-            the mistake. Where several settings don't go together, it is one of them.
+    `path` is the setting's keys, outermost first, from where it is checked.
     """
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:

@@ -14,29 +14,22 @@ from dbsp_kernels.errors import page
 
 @dataclass(frozen=True)
 class ExpectedHost:
-    """The release of a framework that a plug-in was written for, and what it takes from it.
+    """The release of a framework that a plug-in was written for, and what it takes from it."""
 
-    Attributes:
-        name: Name in messages.
-        package: Name for pip.
-        version: Release, of which 0.30 admits 0.30.1. None if the framework has no releases.
-        names: Functions, classes and attributes as "module:Class.attribute".
-    """
-
-    name: str
-    package: str
-    version: str | None
-    names: tuple[str, ...]
+    name: str  # Name in messages
+    package: str  # Name for pip
+    version: str | None  # Release, of which 0.30 admits 0.30.1. None if the framework has no releases.
+    names: tuple[str, ...]  # Functions, classes and attributes as "module:Class.attribute"
 
     def problem(self) -> str | None:
         """Returns in one line how the installed framework differs, or None; reads its source without importing it."""
-        found = installed_version(self.package) or "of unknown version"
+        installed = installed_version(self.package) or "of unknown version"
         fix = f"install a version that {page('engines')} names"
-        if self.version is not None and not f"{found}.".startswith(f"{self.version}."):
-            return f"db-SP expects {self.name} {self.version}, and this is {found}; {fix}"
+        if self.version is not None and not f"{installed}.".startswith(f"{self.version}."):
+            return f"db-SP expects {self.name} {self.version}, and this is {installed}; {fix}"
         missing = [name for name in self.names if not is_defined(name)]
         if missing:
-            return f"db-SP expects {', '.join(missing)}, which this {self.name} ({found}) does not define; {fix}"
+            return f"db-SP expects {', '.join(missing)}, which this {self.name} ({installed}) does not define; {fix}"
         return None
 
 

@@ -23,10 +23,10 @@ _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT"
 
 def parse_size(text: str) -> int:
     """Reads bytes from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2] not in _UNITS:
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2] not in _UNITS:
         raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
-    return int(float(found[1]) * _UNITS[found[2]])
+    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def in_bytes(count: float) -> str:
@@ -39,15 +39,13 @@ def in_bytes(count: float) -> str:
     return f"{amount:.0f} B" if unit == "B" else f"{amount:.3g} {unit}" if amount < 1000 else f"{amount:.0f} {unit}"
 
 
-def expand_path(given: str | os.PathLike[str]) -> str:
+def expand_path(path: str | os.PathLike[str]) -> str:
     """Returns a path with "~" and "~NAME" at its beginning replaced by home folders, as a shell does.
 
-    A path that the locale's encoding lacks names the file that has this name in UTF-8.
-
-    Raises:
-        UserError: The path is empty or has a character that no file's name can have, or no such home folder is known.
+    A path that the locale's encoding lacks names the file that has this name in UTF-8. Raises UserError for a path
+    that is empty or has a character that no file's name can have, and for a home folder that is not known.
     """
-    text = os.fspath(given)
+    text = os.fspath(path)
     if not text or "\0" in text:
         what = "has a NUL character" if text else "is empty"
         raise UserError(f"path {in_short(text)} {what}; give the name of a file or folder, or leave it out")
@@ -60,18 +58,13 @@ def expand_path(given: str | os.PathLike[str]) -> str:
         raise UserError(f"path {in_short(path)} has half a character; no file can have that name") from error
 
 
-def user_path(given: str | os.PathLike[str]) -> Path:
-    """Returns `expand_path(given)` as a Path."""
-    return Path(expand_path(given))
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """Returns `expand_path(path)` as a Path."""
+    return Path(expand_path(path))
 
 
 def require_file(path: Path, what: str, advice: str) -> None:
-    """Raises UserError unless `path` is a file that this process may read.
-
-    Args:
-        what: Names the path in messages.
-        advice: The fix for a file that is missing.
-    """
+    """Raises UserError unless `path`, called `what`, is a file that may be read; `advice`: what to do if missing."""
     shown = f"{what} {cut_short(str(path))}"
     try:
         mode = path.stat().st_mode
@@ -80,7 +73,7 @@ def require_file(path: Path, what: str, advice: str) -> None:
             shown += f" is a link to {cut_short(os.readlink(path))}, which"
         raise UserError(f"{shown} does not exist; {advice}") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{shown} cannot be read ({_reason(error)}); {advice}") from None
+        raise UserError(f"{shown} cannot be read ({getattr(error, 'strerror', None) or error}); {advice}") from None
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
         raise UserError(f"{shown} is a {kind}, not a file; {advice}")
@@ -90,16 +83,13 @@ def require_file(path: Path, what: str, advice: str) -> None:
         raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
 
 
-_MOST_TEXT = 256 * 2**20
-"""Bytes of the longest text that is read: weights given by mistake would fill the memory."""
+_MOST_TEXT = 256 * 2**20  # bytes: weights given by mistake would fill the memory
 
 
 def read_text(path: Path) -> str:
     """Reads text as UTF-8, or UTF-16 with a byte order mark, in every locale; no mark is left in it.
 
-    Raises:
-        UserError: The file is too large for text.
-        UnicodeError: It is not text.
+    Raises UserError for a file that is too large for text, and UnicodeError for one that is not text.
     """
     size = path.stat().st_size
     if size > _MOST_TEXT:
@@ -109,28 +99,24 @@ def read_text(path: Path) -> str:
     return content.decode("utf-16" if wide else "utf-8-sig")
 
 
-_POINTER = b"version https://git-lfs"
-_LONGEST_POINTER = 1024
-"""Bytes, by the specification of Git LFS."""
-
-
 def is_pointer(path: Path) -> bool:
     """Returns True for the text that Git LFS leaves in the place of a file which it has not fetched."""
+    beginning = b"version https://git-lfs"
     with path.open("rb") as file:
-        return file.read(len(_POINTER)) == _POINTER and path.stat().st_size <= _LONGEST_POINTER
+        return file.read(len(beginning)) == beginning and path.stat().st_size <= 1024  # by Git LFS's specification
 
 
-def _reason(error: Exception) -> str:
-    """Returns an error's text without the path, which may be long."""
-    return getattr(error, "strerror", None) or str(error)
+TEMPORARY = ".dbsp-"
+"""Beginning of the names of temporary files and folders. Random letters follow, and no name of the user's: with one,
+they could be too long where that name is not."""
+_LONGEST_ADDITION = 128  # bytes that the name of a temporary folder, or of a file in a folder, adds to a path
 
 
 def require_folder_path(path: Path, what: str) -> None:
     """Raises UserError unless the folder can be made and written to."""
-    _require_possible(path, what)
     if os.path.exists(path) and not os.path.isdir(path):
         raise UserError(f"{what} {path} is a file; give the name of a folder")
-    _require_writable(Path(os.path.realpath(path)), f"{what} {path}")
+    _require_writable(path, what, Path(os.path.realpath(path)))
 
 
 def require_file_path(path: Path, what: str) -> None:
@@ -145,53 +131,36 @@ def require_file_path(path: Path, what: str) -> None:
 
 def require_path(path: Path, what: str) -> None:
     """Raises UserError unless something can be put there, or where it leads if it is a link."""
-    _require_possible(path, what)
-    _require_writable(Path(os.path.realpath(path)).parent, f"{what} {path}")
+    _require_writable(path, what, Path(os.path.realpath(path)).parent)
 
 
-def _require_possible(path: Path, what: str) -> None:
-    """Raises UserError for a path that is too long, or in a folder that this process may not enter.
+def _require_writable(path: Path, what: str, folder: Path) -> None:
+    """Raises UserError unless `folder` can be made and written to, and `path` is a possible name.
 
     The system finds a name too long only in a folder that exists; names in folders to be made are measured here.
     """
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(path)
+        existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+        longest_name, longest_path = (os.pathconf(existing, name) for name in ("PC_NAME_MAX", "PC_PATH_MAX"))
         real = Path(os.path.realpath(path))
-        there = _existing(real)
-        longest_name, longest_path = (os.pathconf(there, name) for name in ("PC_NAME_MAX", "PC_PATH_MAX"))
         too_long = any(0 < longest_name < len(os.fsencode(part)) for part in real.parts)
         if too_long or 0 < longest_path < len(os.fsencode(real)) + _LONGEST_ADDITION:
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
     except (OSError, ValueError) as error:
-        shown = cut_short(str(path))
-        raise UserError(f"{what} {shown} cannot be written to ({_reason(error)}); give another path") from None
-
-
-def _existing(path: Path) -> Path:
-    """Returns the path, or the innermost folder around it that exists."""
-    return next(one for one in (path, *path.parents) if os.path.exists(one))
-
-
-def _require_writable(folder: Path, what: str) -> None:
-    """Raises UserError unless the folder can be made and written to; permissions do not say all, so it is tried."""
-    there = _existing(folder)
-    if not there.is_dir():
-        raise UserError(f"{what}: {there} is a file, not a folder; give another path")
-    rejected = UserError(f"{what}: folder {there} cannot be written to; give another path, or make it writable")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise rejected
-    try:
-        os.rmdir(tempfile.mkdtemp(dir=there, prefix=TEMPORARY))
+        reason, shown = getattr(error, "strerror", None) or error, cut_short(str(path))
+        raise UserError(f"{what} {shown} cannot be written to ({reason}); give another path") from None
+    if not existing.is_dir():
+        raise UserError(f"{what} {path}: {existing} is a file, not a folder; give another path")
+    try:  # permissions do not say all
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PermissionError
+        os.rmdir(tempfile.mkdtemp(dir=existing, prefix=TEMPORARY))
     except OSError as error:
-        raise rejected from error
-
-
-TEMPORARY = ".dbsp-"
-"""Beginning of the names of temporary files and folders. Random letters follow, and no name of the user's: with one,
-they could be too long where that name is not."""
-_LONGEST_ADDITION = 128
-"""Most bytes that the name of a temporary folder, or of a file in a folder, adds to a path."""
+        raise UserError(
+            f"{what} {path}: folder {existing} cannot be written to; give another path, or make it writable"
+        ) from error
 
 
 @contextmanager
@@ -220,11 +189,7 @@ def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> int:
-    """Writes a file, maybe piece by piece, so that a reader sees the old one or the new one, never half of it.
-
-    Returns:
-        Its size in bytes.
-    """
+    """Writes a file, maybe piece by piece, and returns its size in bytes. A reader never sees half of it."""
     content = content.encode() if isinstance(content, str) else content
     with open_atomically(path) as file:
         return sum(file.write(piece) for piece in ((content,) if isinstance(content, bytes) else content))

@@ -16,22 +16,14 @@ import torch
 
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-NOTICE = "dbsp: "
-"""Prefix of lines for the user."""
-ERROR = NOTICE + "error: "
-"""Prefix of the line that names a user's mistake."""
+NOTICE = "dbsp: "  # prefix of lines for the user
+ERROR = NOTICE + "error: "  # prefix of the line that names a user's mistake
 
 
 def printable(text: str) -> str:
-    """Returns a text that is safe to print: control characters, as in terminal escapes, are written as "\\x1b".
-
-    Line breaks stay.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode("ascii") for one in text
-    )
+    """Returns a text that is safe to print: control characters but line breaks are written as "\\x1b"."""
+    escaped = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(escaped)
 
 
 class _StandardError(logging.Handler):
@@ -43,16 +35,11 @@ class _StandardError(logging.Handler):
         sys.stderr.flush()
 
 
-def _logger() -> logging.Logger:
-    logger = logging.getLogger("dbsp")
-    if not logger.handlers:
-        logger.addHandler(_StandardError())
-        logger.setLevel(logging.INFO)
-        logger.propagate = False  # a library that configures the root logger would repeat or reformat each line
-    return logger
-
-
-log = _logger()
+log = logging.getLogger("dbsp")
+if not log.handlers:
+    log.addHandler(_StandardError())
+    log.setLevel(logging.INFO)
+    log.propagate = False  # a library that configures the root logger would repeat or reformat each line
 
 
 @contextmanager
@@ -65,16 +52,11 @@ def exit_on_user_error() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-DEBUG = "DBSP_DEBUG"
-"""Whether ranks compare what they attend with before each attention, and kernels check their tables."""
-RECORD = "DBSP_RECORD"
-"""Folder for the masks of a run."""
-RECORD_EVERY = "DBSP_RECORD_EVERY"
-"""Distance of denoising steps that are recorded: with 3, every third."""
-RECORD_LAYERS = "DBSP_RECORD_LAYERS"
-"""The layers that are recorded, such as "0,5,10-12"."""
-RECORD_LIMIT = "DBSP_RECORD_LIMIT"
-"""Most bytes that a recording may take on disk, such as "2GiB"."""
+DEBUG = "DBSP_DEBUG"  # whether ranks compare what they attend with, and kernels check their tables
+RECORD = "DBSP_RECORD"  # folder for the masks of a run
+RECORD_EVERY = "DBSP_RECORD_EVERY"  # distance of denoising steps that are recorded: with 3, every third
+RECORD_LAYERS = "DBSP_RECORD_LAYERS"  # the layers that are recorded, such as "0,5,10-12"
+RECORD_LIMIT = "DBSP_RECORD_LIMIT"  # most bytes that a recording may take on disk, such as "2GiB"
 
 
 def environment_value(name: str) -> str | None:
@@ -107,15 +89,17 @@ def installed_version(name: str) -> str | None:
 @functools.cache
 def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages among `_PACKAGES`, by name."""
-    found = {name: installed_version(name) for name in _PACKAGES}
-    return {"python": platform.python_version()} | {name: one for name, one in found.items() if one is not None}
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    return {"python": platform.python_version()} | {
+        name: installed for name, installed in versions.items() if installed is not None
+    }
 
 
 def version_fingerprints(compare: bool) -> dict[str, int]:
     """Returns messages and fingerprints of packages for `check_consistent`; without versions unless `compare`."""
-    found = package_versions() if compare else {}
+    versions = package_versions() if compare else {}
     message = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
-    return {message.format(name): fingerprint_of(found.get(name)) for name in ("python", *_PACKAGES)}
+    return {message.format(name): fingerprint_of(versions.get(name)) for name in ("python", *_PACKAGES)}
 
 
 P = ParamSpec("P")
@@ -142,10 +126,9 @@ def not_compiled(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorates a function that keeps tensors: under inference mode it runs without gradients instead.
+    """Runs a function that keeps tensors without gradients where the caller is under inference mode.
 
-    Autograd rejects inference tensors for as long as they exist, and routes, tables and index tensors are kept for
-    every later pass of a size.
+    Autograd rejects inference tensors as long as they exist; routes and tables are kept for every pass of a size.
     """
 
     @functools.wraps(function)

@@ -12,10 +12,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path
 
-_EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")
-"""Numbers that YAML takes for text unless they have a point and a sign."""
-_LARGEST = 2**63 - 1
-"""Largest integer of PyTorch, NumPy and files."""
+_EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")  # numbers that YAML takes for text without a point and a sign
+_LARGEST = 2**63 - 1  # integer of PyTorch, NumPy and files
 
 
 def setting_names(cls: type) -> list[str]:
@@ -26,14 +24,12 @@ def setting_names(cls: type) -> list[str]:
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
     """Returns `cls(**values)` after checking keys and types; `where` is the values' location for messages, or "".
 
-    Raises:
-        SettingError: For an unknown or missing key, a value of another type, or one that `cls` rejects.
+    Raises SettingError for an unknown or missing key, a value of another type, or one that `cls` rejects.
     """
     settings = checked(cls, values, where)
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    missing = ", ".join(name for name in needed if name not in settings)
-    if missing:
-        raise SettingError(f"{where or 'the file'} lacks {missing}; add what is missing")
+    if missing := [name for name in needed if name not in settings]:
+        raise SettingError(f"{where or 'the file'} lacks {', '.join(missing)}; add what is missing")
     try:
         return cls(**settings)
     except SettingError:
@@ -116,9 +112,9 @@ def plain_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type) and type(value).__str__ is object.__str__:
         return {f.name: plain_value(getattr(value, f.name)) for f in fields(value) if f.repr}
     if isinstance(value, Mapping):
-        return {str(key): plain_value(one) for key, one in value.items()}
+        return {str(key): plain_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain_value(one) for one in value]
+        return [plain_value(item) for item in value]
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     return type(value).__name__ if type(value).__str__ is object.__str__ else str(value)  # no address in memory
@@ -149,9 +145,8 @@ def require_known(key: object, known: Collection[str], where: str, elsewhere: Ma
 
     `where` is the keys' location for the message, or "". `elsewhere` maps keys to the one that they belong under.
     """
-    if key in known:
-        return
-    hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
-    if str(key) in (elsewhere or {}):
-        hint = f"; it belongs under {(elsewhere or {})[str(key)]!r}"
-    raise SettingError(f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}", (str(key),))
+    if key not in known:
+        hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
+        if elsewhere and str(key) in elsewhere:
+            hint = f"; it belongs under {elsewhere[str(key)]!r}"
+        raise SettingError(f"unknown key {in_short(key)}{f' in {where}' if where else ''}{hint}", (str(key),))

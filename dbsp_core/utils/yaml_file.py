@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,24 +22,17 @@ _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings as YAML has them.
-
-    Attributes:
-        locations: Location of each, by path of keys, for example {("mask", "cdf"): "my.yaml:7"}.
-        origin: The file.
-    """
+    """Settings as YAML has them."""
 
     values: Mapping[str, Any]
-    locations: Mapping[KeyPath, str] = field(default_factory=dict)
-    origin: str = ""
+    locations: Mapping[KeyPath, str] = field(default_factory=dict)  # such as {("mask", "cdf"): "my.yaml:7"}
+    origin: str = ""  # the file
 
     def location_of(self, path: KeyPath) -> str:
         """Returns the location of a setting, else of a key within it, else of the innermost setting around it."""
-        within = (location for known, location in self.locations.items() if known[: len(path)] == path)
-        around = (
-            self.locations[path[:length]] for length in range(len(path), 0, -1) if path[:length] in self.locations
-        )
-        return self.locations.get(path) or next(within, None) or next(around, self.origin)
+        within = [location for known, location in self.locations.items() if known[: len(path)] == path]
+        around = [self.locations.get(path[:length], "") for length in range(len(path), 0, -1)]
+        return self.locations.get(path) or next(iter(within), "") or next(filter(None, around), self.origin)
 
     def changed(self, path: Sequence[str], value: Any, location: str) -> Settings:
         """Returns a copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
@@ -69,25 +62,22 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, location: s
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     """Reads the mapping in a YAML file, which may be empty; `what` names it, for example "configuration file".
 
-    The file is UTF-8, or UTF-16 with a byte order mark, in every locale.
-
-    Raises:
-        UserError: For anything else, naming file and line.
+    The file is UTF-8, or UTF-16 with a byte order mark, in every locale. Raises UserError for anything else, naming
+    file and line.
     """
     path = Path(path)
     require_file(path, what, "give the path of a YAML file")
-    locations: dict[KeyPath, str] = {}
     try:
-        content = _parsed(read_text(path), lambda node: f"{path}:{node.start_mark.line + 1}", locations)
+        content, locations = _parsed(read_text(path), f"{path}:", with_lines=True)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark or error.context_mark
-        location = f"{path}:{at.line + 1}" if at is not None else str(path)
-        raise UserError(f"{location}: this is not YAML: {error.problem}") from error
-    except UserError:
-        raise
+        line = f":{at.line + 1}" if at is not None else ""
+        raise UserError(f"{path}{line}: this is not YAML: {error.problem}") from error
     except OSError as error:
         raise UserError(f"{what} {path} cannot be read ({error.strerror})") from error
     except _UNREADABLE as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{what} {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
         raise UserError(f"{what} {path} must be a mapping, not {kind_of(content)}")
@@ -97,46 +87,45 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
 def parse_value(text: str, what: str) -> Any:
     """Reads one value in YAML, named `what` in words. Raises UserError for text that is not YAML."""
     try:
-        return _parsed(text, lambda node: what, {})
-    except UserError:
-        raise
+        return _parsed(text, what)[0]
     except _UNREADABLE as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{what}: {in_short(text)} is not YAML ({error}); close its brackets and quotes") from error
 
 
-def _parsed(text: str, location_of: Callable[[yaml.Node], str], locations: dict[KeyPath, str]) -> Any:
-    """Returns the value of a YAML document, and adds the location of each key to `locations`."""
+def _parsed(text: str, where: str, with_lines: bool = False) -> tuple[Any, dict[KeyPath, str]]:
+    """Returns the value of a YAML document, and the location of each key: `where`, and the line if asked for.
+
+    An element of a list has its number as its key, from "0". Raises UserError for a key that is given twice.
+    """
+    locations: dict[KeyPath, str] = {}
+
+    def note_locations(node: yaml.Node, path: KeyPath) -> None:
+        if isinstance(node, yaml.SequenceNode):
+            for index, value in enumerate(node.value):
+                note_locations(value, (*path, str(index)))
+        elif isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                inside, location = (
+                    (*path, str(key.value)),
+                    where + (str(key.start_mark.line + 1) if with_lines else ""),
+                )
+                if inside in locations:
+                    twice = f"{in_short(key.value)} is given twice, first in {locations[inside]}"
+                    raise UserError(f"{location}: {twice}; give it once")
+                locations[inside] = location
+                note_locations(value, inside)
+
     loader = yaml.SafeLoader(text)
     node = loader.get_single_node()
     if node is None:
-        return None
-    _note_locations(node, (), location_of, locations)
+        return None, {}
+    note_locations(node, ())
     try:
-        return loader.construct_document(node)
+        return loader.construct_document(node), locations
     except (LookupError, AttributeError, OverflowError) as error:  # of PyYAML, for "!!bool maybe", "!!int ''"
         raise ValueError("a value is not what its tag says, or too large a number") from error
-
-
-def _note_locations(
-    node: yaml.Node, path: KeyPath, location_of: Callable[[yaml.Node], str], locations: dict[KeyPath, str]
-) -> None:
-    """Adds the locations of the keys in `node`, which is at `path`; an element of a list has its number, from "0".
-
-    Raises UserError for a key that is given twice.
-    """
-    if isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            _note_locations(value, (*path, str(index)), location_of, locations)
-    elif isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inside = (*path, str(key.value))
-            if inside in locations:
-                raise UserError(
-                    f"{location_of(key)}: {in_short(key.value)} is given twice, first in {locations[inside]}; give it "
-                    "once"
-                )
-            locations[inside] = location_of(key)
-            _note_locations(value, inside, location_of, locations)
 
 
 def shipped_configs() -> Path:

@@ -281,8 +281,8 @@ a mask function sees what its mask may depend on: dbsp_core/sources/callable.py
 tests/core/sources/test_callable.py -k declared
 
 packed sequences are asked for with their text: dbsp_core/sources/base.py
-- own = replace(request, thw=grid.thw, text_tokens=grid.text_tokens, text_runs=grid.text_runs)
-+ own = replace(request, thw=grid.thw)
+- sequence_request = replace(request, thw=grid.thw, text_tokens=grid.text_tokens, text_runs=grid.text_runs)
++ sequence_request = replace(request, thw=grid.thw)
 tests/core/sequences/test_packed_masks.py -k "own_source or read"
 
 halves know which output is theirs: dbsp_diffusers/sharding/halves.py

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 
-KNOTS = 9
-"""Knots of the slow wave of a profile over the whole video."""
+KNOTS = 9  # knots of the slow wave of a profile over the whole video
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPositions:
-    """The positions of one axis's blocks in a video of `tokens` tokens, `frame` of them in each frame.
+    """The positions of one axis's blocks in a video."""
 
-    `middle`, float64[n], is the video token at each block's middle, and 0 for text; `is_text` is bool[n].
-    """
-
-    middle: np.ndarray
-    is_text: np.ndarray
-    frame: int
-    tokens: int
+    middle: np.ndarray  # float64[n], video token at each block's middle; 0 for text
+    is_text: np.ndarray  # bool[n]
+    frame: int  # tokens of a frame
+    tokens: int  # tokens of the video
 
     @classmethod
     def from_axis(cls, axis: BlockAxis, text_tokens: int, thw: tuple[int, int, int]) -> BlockPositions:
@@ -32,43 +27,21 @@ class BlockPositions:
         middle = axis.starts + (axis.lengths - 1) / 2 - text_tokens
         return cls(np.maximum(middle, 0), axis.starts < text_tokens, height * width, frames * height * width)
 
-    @property
-    def frame_number(self) -> np.ndarray:
-        """int64[n]"""
-        return (self.middle // self.frame).astype(np.int64)
 
-
-def _frames(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Returns blocks on the diagonal: each frame attends to itself, and less to its neighbours."""
-    apart = np.abs(q.frame_number[:, None] - k.frame_number[None, :])
-    return np.clip(1 - apart / 3, 0, 1)
-
-
-def _stripes(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Returns multi-diagonals at frame stride: the same position in every frame."""
+def pattern_shapes(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> list[np.ndarray]:
+    """Returns the patterns of heads, float64[nq, nk] from 0 to 1 each."""
     apart = q.middle[:, None] - k.middle[None, :]
-    apart = np.abs((apart + q.frame / 2) % q.frame - q.frame / 2)
-    return np.clip(1.5 - apart / (0.08 * q.frame), 0, 1)
-
-
-def _sinks(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Returns sink columns: every query attends to the first frame and to a few key blocks anywhere."""
-    drawn = (k.frame_number == 0) | (rng.random(len(k.middle)) < 0.04)
-    return np.broadcast_to(drawn, (len(q.middle), len(k.middle))).astype(np.float64)
-
-
-def _scattered(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> np.ndarray:
-    """Returns zeros: no shape, only profiles and chance."""
-    return np.zeros((len(q.middle), len(k.middle)))
-
-
-PATTERNS: tuple[Callable[[BlockPositions, BlockPositions, np.random.Generator], np.ndarray], ...] = (
-    _frames,
-    _stripes,
-    _sinks,
-    _scattered,
-)
-"""Functions of query and key positions and a generator that return float64[nq, nk]."""
+    q_frame, k_frame = (positions.middle // positions.frame for positions in (q, k))
+    # 1. Frames: each attends to itself, and less to its neighbours
+    frames = np.clip(1 - np.abs(q_frame[:, None] - k_frame[None, :]) / 3, 0, 1)
+    # 2. Stripes at frame stride: the same position in every frame
+    within = np.abs((apart + q.frame / 2) % q.frame - q.frame / 2)
+    stripes = np.clip(1.5 - within / (0.08 * q.frame), 0, 1)
+    # 3. Sinks: every query attends to the first frame and to a few key blocks anywhere
+    drawn = (k_frame == 0) | (rng.random(len(k.middle)) < 0.04)
+    sinks = np.broadcast_to(drawn, apart.shape).astype(np.float64)
+    # 4. No shape, only profiles and chance
+    return [frames, stripes, sinks, np.zeros(apart.shape)]
 
 
 def always_dense(grid: BlockGrid) -> np.ndarray:
@@ -122,11 +95,13 @@ class DriftingRng:
     def uniform(self, shape: tuple[int, ...], *key: int) -> np.ndarray:
         """Draws uint16[shape], uniform; from one step to the next a share `drift` of the elements is drawn again."""
         keyframe, mix = self._position
-        now = _uint16(self._keyframe(keyframe, *key), shape)
-        if mix == 0:
-            return now
-        turn = _uint16(self.constant(*key), shape)  # when, between keyframes, each element changes
-        np.copyto(now, _uint16(self._keyframe(keyframe + 1, *key), shape), where=turn < int(mix * 65536))
+        # 1. Values now; when, between keyframes, each element changes; values then
+        rngs = self._keyframe(keyframe, *key), self.constant(*key), self._keyframe(keyframe + 1, *key)
+        draws = (rng.integers(0, 65536, shape, dtype=np.uint16) for rng in rngs)
+        now = next(draws)
+        if mix > 0:
+            turn, then = draws
+            np.copyto(now, then, where=turn < int(mix * 65536))
         return now
 
     @property
@@ -139,15 +114,9 @@ class DriftingRng:
         return np.random.default_rng([self.seed, 1, number, *key])
 
 
-def _uint16(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    return rng.integers(0, 65536, shape, dtype=np.uint16)
+STEPS = 512  # scores are whole multiples of 1/STEPS logit, int16: their sums do not depend on a processor's rounding
 
-
-STEPS = 512
-"""Scores are whole multiples of 1/STEPS logit, int16: their sums do not depend on a processor's rounding."""
-
-ALWAYS_DENSE = np.iinfo(np.int16).max
-"""Score of blocks that are always dense."""
+ALWAYS_DENSE = np.iinfo(np.int16).max  # score of blocks that are always dense
 
 _MIDDLES = (np.arange(65536) + 0.5) / 65536
 _LOGISTIC = np.round(np.log(_MIDDLES / (1 - _MIDDLES)) * STEPS).astype(np.int16)

@@ -16,13 +16,13 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.sources.synthetic.patterns import (
     ALWAYS_DENSE,
-    PATTERNS,
     BlockPositions,
     DriftingRng,
     always_dense,
     choose_best,
     exact_counts,
     logistic_noise,
+    pattern_shapes,
     profile_basis,
     quantize_logits,
 )
@@ -53,12 +53,9 @@ PRESETS: dict[str, Style] = {
 }
 """Styles by the name after `preset:`: of PAROAttention, or of SpargeAttn, whose masks change from step to step."""
 
-PROFILE_CORRELATION = 0.9
-"""Correlation of the row and column profiles of two heads of a layer."""
-LAYER_SIMILARITY = 0.5
-"""Correlation of the profiles that two layers' heads share."""
-PATTERN_STRENGTH = 4.0
-"""Height of a head's pattern over the background, in logits."""
+PROFILE_CORRELATION = 0.9  # correlation of the row and column profiles of two heads of a layer
+LAYER_SIMILARITY = 0.5  # correlation of the profiles that two layers' heads share
+PATTERN_STRENGTH = 4.0  # height of a head's pattern over the background, in logits
 
 
 class _Stream(IntEnum):
@@ -67,8 +64,7 @@ class _Stream(IntEnum):
     DENSITY, BETA, PATTERN, STRENGTH, SINKS, ROWS, COLUMNS, SHARED_ROWS, SHARED_COLUMNS, NOISE = range(10)
 
 
-_ALL_LAYERS = 1 << 30
-"""Replaces the layer's number in keys of quantities that all layers share."""
+_ALL_LAYERS = 1 << 30  # replaces the layer's number in keys of quantities that all layers share
 
 
 @dataclass(frozen=True)
@@ -142,10 +138,9 @@ class _Layer:
         # 1. Scores of rows, columns and patterns; a pattern's are a sixteenth, as a head's strength is in sixteenths.
         rows = quantize_logits(self._profiles(q, _Stream.ROWS, _Stream.SHARED_ROWS))
         columns = quantize_logits(self._profiles(k, _Stream.COLUMNS, _Stream.SHARED_COLUMNS))
-        sinks = (self.rng.constant(_Stream.SINKS, layer) for _ in PATTERNS)
-        shapes = [pattern(q, k, rng) for pattern, rng in zip(PATTERNS, sinks, strict=True)]
+        shapes = pattern_shapes(q, k, self.rng.constant(_Stream.SINKS, layer))
         patterns = [quantize_logits(shape * (PATTERN_STRENGTH / 16)) for shape in shapes]  # int16[nq, nk]
-        kinds = self.rng.constant(_Stream.PATTERN, layer).integers(0, len(PATTERNS), heads)
+        kinds = self.rng.constant(_Stream.PATTERN, layer).integers(0, len(shapes), heads)
         strengths = self.rng.constant(_Stream.STRENGTH, layer).integers(8, 24, heads, dtype=np.int16, endpoint=True)
         # 2. Number of blocks of each head, with exactly the style's mean density: int64[H].
         forced = always_dense(self.grid)

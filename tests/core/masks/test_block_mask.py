@@ -84,17 +84,6 @@ def test_columns_by_rank_are_counted_identically_by_numpy_and_on_a_device():
     assert by_rank.sum() == sum(int(part.sum()) for part in parts)
 
 
-def test_columns_are_remembered_for_the_last_owners_only():
-    draws = np.random.default_rng(0)
-    bits = torch.from_numpy(draws.random((3, 40, 30)) < 0.4)
-    owner, others = (draws.integers(0, 3, (3, 40)) for _ in range(2))
-    counts = MaskCounts(bits)
-    expected = counts.columns_by_rank(owner, 3)
-    assert counts.columns_by_rank(owner, 3) is expected
-    counts.columns_by_rank(others, 3)
-    assert np.array_equal(counts.columns_by_rank(owner, 3), expected)
-
-
 GRID = BlockGrid(tokens=10, text_tokens=0, block_q=4, block_k=5)  # 3 × 2 blocks
 
 

@@ -59,9 +59,7 @@ VIDEO = (24, 0, 4, 4, (2, 3, 4))
     [
         ((0, 0, 4, 4), "tokens=0"),
         ((8, 9, 4, 4), "text_tokens=9"),
-        ((8, -1, 4, 4), "text_tokens=-1"),
         ((8, 0, 0, 4), "block_q=0"),
-        ((8, 0, 4, 0), "block_k=0"),
         ((8, 0, 4, -4), "block_k=-4"),
         *(
             ((*VIDEO, (order,)), "unknown token order")

@@ -314,12 +314,9 @@ def test_json_is_read_back_equal(tmp_path):
     [
         (lambda v: "{", "Expecting"),
         (lambda v: json.dumps(v | {"format": "db-SP report 4"}), "expected format 'db-SP report 3'"),
-        (lambda v: json.dumps({k: o for k, o in v.items() if k != "calls"}), "calls"),
-        (lambda v: json.dumps(v | {"more": 1}), "more"),
         (lambda v: json.dumps(v | {"calls": v["calls"] | {"rho": [1.0]}}), "columns have different lengths"),
         (lambda v: json.dumps(v | {"ranks": v["ranks"] | {"attention_s": [1.0] * 9}}), "different numbers of ranks"),
         (lambda v: json.dumps(v | {"seconds": "long"}), "unsupported operand"),
-        (lambda v: json.dumps([1, 2]), "expected format"),
     ],
 )
 def test_file_that_is_not_a_report_is_rejected(tmp_path, change, message):

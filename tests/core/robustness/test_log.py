@@ -20,11 +20,6 @@ def test_lines_go_to_standard_error_once(capsys):
     assert capsys.readouterr() == ("", "dbsp: mask radial 50 %\ndbsp: no report\ndbsp: error: 100 % of it\n")
 
 
-def test_user_error_with_line_breaks_is_one_line():
-    said = UserError("there is no two\nlines\u2028or\r three: of a library:\n   1\n   2\n")
-    assert str(said) == "there is no two lines or three: of a library: 1 2"
-
-
 @pytest.mark.parametrize("own", [True, False])
 def test_handlers_of_an_application_replace_ours(own):
     """Checks also that the root logger's handlers are left out, so that no line is printed twice."""

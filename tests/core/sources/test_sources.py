@@ -63,12 +63,6 @@ class TestFile:
         for layer, mask in enumerate(masks):
             assert torch.equal(FileSource(path).mask(replace(REQUEST, layer=layer)).bits, mask.bits)
 
-    def test_file_of_one_mask_covers_every_layer(self, path):
-        save_mask(path, self.masks(1)[0])
-        source = FileSource(path)
-        assert source.grid(REQUEST) == self.GRID
-        assert torch.equal(source.mask(replace(REQUEST, layer=9)).bits, source.mask(REQUEST).bits)
-
     @pytest.mark.parametrize("change", [{"heads": 4}, {"thw": (3, 4, 6)}, {"text_tokens": 8}, {"text_tokens": 0}])
     def test_file_for_another_request_raises_with_its_name(self, path, change):
         save_mask(path, self.masks(1)[0])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
@@ -70,46 +67,6 @@ def test_cases_are_partly_dense_and_have_vague_blocks():
     assert (alone(case).bits & ~unvague.bits).any()
 
 
-TWIN_CASES = (
-    SpargeCase((4, 4, 16), heads=2, settings={"block_q": 32, "block_k": 16, "cdf": 0.6, "similarity": 0.2}),
-    SpargeCase((7, 9, 5), heads=1, batch=2, settings={"block_q": 16, "block_k": 32, "cdf": 0.8, "similarity": 0.1}),
-    SpargeCase(
-        (2, 8, 16),
-        heads=1,
-        settings={"block_q": 16, "block_k": 16, "cdf": 0.5, "similarity": -1, "attention_sink": True},
-    ),
-)
-# The twin normalises and multiplies in float16, and sums probabilities in float32.
-SIMILARITY_MARGIN, CDF_MARGIN = 5e-3, 1e-5
-
-
-def xfuser_module() -> ModuleType:
-    """Loads xfuser's module by its file: importing the package needs an accelerator."""
-    (package,) = importlib.util.find_spec("xfuser").submodule_search_locations
-    path = Path(package) / "core" / "sparge_attention" / "block_mask.py"
-    spec = importlib.util.spec_from_file_location("xfuser_block_mask", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def compare(twin: ModuleType, case: SpargeCase) -> None:
-    """Asserts that a mask differs from xfuser's only where decisions are near their thresholds."""
-    q, k = case.tensors()
-    mask = case.source.mask(case.request, LocalQK.alone(q, k))
-    source = case.source
-    theirs = twin.get_block_map_meansim(
-        q, k, False, source.block_q, source.block_k, source.similarity, source.cdf, source.attention_sink
-    )
-    different = mask.bits.numpy() != theirs.flatten(0, 1).numpy()
-    _, margins = predict(*case.by_head(), mask.grid, cdf=source.cdf, similarity=source.similarity)
-    similar_k = margins.similar_k.min(axis=1)[:, None, None] < SIMILARITY_MARGIN  # changes the whole row's softmax
-    near = (margins.chosen < CDF_MARGIN) | (margins.similar_q < SIMILARITY_MARGIN)[:, :, None] | similar_k
-    assert 0.15 < mask.density < 0.9
-    assert not (different & ~near).any()
-    assert near.mean() < 0.2, "too many decisions that could go either way: nothing is compared"
-
-
 def same_sums(width: int, dtype: torch.dtype) -> bool:
     """Returns whether the Triton kernel's sums are bitwise torch's: strides, gaps, empty and long blocks, NaN."""
     from dbsp_kernels.triton.prediction import pool_rows_triton, sum_tokens_triton
@@ -123,18 +80,6 @@ def same_sums(width: int, dtype: torch.dtype) -> bool:
     sums, lengths = sum_tokens_triton(tokens, order, first), torch.tensor([40, 1, 33, 7])
     rows = pool_rows_triton(sums[:, :, 1:], lengths[1:]), pool_rows(sums[:, :, 1:], lengths[1:])
     return torch.equal(sums, sum_tokens(tokens, order, first)) and torch.equal(*rows)
-
-
-@pytest.mark.long
-def test_mask_agrees_with_xfusers_predictor():
-    """Runs xfuser's own Triton kernel in the interpreter."""
-    if not all(map(importlib.util.find_spec, ("triton", "xfuser"))):
-        pytest.skip("needs triton and xfuser")
-    torch.manual_seed(0)
-    with interpreted():
-        twin = xfuser_module()
-        for case in TWIN_CASES:
-            compare(twin, case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
