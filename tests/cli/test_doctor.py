@@ -170,4 +170,4 @@ def test_an_interface_that_leads_to_no_other_node_is_reported(monkeypatch, addre
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(("lo", "docker0", "eth0", "ib0"))))
     checks = doctor._between_nodes()
     assert [check.state for check in checks] == states
-    assert all(check.ok or "SOCKET_IFNAME on each" in check.fix and "such as eth0" in check.fix for check in checks)
+    assert all(check.ok or ("SOCKET_IFNAME on each" in check.fix and "such as eth0" in check.fix) for check in checks)
