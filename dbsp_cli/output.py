@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.cells import cell_len
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import require_file_path, user_path
@@ -37,8 +39,9 @@ def path(text: str) -> Path:
 PATH: dict[str, Any] = {"parser": path}
 """Arguments of `typer.Option` and `typer.Argument` for every option that is a path; see `user_path`."""
 
-_GAP = "  "
-_NARROWEST = 8
+_LINES = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
+"""Dashes below the names of columns, and nothing else."""
+_UNLIMITED = 10_000
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class TextTable:
         columns: Names of the columns.
         caption: Line below.
         left: Names of columns with words, which are aligned on the left.
-        spare: Names of columns that may be left out for lack of space, the first one first.
     """
 
     title: str
@@ -58,7 +60,6 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     left: Collection[str] = ()
-    spare: Sequence[str] = ()
 
 
 def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,37 +94,20 @@ def print_tables(tables: Iterable[TextTable]) -> None:
 
 
 def as_text(table: TextTable, width: int | None = None) -> str:
-    """Lays out a table in lines of at most `width`. Spare columns go first, then words are wrapped; nothing is cut.
+    """Lays out a table in lines of at most `width`: cells are wrapped, and nothing is cut.
 
     Text may come from files: control characters are shown, not printed (see `printable`).
     """
-    rows = [[printable(str(cell)) for cell in row] for row in (table.columns, *table.rows)]
-    widths = {name: max(map(cell_len, cells)) for name, *cells in zip(table.columns, *rows, strict=True)}
-    spare, left_out = list(table.spare), []
-
-    def excess() -> int:
-        return sum(widths.values()) + len(_GAP) * (len(widths) - 1) - width if width else 0
-
-    while excess() > 0 and spare:
-        left_out.append(spare.pop(0))
-        del widths[left_out[-1]]
-    while excess() > 0 and max(widths.values()) > _NARROWEST:
-        widths[max(widths, key=lambda name: widths[name])] -= 1
-    lines = [table.title] if table.title else []
-    for index, row in enumerate(rows):
-        cells = {name: cell for name, cell in zip(table.columns, row, strict=True) if name in widths}
-        wrapped = [textwrap.wrap(cell, widths[name], break_on_hyphens=False) or [""] for name, cell in cells.items()]
-        for parts in zip_longest(*wrapped, fillvalue=""):
-            padded = []
-            for name, part in zip(widths, parts, strict=True):
-                blank = " " * (widths[name] - cell_len(part))
-                padded.append(part + blank if name in table.left else blank + part)
-            lines.append(_GAP.join(padded).rstrip())
-        if index == 0:
-            lines.append(_GAP.join("-" * wide for wide in widths.values()))
-    if left_out:
-        lines.append(f"(a wider terminal shows {', '.join(left_out)} as well)")
-    return printable("\n".join(lines + ([table.caption] if table.caption else [])))
+    grid = Table(box=_LINES, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in table.columns:
+        justify: Any = "left" if name in table.left else "right"
+        grid.add_column(Text(printable(name)), justify=justify, overflow="fold")
+    for row in table.rows:
+        grid.add_row(*(Text(printable(str(cell))) for cell in row))
+    page = Console(file=io.StringIO(), width=width or _UNLIMITED, color_system=None)
+    page.print(grid)
+    rows = [line.rstrip() for line in page.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    return "\n".join(filter(None, (printable(table.title), *rows, printable(table.caption))))
 
 
 def require_apart(

@@ -30,9 +30,9 @@ def doctor_command(as_json: JsonFlag = False) -> None:
     with Console(stderr=True).status("importing what is installed"):  # on a terminal
         checks = run_checks()
     if as_json:
-        print_json(verdict=verdict(checks), findings=[asdict(one) | {"ok": one.ok} for one in checks])
+        print_json(verdict=verdict(checks), findings=[asdict(check) | {"ok": check.ok} for check in checks])
         return
-    rows = [(one.state, one.what, "; ".join(filter(None, (one.detail, one.fix)))) for one in checks]
+    rows = [(check.state, check.what, "; ".join(filter(None, (check.detail, check.fix)))) for check in checks]
     print(verdict(checks), end="\n\n")
     print_tables([TextTable("", ("state", "what", "detail"), rows, left=("state", "what", "detail"))])
 
@@ -116,8 +116,6 @@ _PACKAGES = (
     Importable("imageio-ffmpeg", ("imageio_ffmpeg",), "diffusers", use="writes mp4 files"),
     Importable("matplotlib", ("matplotlib",), "diffusers", "import matplotlib.figure", "draws balance.png"),
 )
-
-
 ENGINES = (
     ("vLLM-Omni", "vllm_omni.general_plugins", vllm_omni_plugin.EXPECTED),
     ("SGLang Diffusion", "sglang.multimodal_gen.plugins", sglang.EXPECTED),
@@ -126,9 +124,24 @@ ENGINES = (
 """Serving engines that look for plug-ins themselves: name, group of entry points, and what db-SP's plug-in expects."""
 
 
-def _engines() -> list[Check]:
-    """Checks the engines that are installed, and that each sees db-SP's plug-in."""
-    checks = []
+def run_checks() -> list[Check]:
+    """Checks versions, devices, communication, kernels, frameworks and engines. Imports the frameworks that are ok."""
+    with ThreadPoolExecutor() as threads:
+        imported = list(threads.map(Importable.check, (*FRAMEWORKS, *_PACKAGES)))
+    # 1. The accelerator
+    if not torch.accelerator.is_available():
+        detail, fix = "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
+        device = Check("accelerator", "not here", detail, fix)
+    else:
+        name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
+        device = Check("accelerator", "ok", f"{torch.accelerator.device_count()} × {name}")
+    # 2. Backends of communication
+    present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
+    backends = ", ".join(name for name, is_there in present.items() if is_there())
+    fix = "" if backends else "install a torch with gloo or NCCL"
+    communication = Check("communication", "ok" if backends else "missing", backends or "none", fix)
+    # 3. Serving engines that are installed: each must see db-SP's plug-in
+    engines = []
     for what, group, expected in ENGINES:
         version = installed_version(expected.package)
         if version is None:
@@ -137,32 +150,26 @@ def _engines() -> list[Check]:
         if "dbsp" not in {entry.name for entry in entry_points(group=group)}:
             fix = "install dbsp-attention again, so that pip writes its entry points"
             problem = f"{version}, which does not see db-SP"
-        checks.append(Check(what, "missing" if problem else "ok", problem or f"{version}, sees db-SP", fix))
-    return checks
-
-
-def run_checks() -> list[Check]:
-    """Checks versions, devices, communication, kernels, frameworks and engines. Imports the frameworks that are ok."""
-    with ThreadPoolExecutor() as threads:
-        imported = list(threads.map(Importable.check, (*FRAMEWORKS, *_PACKAGES)))
+        engines.append(Check(what, "missing" if problem else "ok", problem or f"{version}, sees db-SP", fix))
+    versions = [("python", platform.python_version()), *((name, _version(name)) for name in ("torch", "numpy"))]
     return [
         Check("db-SP", "ok", own_version()),
-        Check("python", "ok", platform.python_version()),
-        *(Check(name, "ok", _version(name)) for name in ("torch", "numpy")),
-        _device(),
-        _communication(),
+        *(Check(name, "ok", version) for name, version in versions),
+        device,
+        communication,
         *_between_nodes(),
         *imported,
-        *_engines(),
+        *engines,
         *_kernels(),
     ]
 
 
 def verdict(checks: list[Check]) -> str:
     """Returns the one line to read first."""
-    state = {one.what: one for one in checks}
-    frameworks = [one.what for one in FRAMEWORKS if state[one.what].ok]
-    where = state["accelerator"].detail if state["accelerator"].ok else "on the CPU, for trying out: there is no GPU"
+    by_name = {check.what: check for check in checks}
+    frameworks = [framework.what for framework in FRAMEWORKS if by_name[framework.what].ok]
+    device = by_name["accelerator"]
+    where = device.detail if device.ok else "on the CPU, for trying out: there is no GPU"
     if frameworks:
         return f"db-SP {own_version()} runs in {', '.join(frameworks)}; {where}"
     return f"db-SP {own_version()} can plan; to generate, {install_command('diffusers')}"
@@ -176,48 +183,30 @@ def _version(name: str) -> str:
     return installed_version(name.replace("_", "-")) or "of unknown version: not installed by pip"
 
 
-def _device() -> Check:
-    if not torch.accelerator.is_available():
-        detail, fix = "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
-        return Check("accelerator", "not here", detail, fix)
-    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
-    return Check("accelerator", "ok", f"{torch.accelerator.device_count()} × {name}")
-
-
-def _communication() -> Check:
-    present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
-    backends = ", ".join(name for name, is_there in present.items() if is_there())
-    fix = "" if backends else "install a torch with gloo or NCCL"
-    return Check("communication", "ok" if backends else "missing", backends or "none", fix)
-
-
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 """Environment variables that name the network interfaces to other nodes."""
 
 
 def _between_nodes() -> list[Check]:
-    """Checks the interfaces that variables name, and without them the address that gloo listens at."""
+    """Checks the interfaces that gloo and NCCL are told to use, and without them the address that gloo listens at."""
     interfaces = [name for _, name in socket.if_nameindex()]
     example = next((name for name in interfaces if not name.startswith(("docker", "virbr", "lo"))), "eth0")
     fix = f"for several nodes, set {{}} on each to the interface of their common network, such as {example}"
     checks = []
-    for variable, is_there in ((GLOO, dist.is_gloo_available), (NCCL, dist.is_nccl_available)):
-        what, value = f"{'gloo' if variable == GLOO else 'NCCL'} between nodes", environment_value(variable)
-        if value is None or not dist.is_available() or not is_there():
+    for backend, variable in (("gloo", GLOO), ("NCCL", NCCL)):
+        what, value = f"{backend} between nodes", environment_value(variable)
+        if value is None or value.startswith("^"):  # NCCL: interfaces to leave out
             continue
-        prefixes = variable == NCCL and not value.lstrip("^").startswith("=")  # NCCL: "=" is exact, "^" leaves out
-        names = [] if value.startswith("^") else value.lstrip("=").split(",")
-        unknown = [
-            n for n in names if n not in interfaces and not (prefixes and any(i.startswith(n) for i in interfaces))
-        ]
+        names = value.lstrip("=").split(",")
+        unknown = [name for name in names if not any(interface.startswith(name) for interface in interfaces)]
         if unknown:
             detail = f"{variable}={value} names {', '.join(unknown)}; here are {', '.join(interfaces)}"
             checks.append(Check(what, "missing", detail, fix.format(variable)))
-        elif names and all(name == "lo" for name in names):
+        elif names == ["lo"]:
             checks.append(Check(what, "not here", f"{variable}={value} is loopback", fix.format(variable)))
         else:
             checks.append(Check(what, "ok", f"{variable}={value}"))
-    if environment_value(GLOO) is None and dist.is_available() and dist.is_gloo_available():
+    if environment_value(GLOO) is None:
         host = socket.gethostname()
         try:
             address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -137,7 +137,6 @@ def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
         "moved: rows, to other ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),
-        spare=("ms", "+KV", "KV in", "gap", "bound"),
     )
 
 

@@ -66,7 +66,7 @@ def run_tables(report: RunReport) -> list[TextTable]:
     caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
     return [
         TextTable(title, ("what", "value", "note"), headline(report), left=("what", "value", "note")),
-        TextTable("by layer", columns, rows, caption, spare=("least", "worst", "density")),
+        TextTable("by layer", columns, rows, caption),
     ]
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,14 @@ import torch
 from dbsp_cli.tiny_models import MAKERS, trained_weights
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import model_title, tiny_architecture
-from dbsp_core.utils.errors import UserError, cut_short, did_you_mean
+from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import expand_path, require_file
 
 if TYPE_CHECKING:
     from torch import nn
 
 TRANSFORMERS = ("transformer", "transformer_2")
-_TARGET = re.compile(rf"(.+):({'|'.join(TRANSFORMERS)})(?:=(.*))?")
-_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+_OPTION = re.compile(rf"(.+?)(?::({'|'.join(TRANSFORMERS)}))?(?:=([^=/]*))?")
 _KEY = re.compile(r"transformer\.(.+)\.(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.\w+)?\.weight")
 _ADVICE = "give a file, a folder or a repository of LoRA weights"
 
@@ -42,17 +41,14 @@ class Lora:
 
     @classmethod
     def parse(cls, text: str) -> Lora:
-        """Reads "SOURCE", "SOURCE=WEIGHT" or "SOURCE:TRANSFORMER=WEIGHT". Raises UserError for anything else."""
-        named = None if os.path.exists(text) else _TARGET.fullmatch(text)
-        if named is not None:
-            weight = 1.0 if named[3] is None else _number(named[3], text)
-            return cls(_expanded(named[1], text), weight, named[2])
-        source, weight = split_number(text, "--lora", 1.0)
-        before, colon, after = source.rpartition(":")
-        if colon and not os.path.exists(source) and os.path.exists(before):
-            known = ", ".join(TRANSFORMERS)
-            raise UserError(f"--lora {text}: {after!r} is not one of {known}{did_you_mean(after, TRANSFORMERS)}")
-        return cls(_expanded(source, text), weight)
+        """Reads "SOURCE[:TRANSFORMER][=WEIGHT]". Raises UserError for a weight that is not a number."""
+        match = None if os.path.exists(text) else _OPTION.fullmatch(text)
+        source, target, weight = match.groups() if match else (text, None, None)
+        try:
+            return cls(expand_path(source), 1.0 if weight is None else float(weight), target)
+        except ValueError as error:
+            what = str(error) if isinstance(error, UserError) else f"{weight!r} is not a number"
+            raise UserError(f"--lora {text}: {what}") from error
 
     def within(self, identity: ModelSignature) -> Lora:
         """Returns the weights with the name of their transformer. Raises UserError where it is not clear which."""
@@ -60,64 +56,59 @@ class Lora:
         if two and self.target is None:
             raise UserError(
                 f"--lora {self.source}: {title} has two transformers; name the one that it is for, "
-                f"--lora {self.source}:transformer (first steps, much noise) or --lora {self.source}:transformer_2, "
-                "or give both"
+                f"--lora {self.source}:transformer (first steps, much noise) or --lora {self.source}:transformer_2"
             )
         if not two and self.target == "transformer_2":
             raise UserError(f"--lora {self.source}: {title} has one transformer; leave out :transformer_2")
-        return replace(self, target=self.target or "transformer")
+        return Lora(self.source, self.weight, self.target or "transformer")
 
 
-def split_number(text: str, option: str, usual: float) -> tuple[str, float]:
-    """Returns the name and the number of "NAME=NUMBER", the usual number of "NAME" or of a path with "=" in it."""
-    name, equals, number = text.rpartition("=")
-    if not equals or os.path.exists(text):
-        return text, usual
-    return name, _number(number, text, option)
-
-
-def _number(number: str, text: str, option: str = "--lora") -> float:
-    try:
-        return float(number)
-    except ValueError:
-        raise UserError(f"{option} {text}: {number!r} is not a number") from None
-
-
-def _expanded(source: str, text: str) -> str:
-    try:
-        return expand_path(source)
-    except UserError as error:
-        raise UserError(f"--lora {text}: {error}") from error
-
-
-def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature) -> list[str]:
-    """Checks LoRA weights against the model's transformers without their weights; returns warnings.
+def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature) -> None:
+    """Raises UserError for LoRA weights that are not there, cannot be read, or do not fit the model's transformers.
 
     Args:
         loras: Each with the name of its transformer.
         model: What ranks load: folder or repository, or the name of a tiny checkpoint.
-
-    Raises:
-        UserError: Weights are not there, cannot be read, or are of another model.
     """
-    if not loras:
-        return []
-    import diffusers
-
-    pipeline = getattr(diffusers, identity.pipeline)
-    transformers = {str(lora.target): _without_weights(model, str(lora.target)) for lora in loras}
-    warnings = []
     for lora in loras:
-        weights, transformer = _read(lora, pipeline), transformers[str(lora.target)]
-        if not any(key.startswith("transformer.") for key in weights):
+        # 1. The weights, as diffusers reads them: file, folder or repository
+        import diffusers
+
+        path = Path(lora.source)
+        is_repository = lora.source.count("/") == 1 and path.suffix not in (".safetensors", ".bin")
+        if not path.is_dir() and (os.path.lexists(path) or not is_repository):
+            require_file(path, "--lora", _ADVICE)
+        try:
+            weights = getattr(diffusers, identity.pipeline).lora_state_dict(lora.source)
+        except Exception as error:  # of whichever library reads it, or answers for the network
+            raise UserError(f"--lora {lora.source} cannot be read ({reason(error)}); {_ADVICE}") from error
+        # 2. The shapes of their modules' two sides
+        shapes: dict[str, dict[str, torch.Size]] = {}
+        for key, weight in weights.items():
+            if (parts := _KEY.fullmatch(key)) is not None:
+                side = "down" if parts[2].endswith(("A", "down")) else "up"
+                shapes.setdefault(parts[1], {})[side] = weight.shape
+        if not shapes:
             raise UserError(
-                f"--lora {lora.source}: none of its {len(weights)} weights is of a transformer "
-                f"({_first(weights)}); expected names such as transformer.blocks.0.attn1.to_q.lora_A.weight, as "
-                "pipe.save_lora_weights writes them"
+                f"--lora {lora.source}: none of its {len(weights)} weights is of a transformer; expected names such "
+                "as transformer.blocks.0.attn1.to_q.lora_A.weight, as pipe.save_lora_weights writes them"
             )
-        if transformer is not None:
-            warnings += _unknown_modules(lora, weights, transformer)
-    return list(dict.fromkeys(warnings))
+        # 3. The model's modules of these names: weight [out, in] takes down [rank, in] and up [out, rank]
+        transformer = _without_weights(model, str(lora.target))
+        modules = {} if transformer is None else dict(transformer.named_modules())
+        known = {name: modules[name].weight.shape for name in shapes if hasattr(modules.get(name), "weight")}
+        for name, size in known.items():
+            down, up = (shapes[name].get(side) for side in ("down", "up"))
+            if down and up and not (down[1:] == size[1:] and (up[0], up[1]) == (size[0], down[0])):
+                raise UserError(
+                    f"--lora {lora.source}: its weights of {name}, {list(down)} and {list(up)}, do not fit the "
+                    f"{list(size)} of the model's {lora.target}; give weights made for this model"
+                )
+        if modules and not known:
+            raise UserError(
+                f"--lora {lora.source}: its modules ({next(iter(shapes))}, …) are not in the model's {lora.target}; "
+                "give weights made for this model"
+            )
 
 
 def _without_weights(model: str, name: str) -> nn.Module | None:
@@ -138,62 +129,6 @@ def _without_weights(model: str, name: str) -> nn.Module | None:
     with torch.device("meta"):
         transformer = getattr(diffusers, config["_class_name"]).from_config(config)
     return transformer
-
-
-def _read(lora: Lora, pipeline: Any) -> dict[str, torch.Tensor]:
-    """Reads weights as diffusers does, with its names. Raises UserError where there are none."""
-    path = Path(lora.source)
-    if path.is_dir():
-        for file in sorted(path.glob("*.safetensors")):
-            require_file(file, "--lora", _ADVICE)
-    elif os.path.lexists(path) or path.suffix in (".safetensors", ".bin") or not _REPOSITORY.fullmatch(lora.source):
-        require_file(path, "--lora", _ADVICE)
-    try:
-        weights: dict[str, torch.Tensor] = pipeline.lora_state_dict(lora.source)
-    except Exception as error:  # of whichever library reads it, or answers for the network
-        raise UserError(f"--lora {lora.source} cannot be read ({reason(error)}); {_ADVICE}") from error
-    if not weights:
-        raise UserError(f"--lora {lora.source} has no weights; {_ADVICE}")
-    return weights
-
-
-def _unknown_modules(lora: Lora, weights: Mapping[str, torch.Tensor], transformer: nn.Module) -> list[str]:
-    """Returns a warning if the transformer lacks some modules of LoRA weights.
-
-    Raises UserError if it lacks all of them, or has them in other sizes.
-    """
-    modules = dict(transformer.named_modules())
-    shapes: dict[str, dict[str, torch.Size]] = {}
-    for key, weight in weights.items():
-        if (parts := _KEY.fullmatch(key)) is not None:
-            side = "down" if parts[2].endswith(("A", "down")) else "up"
-            shapes.setdefault(parts[1], {})[side] = weight.shape
-    unknown = [name for name in shapes if not hasattr(modules.get(name), "weight")]
-    if unknown and len(unknown) == len(shapes):
-        raise UserError(
-            f"--lora {lora.source}: its modules ({_first(unknown)}) are not in the model's {lora.target}; give "
-            "weights made for this model"
-        )
-    for name in (name for name in shapes if name not in unknown):
-        size, down, up = modules[name].weight.shape, shapes[name].get("down"), shapes[name].get("up")
-        fits = down is None or up is None or (down[1:] == size[1:] and (up[0], up[1]) == (size[0], down[0]))
-        if not fits:
-            raise UserError(
-                f"--lora {lora.source}: its weights of {name}, {list(down or ())} and {list(up or ())}, do not fit "
-                f"the {list(size)} of the model's {lora.target}; give weights made for this model"
-            )
-    if not unknown:
-        return []
-    return [
-        f"--lora {lora.source}: the model's {lora.target} lacks {len(unknown)} of its {len(shapes)} modules "
-        f"({_first(unknown)}), whose weights have no effect"
-    ]
-
-
-def _first(names: Iterable[str]) -> str:
-    """Returns the first of several names for a message."""
-    first, *others = names
-    return f"{first}, …" if others else first
 
 
 def load_loras(pipe: Any, loras: Sequence[Lora]) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import string
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dbsp_core.utils.errors import UserError, in_short
+from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import expand_path, read_text, require_file, user_path
 
 _MOST_VIDEOS = 100_000
@@ -31,28 +27,17 @@ def prompts_of(option: str | None) -> tuple[str, ...]:
     if option is None:
         return ()
     if not option.startswith("@"):
-        return (in_utf8(option, "--prompt"),)
-    with _blame_option("--prompt"):
-        file = user_path(option[1:])
+        return (option,)
+    file = user_path(option[1:])
     require_file(file, "--prompt: file", "give a text, or @FILE with one prompt a line")
     try:
         # not splitlines, which also ends lines at U+2028, U+0085 and \v, as prompts may have them
         lines = tuple(line.strip() for line in re.split(r"\r\n|\n|\r", read_text(file)) if line.strip())
-    except UnicodeError as error:
-        if isinstance(error, UserError):
-            raise
+    except UnicodeDecodeError as error:
         raise UserError(f"--prompt: {file} is not text in UTF-8") from error
     if not lines:
         raise UserError(f"--prompt: {file} has no prompts; write one a line")
     return lines
-
-
-def in_utf8(text: str, option: str) -> str:
-    """Returns an option's text, read as UTF-8 where the locale's encoding could not read it."""
-    try:
-        return os.fsencode(text).decode() if any("\udc80" <= letter <= "\udcff" for letter in text) else text
-    except UnicodeError:
-        raise UserError(f"{option} {in_short(text)} is not text in UTF-8; set a locale that can read it") from None
 
 
 def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: int) -> tuple[Output, ...]:
@@ -69,7 +54,13 @@ def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: in
     for prompt in prompts:
         for number in range(videos):
             seed = first_seed + number
-            path = Path(_named(pattern, index=len(outputs), seed=seed)).absolute()
+            try:
+                name = pattern.format(index=len(outputs), seed=seed)
+            except (ValueError, LookupError, AttributeError):
+                raise UserError(
+                    f"--out {pattern}: use the fields {{index}}, {{seed}}, or double the braces of a name"
+                ) from None
+            path = Path(expand_path(name)).absolute()
             if path.suffix != ".mp4":
                 raise UserError(f"--out {pattern} must end in .mp4")
             if path in outputs:
@@ -79,29 +70,6 @@ def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: in
                 )
             outputs[path] = Output(prompt, seed, path)
     return tuple(outputs.values())
-
-
-def _named(pattern: str, **fields: Any) -> str:
-    """Returns a pattern's path with the fields filled in. Raises UserError for a pattern with others."""
-    try:
-        unknown = {name for _, name, _, _ in string.Formatter().parse(pattern)} - {None, *fields}
-        path = pattern.format(**fields) if not unknown else None
-    except (ValueError, KeyError, IndexError, AttributeError):
-        path = None
-    if path is None:
-        names = "}, {".join(fields)
-        raise UserError(f"--out {pattern}: use the fields {{{names}}}, or double the braces of a name")
-    with _blame_option("--out"):
-        return expand_path(path)
-
-
-@contextmanager
-def _blame_option(option: str) -> Iterator[None]:
-    """Names an option in a UserError inside."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{option}: {error}") from error
 
 
 def replaced_message(outputs: Sequence[Output]) -> str | None:

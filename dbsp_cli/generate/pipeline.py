@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbsp_cli.generate.loras import Lora, load_loras, split_number
+from dbsp_cli.generate.loras import Lora, load_loras
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.utils.errors import UserError
@@ -47,12 +46,10 @@ class Features:
 
     def require_possible(self) -> None:
         """Raises UserError for what does not exist, or cannot be had on this machine."""
-        for option, value, known in (
-            ("--offload", self.offload, OFFLOADS),
-            ("--quantize", self.quantize, QUANTIZATIONS),
-        ):
-            if value is not None and value not in known:
-                raise UserError(f"{option} {value}: use {', '.join(known)}")
+        if self.offload not in (None, *OFFLOADS):
+            raise UserError(f"--offload {self.offload}: use {', '.join(OFFLOADS)}")
+        if self.quantize not in (None, *QUANTIZATIONS):
+            raise UserError(f"--quantize {self.quantize}: use {', '.join(QUANTIZATIONS)}")
         if self.offload is not None and not torch.accelerator.is_available():
             raise UserError("--offload needs a GPU; without one, weights are in the host's memory already")
         if self.quantize == "nf4" and not torch.accelerator.is_available():
@@ -73,7 +70,11 @@ class Features:
         """Returns the relative change of the first block below which a step is not computed; None: no cache."""
         if self.cache is None:
             return None
-        name, threshold = split_number(self.cache, "--cache", _CACHE_THRESHOLD)
+        name, _, number = self.cache.partition("=")
+        try:
+            threshold = float(number or _CACHE_THRESHOLD)
+        except ValueError:
+            threshold = 0.0
         if name != _CACHE or not threshold > 0:
             raise UserError(f"--cache {self.cache}: use {_CACHE}, or {_CACHE}=0.1 with a threshold above 0")
         return threshold
@@ -110,8 +111,6 @@ def load_pipeline(
     pipe = load_stock_pipeline(
         model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
     )
-    if dtype == torch.float64:
-        _denoise_in_float64(pipe)
     # 2. LoRA weights.
     load_loras(pipe, [lora.within(identity) for lora in features.loras()])
     # 3. The device of the weights.
@@ -122,18 +121,6 @@ def load_pipeline(
     else:
         pipe.to(device)
     return pipe
-
-
-def _denoise_in_float64(pipe: Any) -> None:
-    """Makes a pipeline with float64 weights denoise in float64: some prepare and round their latents in float32."""
-    prepare = pipe.prepare_latents
-
-    @functools.wraps(prepare)
-    def prepare_latents(*args: Any, **kwargs: Any) -> Any:
-        prepared = prepare(*args, **kwargs)
-        return prepared.double() if isinstance(prepared, torch.Tensor) else prepared
-
-    pipe.prepare_latents = prepare_latents
 
 
 def _quantization(name: str, identity: ModelSignature) -> Any:
@@ -172,17 +159,17 @@ def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *
     from PIL import Image
 
     parameters = inspect.signature(type(pipe).__call__).parameters
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if settings.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
-        found["guidance_scale_2"] = settings.guidance_scale_2
+        arguments["guidance_scale_2"] = settings.guidance_scale_2
     if from_video:
-        return found | {"video": list(frames)}
-    found["num_frames"] = settings.num_frames
+        return arguments | {"video": list(frames)}
+    arguments["num_frames"] = settings.num_frames
     if "reference_images" not in parameters:
-        return found | dict(zip(("image", "last_image"), frames, strict=False))
+        return arguments | dict(zip(("image", "last_image"), frames, strict=False))
     # VACE invents the frames between, as in xDiT
     first, last = frames
     between, size = (settings.num_frames or 0) - 2, first.size
-    found["video"] = [first, *[Image.new("RGB", size, (128, 128, 128))] * between, last]
-    found["mask"] = [Image.new("L", size, 0), *[Image.new("L", size, 255)] * between, Image.new("L", size, 0)]
-    return found
+    arguments["video"] = [first, *[Image.new("RGB", size, (128, 128, 128))] * between, last]
+    arguments["mask"] = [Image.new("L", size, 0), *[Image.new("L", size, 255)] * between, Image.new("L", size, 0)]
+    return arguments

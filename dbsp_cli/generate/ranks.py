@@ -65,12 +65,20 @@ class RankInfo:
             UserError: A variable that ranks need is missing or not a number, nothing says where ranks of several
                 nodes meet, or MASTER_PORT is not a port.
         """
-        incomplete: tuple[str, ...] | None = None
+        incomplete: UserError | None = None
         for *names, per_node, nodes in _LAUNCHERS:
             rank, world, local = (environment_number(name, environment) for name in names)
             if rank is None or world is None or local is None:
-                if environment.get(names[0]) and environment.get(names[1]) and world != 1:
-                    incomplete = incomplete or tuple(names)
+                lacking = next(name for name in names if environment_number(name, environment) is None)
+                if environment.get(names[0]) and environment.get(names[1]) and world != 1 and incomplete is None:
+                    values = ", ".join(
+                        f"{name}={in_short(environment[name])}" for name in names if name in environment
+                    )
+                    incomplete = UserError(
+                        f"{values} name one of several ranks, but {lacking} is missing or not a number; start the "
+                        f"command by torchrun, or set {lacking} (and LOCAL_WORLD_SIZE, with RANK), or unset "
+                        f"{names[0]} and {names[1]} for a run of this machine alone"
+                    )
                 continue
             if world < 2:
                 continue
@@ -89,7 +97,7 @@ class RankInfo:
                 raise UserError(f"MASTER_PORT must be 1 to 65535, got {in_short(environment['MASTER_PORT'])}")
             return cls(rank, world, local, local_world, node_count, address, port)
         if incomplete is not None:
-            raise _incomplete(incomplete, environment)
+            raise incomplete
         return None
 
     def export(self) -> None:
@@ -102,17 +110,6 @@ class RankInfo:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
-
-
-def _incomplete(names: Sequence[str], environment: Mapping[str, str]) -> UserError:
-    """Returns the error for a launcher that names other ranks, without all that a rank must know."""
-    values = ", ".join(f"{name}={in_short(environment[name])}" for name in names if environment.get(name))
-    lacking = next(name for name in names if environment_number(name, environment) is None)
-    wrong = "is not a number" if environment.get(lacking) else "is missing"
-    return UserError(
-        f"{values} name one of several ranks, but {lacking} {wrong}; start the command by torchrun, or set {lacking} "
-        f"(and LOCAL_WORLD_SIZE, with RANK), or unset {names[0]} and {names[1]} for a run of this machine alone"
-    )
 
 
 def processes_here(requested: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,16 +12,9 @@ from typing import Any
 
 import torch
 
-from dbsp_cli.generate.checks import (
-    require_images,
-    require_installed,
-    require_mask_size,
-    require_source_video,
-    require_video,
-)
-from dbsp_cli.generate.images import fitted, source_frames
+from dbsp_cli.generate.images import VIDEO, fitted, source_frames
 from dbsp_cli.generate.loras import TRANSFORMERS, require_fitting
-from dbsp_cli.generate.outputs import Output, in_utf8, outputs_of, prompts_of, replaced_message
+from dbsp_cli.generate.outputs import Output, outputs_of, prompts_of, replaced_message
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart
@@ -28,8 +22,8 @@ from dbsp_cli.tiny_models import trained_weights, unknown_words
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.settings import GenerateSettings
-from dbsp_core.models.signature import PIPELINES, ModelSignature
+from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings, side_message
+from dbsp_core.models.signature import PIPELINES, ModelSignature, token_grid
 from dbsp_core.models.table import (
     MODEL_SPECS,
     TINY,
@@ -42,8 +36,11 @@ from dbsp_core.models.table import (
 )
 from dbsp_core.reports.collect import require_report_folder
 from dbsp_core.reports.mask_recorder import require_new_recording
-from dbsp_core.utils.errors import UserError, blame_setting, did_you_mean
-from dbsp_core.utils.files import expand_path, require_file_path
+from dbsp_core.sources import MaskRequest
+from dbsp_core.sources.static import StoredMasks
+from dbsp_core.sources.union import parts_of
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, require_value
+from dbsp_core.utils.files import expand_path, require_file, require_file_path
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import (
     Settings,
@@ -54,10 +51,10 @@ from dbsp_core.utils.yaml_file import (
     shown_config,
 )
 from dbsp_kernels import KernelRequirements, choose_kernel
-from dbsp_kernels.errors import page
+from dbsp_kernels.errors import install_command, page
 from dbsp_kernels.kernel import supports
 
-_SLOW = "can take days on CPUs; --config tiny-wan is for trying out"
+_NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,7 @@ class Generation:
 
     Attributes:
         config: The settings, with the model's usual video filled in.
-        given: The settings as the user gave them, with the location of each.
+        settings: The settings as the user gave them, with the location of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
         frames: Images of the first frame and the last that the video is made from, or those of the video that it
             starts from, in its size.
@@ -109,7 +106,7 @@ class Generation:
     """
 
     config: DbspConfig
-    given: Settings
+    settings: Settings
     model: str
     identity: ModelSignature
     features: Features
@@ -123,13 +120,13 @@ class Generation:
     @property
     def left(self) -> tuple[Output, ...]:
         """The videos to make, by the files on this node: rank 0's count, see `outputs_left`."""
-        return _left(self.outputs, self.resume)
+        return tuple(output for output in self.outputs if not (self.resume and output.path.is_file()))
 
     def report_of(self, output: Output) -> Path | None:
         """Returns the folder of one video's report."""
         if self.report is None or len(self.outputs) == 1:
             return self.report
-        common = os.path.commonpath([one.path.parent for one in self.outputs])
+        common = os.path.commonpath([other.path.parent for other in self.outputs])
         return self.report / output.path.with_suffix("").relative_to(common)
 
     @property
@@ -139,10 +136,10 @@ class Generation:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         order = kernel_order(config.kernel, config.machine, device)
         kernel = choose_kernel(order, device.type, config.generate.torch_dtype)
-        found = {"model": self.model, "layout": config.layout, "keys": config.keys, "kernel": kernel.name}
         values = config.to_values()
-        generate = values["generate"] | {"dtype": str(config.generate.torch_dtype).removeprefix("torch.")}
-        return values | found | {"generate": generate, "report": self.report and str(self.report)}
+        values["generate"]["dtype"] = str(config.generate.torch_dtype).removeprefix("torch.")
+        values |= {"model": self.model, "layout": config.layout, "keys": config.keys, "kernel": kernel.name}
+        return values | {"report": self.report and str(self.report)}
 
 
 def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
@@ -154,7 +151,9 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     Raises:
         UserError: The user must change something.
     """
-    require_installed()
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"{', '.join(missing)} is not installed; {install_command('diffusers')}")
     from dbsp_diffusers.checkpoint import require_checkpoint  # here: it takes seconds to import
     from dbsp_diffusers.resolve import require_possible
 
@@ -166,23 +165,28 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
     spec = find_model_spec(model) or published_model(identity)
+    shipped = None if spec else _shipped_for(model)
+    usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
     with settings.located(), blame_setting("generate"):
-        video = config.generate.filled(spec.video if spec else _tiny_video(model))
+        video = config.generate.filled(usual)
+    images = sum(image is not None for image in (video.image, video.last_image))
+    if images < identity.images[0]:  # no setting is blamed for what is missing
+        twice = " twice: the first frame, then the last" if identity.images[0] == 2 else ""
+        message = f"{model_title(identity)} {identity.images_message(images)}"
+        raise UserError(f"{message}; give one with --image FILE{twice}")
+    with settings.located(), blame_setting("generate"):
+        require_video(identity, video)
     # 2. What the model takes, and this machine can do.
-    require_images(identity, video)
     with settings.located():
-        with blame_setting("generate"):
-            require_video(identity, video)
         require_possible(config)
-        require_mask_size(config, identity, video)
+        _require_mask_size(config, identity, video)
     request.features.require_possible()
     tiny, named = tiny_architecture(model), find_model_spec(model)
     loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
     if not tiny:
         require_checkpoint(loaded, ask_hub=False)
-    loras = [lora.within(identity) for lora in request.features.loras()]
-    about_loras = require_fitting(loras, loaded, identity)
-    frames, about_video = _frames(request.video, identity, video, settings)
+    require_fitting([lora.within(identity) for lora in request.features.loras()], loaded, identity)
+    frames = _frames(request.video, identity, video, settings)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     strategy = config.strategy or _default_strategy(rank_info, config)
@@ -190,18 +194,10 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         strategy.require_world(rank_info.world)
     # 3. What is written, and where: rank 0 does it.
     outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
-    vocabulary = trained_weights() if tiny == "wan-trained" else Path(model)
-    warnings = (
-        *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
-        None if spec is None or torch.accelerator.is_available() else f"there is no GPU, and {spec.name} {_SLOW}",
-        replaced_message(_left(outputs, request.resume)) if rank_info.rank == 0 else None,
-        about_video,
-        *about_loras,
-        *dict.fromkeys(unknown_words(vocabulary, output.prompt) for output in _left(outputs, request.resume)),
-    )
+    report = request.report or (Path(config.report) if config.report else None)
     generation = Generation(
         config=replace(config, generate=video, strategy=strategy, origin=_origin(config, request.changes)),
-        given=settings,
+        settings=settings,
         model=loaded,
         identity=identity,
         features=request.features,
@@ -209,32 +205,76 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         frames=frames,
         outputs=outputs,
         resume=request.resume,
-        report=_report_folder(request, config),
-        warnings=tuple(dict.fromkeys(filter(None, warnings))),
+        report=None if report is None else report.absolute(),
+        warnings=(),
     )
     if rank_info.rank == 0:
         _require_places(generation, "--report" if request.report else "report")
     _require_apart(generation)
-    return generation
+    # 4. Warnings
+    slow = spec is not None and not torch.accelerator.is_available()
+    vocabulary = trained_weights() if tiny == "wan-trained" else Path(model)
+    warnings = (
+        *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
+        f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out" if slow else None,
+        replaced_message(generation.left) if rank_info.rank == 0 else None,
+        *(unknown_words(vocabulary, output.prompt) for output in generation.left),
+    )
+    return replace(generation, warnings=tuple(dict.fromkeys(filter(None, warnings))))
 
 
-def _left(outputs: Sequence[Output], resume: bool) -> tuple[Output, ...]:
-    return tuple(output for output in outputs if not (resume and output.path.is_file()))
+def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
+    """Raises SettingError for what the pipeline would change or reject: frames, a size, or images."""
+    spec, title = published_model(signature), model_title(signature)
+    if signature.pipeline in PIPELINES and video.num_frames is not None:
+        message = PIPELINES[signature.pipeline].frames_message(video.num_frames)
+        require_value(video, "num_frames", message is None, str(message), "generate.")
+    for side in ("height", "width"):
+        value = getattr(video, side)
+        message = None if value is None or spec is None else side_message(value, spec.token_pixels)
+        require_value(video, side, message is None, str(message), "generate.")
+    one_alone = video.guidance_scale_2 is None or signature.variant == "two"
+    message = f"is for models with two transformers, and {title} has one; leave it out"
+    require_value(video, "guidance_scale_2", one_alone, message, "generate.")
+    message = signature.images_message(sum(image is not None for image in (video.image, video.last_image)))
+    if message is not None:
+        raise SettingError(f"{title} {message}", ("image",))
+    if video.last_image is not None and video.image is None:
+        raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
+
+
+def _require_mask_size(config: DbspConfig, signature: ModelSignature, video: GenerateSettings) -> None:
+    """Raises UserError for a mask file that is for another model or size of video. Models of unknown sizes pass."""
+    if published_model(signature) is None and signature not in TINY_MODELS.values():
+        return
+    heads, frames = signature.sizes[1], signature.sizes[3]
+    pixels = 2 * TOKEN_PIXELS if signature.variant == "ti2v" else TOKEN_PIXELS
+    thw = token_grid(video.num_frames or 1, video.height or 0, video.width or 0, frames, pixels)
+    mask_request = MaskRequest(0, heads, thw, PIPELINES[signature.pipeline].text_tokens)
+    for name in TRANSFORMERS if signature.variant == "two" else TRANSFORMERS[:1]:
+        of_second = bool(config.transformer_2.get("mask")) and name == "transformer_2"
+        for part in parts_of(config.for_transformer(name).mask):
+            if isinstance(part, StoredMasks):
+                with blame_setting(name) if of_second else nullcontext(), blame_setting("mask"):
+                    part.grid(mask_request)
 
 
 def _frames(
     source: Path | None, identity: ModelSignature, video: GenerateSettings, settings: Settings
-) -> tuple[tuple[Any, ...], str | None]:
-    """Returns the images that a video is made from, or the frames of the video it starts from, and a line about it."""
+) -> tuple[Any, ...]:
+    """Returns the images that a video is made from, or the frames of the video that it starts from."""
     if source is not None:
-        require_source_video(source, identity)
+        require_file(source, "--video", VIDEO)
+        if PIPELINES[identity.pipeline].from_video is None or identity.variant:
+            able = " and ".join(pipeline.title for pipeline in PIPELINES.values() if pipeline.from_video)
+            raise UserError(f"--video: {model_title(identity)} does not start from a video; {able} models do")
         return source_frames(source, video, PIPELINES[identity.pipeline])
-    found = []
+    images = []
     for name in ("image", "last_image"):
         if (path := getattr(video, name)) is not None:
             with settings.located(), blame_setting("generate"), blame_setting(name):
-                found.append(fitted(Path(path), video))
-    return tuple(found), None
+                images.append(fitted(Path(path), video))
+    return tuple(images)
 
 
 def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
@@ -251,7 +291,7 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
             read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
         )
     for change in request.changes:
-        key, equals, text = in_utf8(change, "--set").partition("=")
+        key, equals, text = change.partition("=")
         if not equals or not all(key.split(".")):
             raise UserError(f"--set {change} is not of the form KEY=VALUE, for example --set mask.cdf=0.9")
         keys, value = key.split("."), parse_value(text, f"--set {key}")
@@ -260,9 +300,9 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
         settings = settings.changed(keys, value, f"--set {key}")
     if len(request.images) > 2:
         raise UserError(f"--image is given {len(request.images)} times; give the first frame, and maybe the last")
-    given = {"prompt": prompts[0] if prompts else None, "seed": request.seed}
-    given |= dict(zip(("image", "last_image"), map(str, request.images), strict=False))
-    for name, value in given.items():
+    options = {"prompt": prompts[0] if prompts else None, "seed": request.seed}
+    options |= dict(zip(("image", "last_image"), map(str, request.images), strict=False))
+    for name, value in options.items():
         if value is not None:
             settings = settings.changed(("generate", name), value, f"--{'image' if 'image' in name else name}")
     return settings
@@ -270,20 +310,7 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
 
 def _shipped_for(model: str | None) -> Path | None:
     """Returns the shipped configuration of a tiny model's name, which has its video's size; None for other models."""
-    named = (path for path in shipped_configs().glob(f"{TINY}*.yaml") if path.stem == model)
-    return next(named, None)
-
-
-def _tiny_video(model: str) -> GenerateSettings | None:
-    """Returns the video of a tiny model's shipped configuration, all of it set, or None for other models."""
-    shipped = _shipped_for(model)
-    return None if shipped is None else DbspConfig.load(shipped).generate.filled(None)
-
-
-def _report_folder(request: GenerationRequest, config: DbspConfig) -> Path | None:
-    """Returns the folder for reports."""
-    given = request.report or (Path(config.report) if config.report else None)
-    return None if given is None else given.absolute()
+    return next((path for path in shipped_configs().glob(f"{TINY}*.yaml") if path.stem == model), None)
 
 
 def _require_places(generation: Generation, report: str) -> None:
@@ -292,7 +319,7 @@ def _require_places(generation: Generation, report: str) -> None:
         require_file_path(output.path, "--out")
         folder = generation.report_of(output)
         if folder is not None:
-            with generation.given.located(), blame_setting("report") if report == "report" else nullcontext():
+            with generation.settings.located(), blame_setting("report") if report == "report" else nullcontext():
                 require_report_folder(folder, report)
     if generation.config.record is not None:
         require_new_recording(Path(generation.config.record).absolute(), f"${RECORD}")
@@ -300,7 +327,7 @@ def _require_places(generation: Generation, report: str) -> None:
 
 def _require_apart(generation: Generation) -> None:
     """Raises UserError where results would be written over one another, or over what the video is made from."""
-    config, origin = generation.config, generation.given.origin
+    config, origin = generation.config, generation.settings.origin
     folders = {"--report": generation.report, f"${RECORD}": config.record}
     inputs = {
         "--image": config.generate.image,
@@ -308,7 +335,7 @@ def _require_apart(generation: Generation) -> None:
         "--video": generation.video,
         "--config": origin if os.path.isfile(origin) else None,
     }
-    written, read = ({name: Path(one) for name, one in of.items() if one is not None} for of in (folders, inputs))
+    written, read = ({k: Path(path) for k, path in paths.items() if path is not None} for paths in (folders, inputs))
     for output in generation.outputs:
         require_apart({"--out": output.path}, written, read)
 
@@ -328,9 +355,9 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
     identity = signature_of_model(model)
     if identity is None:
         names = [*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)]
-        given = "--model" if request.model else f"{settings.location_of(('model',))}: model"
+        option = "--model" if request.model else f"{settings.location_of(('model',))}: model"
         raise UserError(
-            f"{given} {model}: neither a model that dbsp generate knows ({', '.join(names)}) nor a folder with "
+            f"{option} {model}: neither a model that dbsp generate knows ({', '.join(names)}) nor a folder with "
             "model_index.json and transformer/config.json, as save_pretrained writes it"
             f"{did_you_mean(Path(model).name.casefold(), names)}; other families run in a script, by "
             f"dbsp_diffusers.enable: {page('diffusers')}"

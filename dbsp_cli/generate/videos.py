@@ -19,11 +19,10 @@ from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_cli.video_quality import VIDEO
-from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.utils.files import TEMPORARY
+from dbsp_core.utils.files import TEMPORARY, write_atomically
 from dbsp_core.utils.process import log
 
 
@@ -59,9 +58,9 @@ def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
 
 def outputs_left(generation: Generation, device: torch.device) -> tuple[Output, ...]:
     """Returns the videos to make, by rank 0's prompts and files: other nodes may have others. Collective."""
-    found = [generation.left]
-    dist.broadcast_object_list(found, src=0, device=device)
-    return found[0]
+    outputs = [generation.left]
+    dist.broadcast_object_list(outputs, src=0, device=device)
+    return outputs[0]
 
 
 def _make_videos(
@@ -86,7 +85,7 @@ def _make_videos(
     session = enable(pipe, config)
     speed_up(transformers_in(pipe), generation.features)
     # 2. One video after another.
-    given = arguments_of(pipe, settings, generation.frames, from_video=generation.video is not None)
+    of_pipeline = arguments_of(pipe, settings, generation.frames, from_video=generation.video is not None)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
     for number, output in enumerate(outputs, 1):
@@ -94,28 +93,23 @@ def _make_videos(
             log.info("video %d of %d: %s", number, len(outputs), output.path)
         if observer is not None:
             observer.folder = str(generation.report_of(output) or unwanted)
-        pictures = _call(pipe, settings, output, device, given)
+        pictures = pipe(
+            prompt=output.prompt,
+            negative_prompt=settings.negative_prompt,
+            height=settings.height,
+            width=settings.width,
+            num_inference_steps=settings.steps,
+            guidance_scale=settings.guidance_scale,
+            generator=torch.Generator(device).manual_seed(output.seed),
+            **of_pipeline,
+        ).frames[0]
         if dist.get_rank() == 0:
             _write(pictures, output.path, settings.fps or 16)
             reports[output] = None if observer is None else observer.report
             folder = generation.report_of(output)
             if folder is not None and reports[output] is not None:
-                _keep_with_report(output.path, folder / VIDEO)
+                write_atomically(folder / VIDEO, output.path.read_bytes())  # for dbsp report A B
     return reports
-
-
-def _call(pipe: Any, settings: GenerateSettings, output: Output, device: torch.device, given: dict[str, Any]) -> Any:
-    """Returns a video's pictures."""
-    return pipe(
-        prompt=output.prompt,
-        negative_prompt=settings.negative_prompt,
-        height=settings.height,
-        width=settings.width,
-        num_inference_steps=settings.steps,
-        guidance_scale=settings.guidance_scale,
-        generator=torch.Generator(device).manual_seed(output.seed),
-        **given,
-    ).frames[0]
 
 
 def _write(pictures: Any, path: Path, fps: int) -> None:
@@ -144,21 +138,6 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
     except OSError as error:
         raise OSError(f"the video cannot be moved to its path ({error}); it is kept: {made}") from error
     folder.rmdir()
-
-
-def _keep_with_report(video: Path, kept: Path) -> None:
-    """Links a video into its report's folder, for `dbsp report A B`: a later video at its path leaves this one."""
-    temporary = kept.with_name(f"{TEMPORARY}{kept.name}")
-    try:
-        temporary.unlink(missing_ok=True)
-        try:
-            os.link(os.path.realpath(video), temporary)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(video, temporary)
-        temporary.replace(kept)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        log.warning("no video in the report's folder: %s", error)
 
 
 def _whole(video: Path) -> bool:

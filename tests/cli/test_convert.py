@@ -54,18 +54,27 @@ def convert(tmp_path, content, options=OPTIONS, suffix=".pt"):
     return MaskFile(target)
 
 
-LAYOUTS = {
+def holds(file, bits):
+    """Returns True if the file's layers are bits[layer, head, row, column]."""
+    assert file.layers == len(bits)
+    return all(torch.equal(file.layer(layer).bits, layer_bits) for layer, layer_bits in enumerate(bits))
+
+
+TENSORS = {
     "not contiguous": lambda masks: masks.transpose(-1, -2).contiguous().transpose(-1, -2),
     "a part": lambda masks: torch.cat([masks, masks], dim=-1)[..., : masks.shape[-1]],
     "coo": lambda masks: masks.to_sparse(),
     "hybrid coo": lambda masks: masks.to_sparse(2),
     "bsr": lambda masks: masks.to_sparse_bsr((5, 5)),
     "expanded": lambda masks: masks[None].expand(1, -1, -1, -1, -1),
+    "int8": lambda masks: masks.to(torch.int8),
+    "uint64": lambda masks: masks.to(torch.uint64),
+    "float64": lambda masks: masks.double(),
+    "bfloat16": lambda masks: {"mask": masks.bfloat16()},
+    "float8": lambda masks: masks.to(torch.float8_e4m3fn),
 }
-OTHER_DTYPES = (torch.int8, torch.uint64, torch.float64, torch.float8_e4m3fn)
 BY_LAYER = {
     "a list": list,
-    "numbers": lambda masks: dict(enumerate(masks)),
     "with a batch": lambda masks: [mask[None] for mask in masks],
     "names of modules": lambda masks: {f"blocks.{layer}.attn1": mask for layer, mask in enumerate(masks)},
     "any order": lambda masks: {f"layer{layer}": masks[layer] for layer in (*range(5, 11), *range(5))},
@@ -76,60 +85,49 @@ BY_LAYER = {
 
 class TestForms:
     @pytest.mark.parametrize("suffix", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float32, torch.float16])
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
     def test_every_kind_of_file_and_number(self, tmp_path, suffix, dtype):
         bits = bits_of(2, 3)
         content = bits.to(dtype) if suffix in (".pt", ".npy") else {"mask": bits.to(dtype)}
         file = convert(tmp_path, content, suffix=suffix)
-        assert (file.layers, file.heads, file.packed, file.grid) == (2, 3, True, GRID)
-        for layer in range(2):
-            assert torch.equal(file.layer(layer).bits, bits[layer])
+        assert (file.heads, file.packed, file.grid) == (3, True, GRID)
+        assert holds(file, bits)
 
-    def test_bfloat16_and_older_pt_files(self, tmp_path):
+    @pytest.mark.parametrize("kind", TENSORS)
+    def test_every_layout_and_type_of_tensors(self, tmp_path, kind):
+        bits = bits_of(2, 3)
+        assert holds(convert(tmp_path, TENSORS[kind](bits.float())), bits)
+
+    def test_an_older_pt_file_with_one_mask_for_all_layers(self, tmp_path):
         bits = bits_of(3)
-        torch.save({"mask": bits.bfloat16()}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+        torch.save({"mask": bits}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
         convert_masks(tmp_path / "a.pt", tmp_path / "b.safetensors", OPTIONS)
         file = MaskFile(tmp_path / "b.safetensors")
         assert not file.per_layer
         assert torch.equal(file.layer(5).bits, bits)
 
-    @pytest.mark.parametrize("kind", LAYOUTS)
-    def test_every_layout_of_tensors(self, tmp_path, kind):
-        bits = bits_of(2, 3)
-        file = convert(tmp_path, LAYOUTS[kind](bits.float()))
-        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
-
-    @pytest.mark.parametrize("dtype", OTHER_DTYPES, ids=str)
-    def test_numbers_of_rarer_types(self, tmp_path, dtype):
-        bits = bits_of(2, 3)
-        file = convert(tmp_path, bits.to(dtype))
-        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
-
-    @pytest.mark.parametrize("dtype", ["longdouble", "uint64", ">u4", "bool"])
+    @pytest.mark.parametrize(("dtype", "order"), [("longdouble", "C"), ("uint64", "F"), (">u4", "F")])
     @pytest.mark.parametrize("suffix", [".npy", ".npz"])
-    @pytest.mark.parametrize("order", ["C", "F"])
-    def test_arrays_of_numpy_of_every_type_and_order(self, tmp_path, dtype, suffix, order):
+    def test_arrays_of_numpy_of_rarer_types_and_orders(self, tmp_path, dtype, suffix, order):
         bits = bits_of(2, 3)
         array = np.asarray(bits.numpy().astype(dtype), order=order)
         path = tmp_path / f"in{suffix}"
         np.save(path, array) if suffix == ".npy" else np.savez_compressed(path, names=np.array(["a"]), mask=array)
         convert_masks(path, tmp_path / "out.safetensors", OPTIONS)
-        file = MaskFile(tmp_path / "out.safetensors")
-        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+        assert holds(MaskFile(tmp_path / "out.safetensors"), bits)
 
     @pytest.mark.parametrize("form", BY_LAYER)
-    @pytest.mark.parametrize("suffix", [".pt", ".safetensors", ".npz"])
-    def test_masks_of_each_layer_by_itself(self, tmp_path, form, suffix):
+    def test_masks_of_each_layer_by_itself(self, tmp_path, form):
         """Tries 11 layers, whose names are not sorted as their numbers are."""
-        bits, content = bits_of(11, 3), BY_LAYER[form](bits_of(11, 3))
-        if suffix != ".pt":
-            flat = content if isinstance(content, dict) else dict(enumerate(content))
-            if not all(isinstance(one, torch.Tensor) for one in flat.values()):
-                pytest.skip("a form of mappings in mappings")
-            content = {str(name): one.contiguous() for name, one in flat.items()}
-        file = convert(tmp_path, content, replace(OPTIONS, key=form if form == "a key" else None), suffix)
-        assert file.layers == 11
-        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(11))
+        bits = bits_of(11, 3)
+        options = replace(OPTIONS, key=form if form == "a key" else None)
+        assert holds(convert(tmp_path, BY_LAYER[form](bits), options), bits)
+
+    @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+    def test_masks_of_each_layer_in_a_file_of_names(self, tmp_path, suffix):
+        bits = bits_of(11, 3)
+        content = {f"layer{layer}": bits[layer].clone() for layer in range(11)}
+        assert holds(convert(tmp_path, content, suffix=suffix), bits)
 
     def test_masks_of_each_step_group_and_layer_by_itself(self, tmp_path):
         bits = bits_of(2, 3, 4)
@@ -143,7 +141,7 @@ class TestForms:
         luts, counts = zip(*(row_lists(one, "absolute", -1) for one in bits), strict=True)
         content = {"lut": list(luts), "counts": torch.stack(counts)}
         file = convert(tmp_path, content, replace(OPTIONS, lut="absolute"))
-        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+        assert holds(file, bits)
 
     def test_name_that_yaml_reads_as_a_number_is_a_name(self):
         assert read_options(["key=0", "tokens=64", "groups=5"], ConvertOptions).key == "0"
@@ -181,13 +179,11 @@ class TestForms:
         assert convert(tmp_path, {"mask": sparse}, options).grid == grid
 
     def test_groups_in_full_and_orders_in_words(self, tmp_path):
+        assert convert(tmp_path, bits_of(1, 2, 3)).groups is None, "one group alone needs no steps"
         options = replace(OPTIONS, groups="5-9,10-", orders="hwt,thw,tile:2x2x2")
         file = convert(tmp_path, bits_of(2, 1, 3), options)
         assert (str(file.groups), file.packed) == ("5-9,10-", True)
         assert file.layer(0, 1).grid.orders == ("hwt", "thw", "tile:2x2x2")
-
-    def test_one_group_alone_needs_no_steps(self, tmp_path):
-        assert convert(tmp_path, bits_of(1, 2, 3)).groups is None
 
     def test_empty_heads_keep_text_alone(self, tmp_path):
         options = replace(OPTIONS, text_tokens=8, skip_empty=True)
@@ -203,27 +199,25 @@ class TestForms:
         torch.save(order, tmp_path / "perm_idx_all.pt")
         options = replace(OPTIONS, head_permutation=str(tmp_path / "perm_idx_all.pt"), orders="thw,hwt,wht,twh")
         file = convert(tmp_path, reordered, options)
-        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+        assert holds(file, bits)
         torch.save(order.clamp(max=2), tmp_path / "perm_idx_all.pt")
         with pytest.raises(ValueError, match="every head from 0 to 3 once"):
             convert(tmp_path, reordered, options)
 
-    @pytest.mark.parametrize("steps", [1, 2])
-    def test_a_recording_s_pass_with_a_dense_layer(self, tmp_path, steps):
-        """Names its step if there are several."""
+    def test_a_recording_s_pass_with_a_dense_layer(self, tmp_path):
         recorder = MaskRecorder(RecordSettings(str(tmp_path / "r")), 2)
         masks = {}
-        for step, branch in itertools.product(range(steps), range(2)):
+        for step, branch in itertools.product(range(2), range(2)):
             recorder.begin(DenoisingStep(step, branch))
             sparse = BlockMask(random_bits(3, GRID, 2 * step + branch), replace(GRID, orders=("hwt", "wht", "thw")))
             masks[step, branch] = (BlockMask.dense(3, replace(GRID, orders=("thw",))), sparse)
             for layer, mask in enumerate(masks[step, branch]):
                 recorder.mask_made(layer, layer, mask, False)
                 recorder.mask_used(layer, layer)
-        recorded, out, last = tmp_path / "r", tmp_path / "out.safetensors", steps - 1
-        convert_recording(recorded, out, RecordingOptions(step=last if steps > 1 else None, branch=1))
+        recorded, out = tmp_path / "r", tmp_path / "out.safetensors"
+        convert_recording(recorded, out, RecordingOptions(step=1, branch=1))
         assert [MaskFile(out).layer(layer).fingerprint for layer in range(2)] == [
-            mask.fingerprint for mask in masks[last, 1]
+            mask.fingerprint for mask in masks[1, 1]
         ]
         with pytest.raises(ValueError, match="no mask of layer 0 at step 5"):
             convert_recording(recorded, out, RecordingOptions(step=5))
@@ -262,7 +256,7 @@ class TestLists:
         lut, counts = row_lists(bits.flatten(0, 1), "delta", 0)
         content = {"lut": lut.reshape(2, 3, 5, 7), "valid_block_num": counts.reshape(2, 3, 5)}
         file = convert(tmp_path, content, replace(OPTIONS, lut="delta"))
-        assert all(torch.equal(file.layer(layer).bits, bits[layer]) for layer in range(2))
+        assert holds(file, bits)
 
     @pytest.mark.parametrize(
         ("lut", "counts", "message"),
@@ -327,13 +321,10 @@ class TestTextBlocks:
         assert BlockReading.find(4, 4, grid) == BlockReading(grid, joined=True, text=False)
         assert BlockReading.find(5, 5, grid, joined=False) == BlockReading(grid, joined=False, text=False)
         assert BlockReading.find(5, None, grid, joined=True) == BlockReading(grid, joined=True)
+        bits = bits_of(2, grid=BlockGrid(64, 0, 8, 8))
+        assert torch.equal(fit_blocks(bits, BlockReading.find(8, 8, GRID, crop=True)), bits[:, :5, :5])
         aligned = BlockGrid(40, 16, 8, 8)
         assert BlockReading.find(5, 5, aligned, joined=True) == BlockReading(aligned, joined=False)
-
-    def test_surplus_blocks_are_dropped_when_asked(self):
-        grid = BlockGrid(40, 0, 8, 8)
-        bits = bits_of(2, grid=BlockGrid(64, 0, 8, 8))
-        assert torch.equal(fit_blocks(bits, BlockReading.find(8, 8, grid, crop=True)), bits[:, :5, :5])
 
     @pytest.mark.parametrize(
         ("shape", "grid", "options", "message"),
@@ -455,29 +446,26 @@ class TestRejected:
         assert_rejected(path, "cannot be read without unpickling objects, or is damaged")
 
     @pytest.mark.parametrize("suffix", [".pt", ".npy", ".npz", ".safetensors"])
-    @pytest.mark.parametrize("keep", [0, 20, 0.5])
+    @pytest.mark.parametrize("keep", [0, 0.5])
     def test_truncated_files_raise_one_line(self, tmp_path, suffix, keep):
         path = tmp_path / f"in{suffix}"
         content = bits_of(2, 3) if suffix in (".pt", ".npy") else {"mask": bits_of(2, 3)}
         convert(tmp_path, content, suffix=suffix)
         (tmp_path / "out.safetensors").unlink()
         whole = path.read_bytes()
-        path.write_bytes(whole[: int(len(whole) * keep) if keep == 0.5 else keep])
+        path.write_bytes(whole[: int(len(whole) * keep)])
         assert_rejected(path, "cannot be read")
 
     @pytest.mark.parametrize(
         ("content", "changes", "message"),
         [
             (bits_of(2, 3) * 2, {}, r"values other than 0 and 1 \(up to 2\).*lut="),
-            (bits_of(3).float() * 0.5, {}, "values other than 0 and 1"),
             (bits_of(3).float() * torch.nan, {}, "values other than 0 and 1"),
             (bits_of(3).to(torch.complex64), {}, "masks are torch.complex64; expected bool, or numbers"),
-            (torch.full((3, 5, 5), -1), {}, "values other than 0 and 1"),
             (torch.zeros(5, 5), {}, "no tensor that is plainly the masks"),
             ({"a": bits_of(3), "b": bits_of(3)}, {}, r"plainly the masks \(a \[3, 5, 5\], b \[3, 5, 5\]\).*key="),
             ({"a": bits_of(3)}, {"key": "b"}, "has no tensor 'b'; key can be one of a"),
             (torch.zeros(1, 1, 1, 1, 5, 5), {}, "expected .heads, rows, columns"),
-            (torch.zeros(0, 3, 5, 5), {}, "expected .heads, rows, columns"),
             ({"a": "text"}, {}, "has no tensors in it"),
             (bits_of(2, 2, 3), {}, "2 step groups; say which steps"),
             (bits_of(2, 2, 3), {"groups": "0-4,5-7,8-"}, "names 3 groups, the masks have 2"),
@@ -486,15 +474,15 @@ class TestRejected:
             (bits_of(3), {"orders": "hwd"}, "unknown token order 'hwd'"),
             (bits_of(3), {"orders": "hwt,thw"}, "names 2 token orders, the masks have 3 heads"),
             ({"mask": bits_of(3), "orders": torch.tensor([0, 1, 7])}, {"orders": "in.npz"}, "in.npz does not exist"),
-            (bits_of(3), {"orders": "none.pth"}, "none.pth does not exist"),
             (bits_of(3), {"orders": "hwt", "thw": None, "tokens": 40}, "need thw"),
             ({"mask": bits_of(3), "permute": torch.tensor([0, 1, 6])}, {}, "must be 0 to 5 .*, found 6"),
             ({"mask": bits_of(3), "permute": torch.tensor([0, 1])}, {}, r"of shape \[2\] do not fit"),
             (bits_of(3), {"skip_empty": True}, "needs a permute plan with a tensor 'empty'"),
-            (bits_of(3, grid=BlockGrid(48, 0, 8, 8)), {}, "make 5×5"),
             (bits_of(3), {"thw": (2, 5, 5)}, "masks have 5×5 blocks; 50 tokens"),
             (bits_of(3), {"block_q": 0}, "block_q=0"),
             (bits_of(3), {"tokens": 10**15, "thw": None}, "1000000000000000 tokens"),
+            (bits_of(3), {"groups": "0-", "steps": 4}, "leave out steps"),
+            (bits_of(3), {"lut": "relative"}, "use one of absolute, delta"),
             ({"lut": bits_of(3).int(), "counts": torch.zeros(2, 5)}, {"lut": "absolute"}, "counts of shape"),
         ],
     )
@@ -502,24 +490,11 @@ class TestRejected:
         with pytest.raises(ValueError, match=message) as raised:
             convert(tmp_path, content, replace(OPTIONS, **changes))
         assert "\n" not in str(raised.value)
-        assert {path.name for path in tmp_path.iterdir()} == {"in.pt"}
+        assert {path.name for path in tmp_path.iterdir()} <= {"in.pt"}
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"tokens": 4, "groups": "0-", "steps": 4}, "leave out steps"),
-            ({"tokens": 4, "lut": "relative"}, "use one of absolute, delta"),
-        ],
-    )
-    def test_options_that_don_t_go_together_raise(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            ConvertOptions(**options)
-
-    def test_a_plan_without_orders_in_it_raises(self, tmp_path):
+    def test_files_of_another_kind_raise(self, tmp_path):
         torch.save({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path / "plan.pth")
         with pytest.raises(ValueError, match=r"has no tensor 'permute' with token orders \(it has a, b\)"):
             convert(tmp_path, bits_of(3), replace(OPTIONS, orders=str(tmp_path / "plan.pth")))
-
-    def test_unknown_suffix_raises(self, tmp_path):
         (tmp_path / "in.txt").write_text("masks")
         assert_rejected(tmp_path / "in.txt", "unknown suffix")

@@ -96,7 +96,13 @@ def test_every_shipped_tiny_configuration_makes_a_video(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "model", ["wan-vace", "wan-i2v", pytest.param("wan2.2", marks=pytest.mark.long), "wan from a video"]
+    "model",
+    [
+        "wan-vace",
+        pytest.param("wan-i2v", marks=pytest.mark.long),
+        pytest.param("wan2.2", marks=pytest.mark.long),
+        "wan from a video",
+    ],
 )
 def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
     """Compares with stock diffusers and the same masks in this process."""
@@ -146,7 +152,8 @@ def test_several_videos_are_those_of_their_seeds_and_resuming_makes_what_is_miss
     first, second = make_videos(decided(tmp_path, **asked)).values()
     assert names(tmp_path) == {"7.mp4", "8.mp4", "report"}
     assert names(tmp_path / "report") == {"7", "8"}
-    assert (tmp_path / "report" / "8" / "video.mp4").samefile(tmp_path / "8.mp4"), "for dbsp report A B"
+    kept = (tmp_path / "report" / "8" / "video.mp4").read_bytes()
+    assert kept == (tmp_path / "8.mp4").read_bytes(), "for dbsp report A B"
     assert first.calls.layer == second.calls.layer
     made = [latents_of(tmp_path / "report" / seed) for seed in ("7", "8")]
     assert not torch.equal(*made)
@@ -159,23 +166,7 @@ def test_several_videos_are_those_of_their_seeds_and_resuming_makes_what_is_miss
     assert make_videos(decided(tmp_path, **asked, resume=True)) == {}
 
 
-def test_lora_weights_of_zero_change_nothing_and_others_do(tmp_path):
-    pytest.importorskip("peft")
-    width = 12 * 24
-    random = torch.Generator().manual_seed(0)
-    key = "transformer.blocks.0.attn1.to_q.lora_"
-    weights = {f"{key}A.weight": torch.randn(4, width, generator=random)}
-    save_file(weights | {f"{key}B.weight": torch.randn(width, 4, generator=random)}, tmp_path / "lora.safetensors")
-    found = {}
-    for name, lora in (("none", ()), ("zero", ("=0",)), ("half", ("=0.5",))):
-        features = Features(lora=tuple(f"{tmp_path / 'lora.safetensors'}{weight}" for weight in lora))
-        make_videos(decided(tmp_path, features=features, report=tmp_path / name, changes=(*SMALL, *ONE_PASS)))
-        found[name] = latents_of(tmp_path / name)
-    assert torch.equal(found["none"], found["zero"])
-    assert not torch.equal(found["none"], found["half"])
-
-
-def test_lora_weights_reach_the_transformer_that_is_named(tmp_path):
+def test_lora_weights_change_the_video_and_reach_the_transformer_that_is_named(tmp_path):
     pytest.importorskip("peft")
     folder = str(make_tiny("wan2.2", tmp_path / "tiny"))
     weights = {
@@ -185,10 +176,13 @@ def test_lora_weights_reach_the_transformer_that_is_named(tmp_path):
     lora = str(tmp_path / "lora.safetensors")
     features = Features(lora=(f"{lora}:transformer_2=0.5", f"{lora}:transformer=2", f"{lora}:transformer_2"))
     pipe = load_pipeline(folder, TINY_MODELS["wan2.2"], GenerateSettings(), features, torch.device("cpu"))
-    scales = {name: getattr(pipe, name).blocks[0].attn1.to_q.scaling for name in ("transformer", "transformer_2")}
+    queries = {name: getattr(pipe, name).blocks[0].attn1.to_q for name in ("transformer", "transformer_2")}
+    scales = {name: query.scaling for name, query in queries.items()}
     assert scales == {"transformer": {"lora_1": 2.0}, "transformer_2": {"lora_0": 0.5, "lora_2": 1.0}}
-    active = {name: getattr(pipe, name).active_adapters() for name in ("transformer", "transformer_2")}
+    active = {name: getattr(pipe, name).active_adapters() for name in scales}
     assert active == {"transformer": ["lora_1"], "transformer_2": ["lora_0", "lora_2"]}
+    x = torch.ones(1, 12 * 24)
+    assert not torch.equal(queries["transformer"](x), queries["transformer"].base_layer(x))
 
 
 def test_a_cache_computes_the_first_step_and_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
@@ -221,37 +215,18 @@ def test_wans_vae_is_in_float32_and_cogvideox_in_the_dtype_of_all(tmp_path):
         assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, expected)
 
 
-def test_a_pipeline_in_float64_does_not_round_its_latents(tmp_path):
-    folder = str(make_tiny("wan", tmp_path / "wan"))
-    double = GenerateSettings(dtype="float64")
-    pipe = load_pipeline(folder, TINY_MODELS["wan"], double, Features(), torch.device("cpu"))
-    seen = []
-    pipe.transformer.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
-    )
-    pipe("a red ball", height=32, width=32, num_frames=5, num_inference_steps=2, output_type="latent")
-    latents = seen[-1]
-    assert latents.dtype == torch.float64
-    assert not torch.equal(latents, latents.float().double())
-
-
 class TestPaths:
     @pytest.fixture
     def pictures(self):
         return list(np.zeros((3, 16, 16, 3), dtype=np.float32))
 
-    def test_a_link_stays_a_link(self, tmp_path, pictures):
-        (tmp_path / "ball.mp4").symlink_to(tmp_path / "real.mp4")
+    def test_a_link_stays_a_link_and_the_longest_possible_name_is_written(self, tmp_path, pictures):
+        path = tmp_path / f"{'a' * 251}.mp4"
+        (tmp_path / "ball.mp4").symlink_to(path)
         videos._write(pictures, tmp_path / "ball.mp4", 16)
         assert (tmp_path / "ball.mp4").is_symlink()
-        assert movie(tmp_path / "real.mp4") == ((16, 16), 3)
-        assert names(tmp_path) == {"ball.mp4", "real.mp4"}
-
-    def test_the_longest_possible_name_is_written(self, tmp_path, pictures):
-        path = tmp_path / f"{'a' * 251}.mp4"
-        videos._write(pictures, path, 16)
         assert movie(path) == ((16, 16), 3)
-        assert names(tmp_path) == {path.name}
+        assert names(tmp_path) == {"ball.mp4", path.name}
 
     @pytest.mark.parametrize("left", [0, -100], ids=["nothing", "without its end"])
     def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, left):

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_cli.generate.checks import require_video
+from dbsp_cli.generate.request import require_video
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.models.settings import GenerateSettings
