@@ -94,7 +94,7 @@ def structural_similarity(frame: np.ndarray, other: np.ndarray) -> float:
     Args:
         frame, other: float64[H, W, 3] in [0, 1], of at least 11 × 11 pixels.
     """
-    offsets = torch.arange(-_RADIUS, _RADIUS + 1, dtype=torch.float64)
+    offsets = torch.arange(-_RADIUS, _RADIUS + 1, dtype=torch.float64, device="cpu")
     window = torch.exp(-(offsets**2) / (2 * _SIGMA**2))
     window = window / window.sum()
     # 1. Local means, variances and covariance: [5 · 3, 1, H, W] → [5, 3, H − 10, W − 10]
