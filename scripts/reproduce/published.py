@@ -15,16 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
 from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
-from scripts.reproduce.common import arguments
 from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
-from scripts.results.result import write_csv
+from scripts.results.result import Result, arguments
 
 TABLES = Path(__file__).parent / "data" / "published.csv"
 BLOCK = 256
@@ -122,13 +120,6 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def main() -> None:
-    options = arguments(__doc__ or "", 0).parse_args()
-    rows = list(measure())
-    write_csv("published", rows, options.out)
-    for line in summary(rows):
-        Console(width=150).print(line)
-
-
 if __name__ == "__main__":
-    main()
+    parser = arguments(__doc__)
+    Result("published", "Published times and modelled ones", Row).run(parser, lambda _: measure(), summary)

@@ -1,7 +1,7 @@
 """Draws the pictures of docs/results again from their CSVs; nothing is computed or measured anew.
 
 python -m scripts.results                       all of them
-python -m scripts.results balanced fig8           some
+python -m scripts.results table1 fig8             some
 python -m scripts.results --stale               files whose sources have changed since they were made
 python -m scripts.results --ran table1.csv      notes in evidence.yaml that its command was run at this commit
 """
@@ -17,7 +17,7 @@ from scripts.results.evidence import changes_since, read_evidence, record_run
 from scripts.results.result import FOLDER, Result
 
 MODULES = (
-    *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "fig3", "fig8", "fig9", "fig10")),
+    *(f"scripts.reproduce.{name}" for name in ("table1", "fig3", "fig8", "fig9", "fig10")),
     "scripts.bench.reuse",
     *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
     *(f"scripts.reproduce.knapformer.{name}" for name in ("throughput", "streams")),
