@@ -105,7 +105,7 @@ def _by(plan: SequencePlan, tokens: np.ndarray, balancer: str) -> SequencePlan:
 
 
 def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
-    """Cuts as KnapFormer does (§3.3, second pass): each sequence in contiguous chunks, as even as possible, one for each rank of its bag.
+    """Cuts as KnapFormer does (§3.3, second pass): sequences in even contiguous chunks, one for each rank of a bag.
 
     Remaining tokens go one each to ranks of the bag, round-robin. `tokens` and `bag` are int64[n].
     """
