@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes
 from dbsp_core import BlockGrid, BlockMask, Strategy
@@ -104,22 +102,5 @@ def _seconds(spec: ModelSpec, machine: str, strategy: str, gpus: int, halves: in
     return count * one_pass_s + (hardware.constants.serial_s if unit == "video" else 0), count * spec.layers
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """One GPU's errors, and how far short of the modelled scaling each table falls, in words."""
-    lines = []
-    for (table, machine, video), table_rows in itertools.groupby(
-        rows, lambda row: (row.table, row.machine, row.video)
-    ):
-        alone, *more = table_rows
-        short = [row.linear / row.modelled_linear for row in more]
-        beyond = np.median([row.beyond_ns for row in more])
-        lines.append(
-            f"{table}, {machine}, {video}: one GPU {alone.error:+.0%}; published over modelled scaling "
-            f"{min(short):.2f} to {max(short):.2f}; median {beyond:.1f} ns beyond the model per token and head"
-        )
-    return lines
-
-
 if __name__ == "__main__":
-    parser = arguments(__doc__)
-    Result("published", "Published times and modelled ones", Row).run(parser, lambda _: measure(), summary)
+    Result("published", "Published times and modelled ones", Row).run(arguments(__doc__), lambda _: measure())
