@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from dbsp_core import BlockMask
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from dbsp_core.sources import MaskRequest, SyntheticSource
-from scripts.reproduce.lockstep import RingPlan, plan_ring
-from scripts.results.result import FOLDER
+from scripts.results import result as results
 
 STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
 MEASURED = "measured on synthetic masks"
@@ -56,17 +51,14 @@ FIG_11 = {"threshold": 1.10, "steps": 50, "replans": 5}
 """§4.2.1: with P_s = 1.10, plans are made in 5 of 50 steps with Wan2.1-T2V-14B."""
 
 
-def arguments(description: str, layers: int) -> argparse.ArgumentParser:
-    """A parser with the options that all reproductions have. layers: how many layers by default."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter, width=100)
-    )
+def arguments(description: str | None, layers: int) -> argparse.ArgumentParser:
+    """A parser with the options of programs that take masks of presets. layers: how many layers by default."""
+    parser = results.arguments(description)
     parser.add_argument("--layers", type=int, default=layers, help="layers per model; 0 means all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the masks")
     parser.add_argument(
         "--coarsen", type=int, default=1, help="multiply block sizes: quicker, ρ_s moves by about 0.01"
     )
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
     return parser
 
 
@@ -95,23 +87,3 @@ def masks(name: str, options: argparse.Namespace, **style: Any) -> Iterator[Bloc
     source, model = preset_source(name, options, **style), preset_model(name)
     for layer in range(layer_count(name, options)):
         yield source.mask(MaskRequest(layer, model.heads, model.thw, model.text_tokens))
-
-
-def contiguous_rho(
-    name: str, strategies: Iterable[str], options: argparse.Namespace, **style: Any
-) -> list[list[float]]:
-    """ρ_s (Eq. 1) of the contiguous plan by strategy and layer: one plan for all layers, as it looks at no mask."""
-    plans: dict[str, RingPlan] = {}
-    rho: dict[str, list[float]] = {strategy: [] for strategy in strategies}
-    for mask in masks(name, options, **style):
-        for strategy, values in rho.items():
-            if strategy not in plans:
-                plans[strategy] = plan_ring(mask, strategy)
-            values.append(plans[strategy].evaluate(mask).rho)
-    return list(rho.values())
-
-
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean, and its standard error over layers (0 for one layer)."""
-    error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else 0.0
-    return float(np.mean(values)), float(error)

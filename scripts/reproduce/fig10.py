@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout
 from dbsp_core.cost.machine import Hardware, load_hardware
@@ -24,7 +23,7 @@ from scripts.reproduce.authors.measured import SEED, STRATEGIES, attention_ms, f
 from scripts.reproduce.authors.runs import dense_s
 from scripts.reproduce.common import arguments
 from scripts.reproduce.lockstep import plan_ring, predict_ring
-from scripts.reproduce.modelled import RunConfig, simulate_layer
+from scripts.reproduce.modelled import modelled_layer
 from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result
@@ -77,7 +76,7 @@ def measure(layers: int = 40) -> list[Row]:
             layout = SequenceLayout.contiguous(mask.grid.tokens, 8)
             plan = plan_ring(mask, strategy, "paper", layout, REWARD, equal_heads=True)
             modelled_ms = predict_ring(plan, shape, hardware, layout=layout).total_s * 1e3
-            ours = simulate_layer(RunConfig(strategy, "dbsp"), mask, spec, hardware, [0] * 8)
+            ours, predicted = modelled_layer(strategy, "dbsp", mask, spec, hardware)
             rows.append(
                 Row(
                     layer,
@@ -88,8 +87,8 @@ def measure(layers: int = 40) -> list[Row]:
                     modelled_ms,
                     modelled_ms / ms - 1,
                     plan.rho,
-                    ours.prediction.total_s * 1e3,
-                    ours.plan.rho,
+                    predicted.total_s * 1e3,
+                    ours.rho,
                 )
             )
     return rows
@@ -158,13 +157,5 @@ def draw(rows: list[Row]) -> Figure:
 TIMES = Result("fig10", "Attention times by strategy, 8 GPUs", Row, draw)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "", 40).parse_args()
-    rows = measure(options.layers or 40)
-    TIMES.publish(rows, options.out)
-    for line in summary(rows):
-        Console(width=120).print(line)
-
-
 if __name__ == "__main__":
-    main()
+    TIMES.run(arguments(__doc__, 40), lambda options: measure(options.layers or 40), summary)

@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.planning.plan import plan_from_counts
-from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.runtime.plan_keeper import MakePlan, PlanUse, replay
 from dbsp_core.sources import MaskRequest
 from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_model, preset_source
@@ -28,6 +26,7 @@ PRESET = "wan2.1-t2v-14b-sparge"
 STRATEGY = "U8R1"
 VIDEO = (21, 9, 16)
 LABEL = f"{MEASURED}, drift fitted to the paper's one point"
+PLANNERS = "paper", "dbsp"
 THRESHOLDS = (1.03, 1.05, 1.07, 1.10, 1.15, 1.20, 1.30)
 
 
@@ -45,42 +44,32 @@ class Row:
     layers: int
 
 
-def masks_by_step(layer: int, options: argparse.Namespace, **style: Any) -> list[BlockMask]:
-    source, model = preset_source(PRESET, options, **style), preset_model(PRESET)
+def masks_by_step(layer: int, options: argparse.Namespace) -> list[BlockMask]:
+    source, model = preset_source(PRESET, options), preset_model(PRESET)
     return [source.mask(MaskRequest(layer, model.heads, VIDEO, step=call)) for call in range(FIG_11["steps"])]
 
 
-def replans_and_rho(
-    options: argparse.Namespace, planner: str, thresholds: tuple[float, ...], **style: Any
-) -> list[Row]:
+def replans_and_rho(options: argparse.Namespace, planner: str, thresholds: tuple[float, ...]) -> list[Row]:
     """One row per threshold."""
     uses: dict[float, list[PlanUse]] = {threshold: [] for threshold in thresholds}
     layers = layer_count(PRESET, options)
     for layer in range(layers):
-        masks = masks_by_step(layer, options, **style)
+        masks = masks_by_step(layer, options)
         make, counts = plans_on(masks[0].grid, planner), [mask.counts.rows for mask in masks]
         for threshold, of_threshold in uses.items():
             of_threshold += replay(counts, threshold, make, lag=False)
-    return [_row(planner, threshold, of_threshold, layers) for threshold, of_threshold in uses.items()]
+    rows = []
+    for threshold, of_threshold in uses.items():
+        rho = [use.counted.rho for use in of_threshold if use.counted is not None]
+        paper = f"{FIG_11['replans']} (fitted)" if threshold == FIG_11["threshold"] else "–"
+        replans = sum(use.new for use in of_threshold) / layers
+        rows.append(Row(planner, threshold, replans, paper, float(np.mean(rho)), max(rho), LABEL, layers))
+    return rows
 
 
 def plans_on(grid: BlockGrid, planner: str) -> MakePlan:
     """Makes a plan for row counts of masks on a grid."""
     return lambda rows, _current: plan_from_counts(rows, grid, STRATEGY, planner, compare=False)
-
-
-def _row(planner: str, threshold: float, uses: list[PlanUse], layers: int) -> Row:
-    rho = [use.counted.rho for use in uses if use.counted is not None]
-    return Row(
-        planner,
-        threshold,
-        sum(use.new for use in uses) / layers,
-        f"{FIG_11['replans']} (fitted)" if threshold == FIG_11["threshold"] else "–",
-        float(np.mean(rho)),
-        max(rho),
-        LABEL,
-        layers,
-    )
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -90,7 +79,8 @@ def draw(rows: list[Row]) -> Figure:
         columns=2,
     )
     left, right = axes[0]
-    for planner, here in by_planner(rows):
+    for planner in dict.fromkeys(row.planner for row in rows):
+        here = [row for row in rows if row.planner == planner]
         thresholds = [row.threshold for row in here]
         colour = COLOURS[planner]
         left.plot(thresholds, [row.replans for row in here], "o-", color=colour, label=f"planner {planner}")
@@ -106,21 +96,13 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-def by_planner(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    for planner in dict.fromkeys(row.planner for row in rows):
-        yield planner, [row for row in rows if row.planner == planner]
-
-
 REUSE = Result("fig11", f"P_s against ρ_s and replans, {PRESET}, {STRATEGY}", Row, draw)
 
 
-def main() -> None:
-    parser = arguments(__doc__, layers=10)
-    parser.add_argument("--planners", nargs="+", choices=PLANNERS, default=list(PLANNERS), help="planners to compare")
-    options = parser.parse_args()
-    rows = [row for planner in options.planners for row in replans_and_rho(options, planner, THRESHOLDS)]
-    REUSE.publish(rows, options.out)
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    for planner in PLANNERS:
+        yield from replans_and_rho(options, planner, THRESHOLDS)
 
 
 if __name__ == "__main__":
-    main()
+    REUSE.run(arguments(__doc__, layers=10), measure)

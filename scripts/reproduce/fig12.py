@@ -6,19 +6,20 @@ The paper shows the trade-off as a curve without numbers, and its text has one l
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from dbsp_core.reports.style import INK
-from dbsp_core.sources.synthetic.source import PRESETS
 from scripts.reproduce.common import MEASURED, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
 from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
 
+PRESET = "wan2.1-t2v-14b"
 STRATEGIES = ("U1R8", "U2R4", "U4R2")
 REWARDS = (0.0, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 HEAD_DIM, BYTES_PER_ELEMENT = 128, 2  # Wan2.1-T2V-14B in bfloat16
@@ -41,33 +42,30 @@ class Row:
     layers: int
 
 
-def measure(options: argparse.Namespace) -> list[Row]:
+def measure(options: argparse.Namespace) -> Iterator[Row]:
     plans: dict[tuple[str, float], list[RingPlan]] = {}
     before: dict[str, list[float]] = {}
-    for mask in masks(options.preset, options):
+    for mask in masks(PRESET, options):
         for strategy in STRATEGIES:
             before.setdefault(strategy, []).append(rho_before(mask, strategy))
             for reward in REWARDS:
                 plan = plan_ring(mask, strategy, "paper", reward=reward)
                 plans.setdefault((strategy, reward), []).append(plan)
-    return [_row(options.preset, *key, here, before[key[0]]) for key, here in plans.items()]
-
-
-def _row(preset: str, strategy: str, reward: float, plans: list[RingPlan], before: list[float]) -> Row:
-    moved = float(np.mean([plan.moved for plan in plans]))
-    elements = 3 * plans[0].heads * plans[0].grid.tokens * HEAD_DIM
-    return Row(
-        preset,
-        strategy,
-        reward,
-        rho=float(np.mean([plan.rho for plan in plans])),
-        rho_before=float(np.mean(before)),
-        moved=moved,
-        moved_mb=moved * elements * BYTES_PER_ELEMENT / 1e6,
-        paper_rho=f"≤ {PAPER_LIMIT} (§4.2.2)" if strategy == "U1R8" else "–",
-        label=f"ρ_s and share {MEASURED}; bytes modelled from the share",
-        layers=len(plans),
-    )
+    for (strategy, reward), of_reward in plans.items():
+        moved = float(np.mean([plan.moved for plan in of_reward]))
+        elements = 3 * of_reward[0].heads * of_reward[0].grid.tokens * HEAD_DIM
+        yield Row(
+            PRESET,
+            strategy,
+            reward,
+            rho=float(np.mean([plan.rho for plan in of_reward])),
+            rho_before=float(np.mean(before[strategy])),
+            moved=moved,
+            moved_mb=moved * elements * BYTES_PER_ELEMENT / 1e6,
+            paper_rho=f"≤ {PAPER_LIMIT} (§4.2.2)" if strategy == "U1R8" else "–",
+            label=f"ρ_s and share {MEASURED}; bytes modelled from the share",
+            layers=len(of_reward),
+        )
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -98,13 +96,5 @@ def draw(rows: list[Row]) -> Figure:
 TRADE_OFF = Result("fig12", "R_b against ρ_s and bytes moved, 8 GPUs", Row, draw)
 
 
-def main() -> None:
-    parser = arguments(__doc__, layers=2)
-    parser.add_argument("--preset", choices=PRESETS, default="wan2.1-t2v-14b")
-    options = parser.parse_args()
-    rows = measure(options)
-    TRADE_OFF.publish(rows, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    TRADE_OFF.run(arguments(__doc__, layers=2), measure)

@@ -6,6 +6,8 @@ exchanges each line takes what the authors' scripts of it do, which is less unde
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
@@ -15,20 +17,15 @@ from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.fit import in_scripts
 from scripts.reproduce.authors.measured import DBSP, PARO
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.modelled import (
-    MODELLED,
-    PAPER_SCALING,
-    RunConfig,
-    machine,
-    model_masks,
-    modelled_arguments,
-    video,
-)
+from scripts.reproduce.common import masks
+from scripts.reproduce.modelled import machine, modelled_arguments, modelled_video
 from scripts.results.colours import PLANNERS, STRATEGIES
 from scripts.results.figures import STAR, grouped_bars, in_words, legend_below, panels
 from scripts.results.result import Result
 
 MODEL = "wan2.1-t2v-14b"
+PAPER_SCALING = {"U8R1": 6.09, "U1R8": 5.81}
+"""§3.1: on 8 GPUs over one GPU, contiguous plans."""
 LINES = {"Ulysses": (True, "contiguous"), "Ring": (False, "contiguous"), "db-SP, Ulysses": (True, "dbsp")}
 
 
@@ -48,36 +45,29 @@ class Row:
     label: str
 
 
-def measure(options) -> list[Row]:
-    masks, hardware, model = model_masks(MODEL, options), machine(options), as_run(MODEL)
-    rows = []
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    layers, hardware, model = list(masks(MODEL, options)), machine(options), as_run(MODEL)
     for line, (ulysses, planner) in LINES.items():
-        alone = 0.0
+        alone_s = 0.0
+        known = in_scripts(hardware, DBSP if planner == "dbsp" else PARO, MODEL)
         for gpus in (1, 2, 4, 8):
             strategy = Strategy(gpus, 1) if ulysses else Strategy(1, gpus)
-            known = in_scripts(hardware, DBSP if planner == "dbsp" else PARO, MODEL)
-            modelled = video(RunConfig(strategy, planner), masks, model, known)
-            attention = modelled.attention_s - (modelled.pack_s if gpus == 1 else 0)  # one GPU packs nothing
-            whole = attention + modelled.other_s
-            alone = whole if gpus == 1 else alone
+            video = modelled_video(strategy, planner, layers, model, known)
+            whole_s = video.attention_s + video.other_s
+            alone_s = alone_s or whole_s
             stated = PAPER_SCALING.get(str(strategy)) if planner == "contiguous" else None
-            paper = f"{stated}" if stated else "> 15 minutes (§1); 16.0 by §3.1 and Fig. 8" if gpus == 1 else "–"
-            share = attention / whole
-            rows.append(
-                Row(
-                    line,
-                    gpus,
-                    modelled.rho,
-                    attention,
-                    modelled.other_s,
-                    whole,
-                    share,
-                    alone / whole,
-                    paper,
-                    f"{MODELLED}, {hardware.name}",
-                )
+            yield Row(
+                line,
+                gpus,
+                video.rho,
+                video.attention_s,
+                video.other_s,
+                whole_s,
+                video.attention_s / whole_s,
+                alone_s / whole_s,
+                f"{stated}" if stated else "> 15 minutes (§1); 16.0 by §3.1 and Fig. 8" if gpus == 1 else "–",
+                f"modelled, synthetic masks, {hardware.name}",
             )
-    return rows
 
 
 COLOURS = dict(zip(LINES, (STRATEGIES["U8R1"], STRATEGIES["U1R8"], PLANNERS["dbsp"]), strict=True))
@@ -115,11 +105,5 @@ def draw(rows: list[Row]) -> Figure:
 SCALING = Result("fig3", "Latency over the number of GPUs", Row, draw)
 
 
-def main() -> None:
-    options = modelled_arguments(__doc__, layers=0).parse_args()
-    rows = measure(options)
-    SCALING.publish(rows, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    SCALING.run(modelled_arguments(__doc__, layers=0), measure)

@@ -13,17 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.reports.style import SOFT
 from scripts.reproduce.authors.fit import MACHINES, UNKNOWNS, errors_in_words
 from scripts.reproduce.authors.measured import BURST, DBSP, Bar, bars
 from scripts.reproduce.authors.runs import bar_attention_s, other_s
-from scripts.reproduce.common import arguments
 from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, arguments
 
 LABEL = "measured by the paper's authors (read off a picture, ±1 s); modelled"
 WORTH = 0.03
@@ -175,13 +173,5 @@ def _panel(axis: Axes, rows: list[Row]) -> None:
 BARS = Result("fig8", "End-to-end and attention time on 8 and 4 GPUs", Row, draw)
 
 
-def main() -> None:
-    options = arguments(__doc__ or "", 0).parse_args()
-    rows = measure()
-    BARS.publish(rows, options.out)
-    for line in summary(rows):
-        Console(width=120).print(line)
-
-
 if __name__ == "__main__":
-    main()
+    BARS.run(arguments(__doc__), lambda _: measure(), summary)

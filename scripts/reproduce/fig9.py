@@ -9,17 +9,19 @@ summed over points.
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from dbsp_core import Strategy
 from dbsp_core.reports.style import INK
 from scripts.reproduce.authors.measured import speedups
 from scripts.reproduce.authors.runs import as_run
-from scripts.reproduce.modelled import RunConfig, machine, model_masks, modelled_arguments, video
+from scripts.reproduce.common import masks
+from scripts.reproduce.modelled import machine, modelled_arguments, modelled_video
 from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels
@@ -45,29 +47,29 @@ class Row:
     label: str
 
 
-def measure(options) -> list[Row]:
-    model, hardware, rows = as_run(MODEL), machine(options), []
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    model, hardware = as_run(MODEL), machine(options)
     for name, (key, values) in LEVELS.items():
-        rows += [
-            Row(name, AUTHORS, "", ratio, speedup, "measured by the paper's authors")
-            for ratio, speedup in speedups(name).tolist()
-        ]
-        strategy = Strategy.parse(name)
+        for ratio, speedup in speedups(name).tolist():
+            yield Row(name, AUTHORS, "", ratio, speedup, "measured by the paper's authors")
         for value in values:
-            masks = model_masks(MODEL, options, **{key: value})
-            base = video(RunConfig(strategy, "contiguous"), masks, model, hardware)
+            layers, strategy = list(masks(MODEL, options, **{key: value})), Strategy.parse(name)
+            base = modelled_video(strategy, "contiguous", layers, model, hardware)
             for planner in PLANNERS:
-                balanced = video(RunConfig(strategy, planner), masks, model, hardware)
+                balanced = modelled_video(strategy, planner, layers, model, hardware)
                 gain = base.attention_s / balanced.attention_s
                 label = f"modelled, synthetic masks, {hardware.name}"
-                rows.append(Row(name, planner, f"{key}={value:g}", base.rho / balanced.rho, gain, label))
-    return rows
+                yield Row(name, planner, f"{key}={value:g}", base.rho / balanced.rho, gain, label)
 
 
 def reached(rows: list[Row], strategy: str, by: str) -> float:
     """Share of the gain in ρ_s that attention gained."""
     points = [row for row in rows if (row.strategy, row.by) == (strategy, by)]
     return sum(row.attention_speedup - 1 for row in points) / sum(row.rho_ratio - 1 for row in points)
+
+
+def shares(rows: list[Row], strategy: str) -> str:
+    return ", ".join(f"{by} {reached(rows, strategy, by):.2f}" for by in (AUTHORS, *PLANNERS))
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -90,8 +92,7 @@ def draw(rows: list[Row]) -> Figure:
             axis.plot(ratios, gains, style, color=colour, label=label)
         line = np.array([1, max(row.rho_ratio for row in rows if row.strategy == name)])
         axis.plot(line, line, ":", color=INK, linewidth=1, label="all of it")
-        shares = ", ".join(f"{by} {reached(rows, name, by):.2f}" for by in (AUTHORS, *PLANNERS))
-        axis.set(xlabel="ρ_s before over ρ_s after balancing", title=f"{name}: {shares}")
+        axis.set(xlabel="ρ_s before over ρ_s after balancing", title=f"{name}: {shares(rows, name)}")
     axes[0, 0].set_ylabel("attention's speed-up")
     legend_below(figure, axes[0, 0])
     return figure
@@ -100,16 +101,8 @@ def draw(rows: list[Row]) -> Figure:
 GAINS = Result("fig9", "Attention speed-up against ρ_s, 8 GPUs", Row, draw)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = modelled_arguments(__doc__, layers=0)
     parser.set_defaults(kernel="auto", coarsen=4)  # in 16 bits, as Fig. 10's times are
-    options = parser.parse_args()
-    rows = measure(options)
-    GAINS.publish(rows, options.out)
-    for name in LEVELS:
-        shares = [f"{by} {reached(rows, name, by):.2f}" for by in (AUTHORS, *PLANNERS)]
-        Console().print(f"{name}, share of the gain in ρ_s that attention gained: {', '.join(shares)}")
-
-
-if __name__ == "__main__":
-    main()
+    words = "share of the gain in ρ_s that attention gained"
+    GAINS.run(parser, measure, lambda rows: [f"{name}, {words}: {shares(rows, name)}" for name in LEVELS])

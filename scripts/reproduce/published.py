@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import numpy as np
-from rich.console import Console
 
 from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
-from scripts.reproduce.common import arguments
 from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
-from scripts.results.result import write_csv
+from scripts.results.result import Result, arguments
 
 TABLES = Path(__file__).parent / "data" / "published.csv"
 BLOCK = 256
@@ -106,29 +102,5 @@ def _seconds(spec: ModelSpec, machine: str, strategy: str, gpus: int, halves: in
     return count * one_pass_s + (hardware.constants.serial_s if unit == "video" else 0), count * spec.layers
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """One GPU's errors, and how far short of the modelled scaling each table falls, in words."""
-    lines = []
-    for (table, machine, video), table_rows in itertools.groupby(
-        rows, lambda row: (row.table, row.machine, row.video)
-    ):
-        alone, *more = table_rows
-        short = [row.linear / row.modelled_linear for row in more]
-        beyond = np.median([row.beyond_ns for row in more])
-        lines.append(
-            f"{table}, {machine}, {video}: one GPU {alone.error:+.0%}; published over modelled scaling "
-            f"{min(short):.2f} to {max(short):.2f}; median {beyond:.1f} ns beyond the model per token and head"
-        )
-    return lines
-
-
-def main() -> None:
-    options = arguments(__doc__ or "", 0).parse_args()
-    rows = list(measure())
-    write_csv("published", rows, options.out)
-    for line in summary(rows):
-        Console(width=150).print(line)
-
-
 if __name__ == "__main__":
-    main()
+    Result("published", "Published times and modelled ones", Row).run(arguments(__doc__), lambda _: measure())

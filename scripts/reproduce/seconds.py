@@ -6,15 +6,13 @@ are synthetic, of density 0.41, as imbalanced as PAROAttention's (the paper's Ta
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from dbsp_cli.modelled import ModelledVideo, modelled_videos
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.models.table import MODEL_SPECS
-from scripts.results.result import FOLDER, print_table, write_csv
+from scripts.results.result import Result, arguments
 
 MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
 MACHINES = ("a800", "h800", "h100")
@@ -59,12 +57,5 @@ def _fastest(videos: list[ModelledVideo], planner: str) -> ModelledVideo:
     return min(sparse, key=lambda video: video.seconds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV")
-    options = parser.parse_args()
-    print_table("Seconds per video", write_csv("seconds", list(rows()), options.out))
-
-
 if __name__ == "__main__":
-    main()
+    Result("seconds", "Seconds per video", Row).run(arguments(__doc__), lambda _: rows())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib.figure import Figure
 
-from scripts.reproduce.common import MEASURED, TABLE_1, PaperRow, arguments, contiguous_rho, mean_and_error
+from scripts.reproduce.common import MEASURED, TABLE_1, arguments, masks
+from scripts.reproduce.lockstep import RingPlan, plan_ring
 from scripts.results.colours import ROLES
 from scripts.results.figures import grouped_bars, imbalance_axis, in_words, legend_below, panels
 from scripts.results.result import Result
@@ -27,27 +31,24 @@ class Row:
     layers: int
 
 
-def measure(preset: str, options) -> list[Row]:
-    """The preset's rows of Table 1."""
-    paper_rows = [row for row in TABLE_1 if row.preset == preset]
-    rho = contiguous_rho(preset, [row.strategy for row in paper_rows], options)
-    return [_row(row, values) for row, values in zip(paper_rows, rho, strict=True)]
-
-
-def _row(paper: PaperRow, values: list[float]) -> Row:
-    mean, standard_error = mean_and_error(values)
-    role = "fitted" if paper.fitted else "held out"
-    return Row(
-        paper.preset,
-        paper.strategy,
-        paper.rho,
-        mean,
-        standard_error,
-        mean / paper.rho - 1,
-        role,
-        MEASURED,
-        len(values),
-    )
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    for preset in dict.fromkeys(row.preset for row in TABLE_1):
+        paper_rows = [row for row in TABLE_1 if row.preset == preset]
+        # 1. One contiguous plan for all layers, as it looks at no mask.
+        plans: dict[str, RingPlan] = {}
+        rho: dict[str, list[float]] = {row.strategy: [] for row in paper_rows}
+        for mask in masks(preset, options):
+            for strategy, values in rho.items():
+                if strategy not in plans:
+                    plans[strategy] = plan_ring(mask, strategy)
+                values.append(plans[strategy].evaluate(mask).rho)
+        # 2. The mean over layers, and its standard error.
+        for row in paper_rows:
+            values = rho[row.strategy]
+            mean, count = float(np.mean(values)), len(values)
+            error = float(np.std(values, ddof=1) / np.sqrt(count)) if count > 1 else 0.0
+            role = "fitted" if row.fitted else "held out"
+            yield Row(preset, row.strategy, row.rho, mean, error, mean / row.rho - 1, role, MEASURED, count)
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -61,7 +62,9 @@ def draw(rows: list[Row]) -> Figure:
     )
     nan = float("nan")
     for axis, model in zip(axes[0], ("wan2.1-t2v-14b", "cogvideox1.5-5b"), strict=True):
-        here = sorted((row for row in rows if row.preset.startswith(model)), key=_order)
+        here = sorted(
+            (row for row in rows if row.preset.startswith(model)), key=lambda row: (row.preset, -int(row.strategy[1]))
+        )
         series = {"paper, Table 1": [row.paper for row in here]}
         errors = {"paper, Table 1": [0.0] * len(here)}
         for role in ("fitted", "held out"):
@@ -78,18 +81,8 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-def _order(row: Row) -> tuple[str, int]:
-    return row.preset, -int(row.strategy[1])
-
-
 TABLE = Result("table1", "ρ_s before balancing, 8 GPUs", Row, draw)
 
 
-def main() -> None:
-    options = arguments(__doc__, layers=0).parse_args()
-    rows = [row for preset in dict.fromkeys(row.preset for row in TABLE_1) for row in measure(preset, options)]
-    TABLE.publish(rows, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    TABLE.run(arguments(__doc__, layers=0), measure)

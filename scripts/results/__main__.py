@@ -1,9 +1,8 @@
 """Draws the pictures of docs/results again from their CSVs; nothing is computed or measured anew.
 
 python -m scripts.results                       all of them
-python -m scripts.results balanced fig8           some
+python -m scripts.results table1 fig8             some
 python -m scripts.results --stale               files whose sources have changed since they were made
-python -m scripts.results --ran table1.csv      notes in evidence.yaml that its command was run at this commit
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import importlib
 import sys
 
 from dbsp_core.utils.errors import UserError
-from scripts.results.evidence import changes_since, read_evidence, record_run
+from scripts.results.evidence import changes_since, read_evidence
 from scripts.results.result import FOLDER, Result
 
 MODULES = (
-    *(f"scripts.reproduce.{name}" for name in ("table1", "balanced", "fig3", "fig8", "fig9", "fig10")),
+    *(f"scripts.reproduce.{name}" for name in ("table1", "fig3", "fig8", "fig9", "fig10")),
     "scripts.bench.reuse",
     *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
     *(f"scripts.reproduce.knapformer.{name}" for name in ("throughput", "streams")),
@@ -51,26 +50,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of the files, without their ends; all where none")
     parser.add_argument("--stale", action="store_true", help="print the files whose sources have changed since")
-    parser.add_argument("--ran", metavar="FILE", help="note that this file was made anew, at this commit")
     options = parser.parse_args()
+    if options.stale:
+        print_stale()
+        return
+    known = results()
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"expected names of {', '.join(known)}, got {unknown[0]}")
     try:
-        if options.stale:
-            print_stale()
-        elif options.ran is not None:
-            print(f"{', '.join(record_run(options.ran).files)}: made at this commit")
-        else:
-            draw(parser, options.names)
+        for name in options.names or known:
+            print(f"drew {known[name].redraw(FOLDER)}")
     except UserError as error:
         sys.exit(str(error))
-
-
-def draw(parser: argparse.ArgumentParser, names: list[str]) -> None:
-    """Draws the pictures of these names, or all."""
-    known = results()
-    if unknown := [name for name in names if name not in known]:
-        parser.error(f"there is no {unknown[0]}; there are {', '.join(known)}")
-    for name in names or known:
-        print(f"drew {known[name].redraw(FOLDER)}")
 
 
 if __name__ == "__main__":

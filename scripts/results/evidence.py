@@ -10,7 +10,6 @@ from pathlib import Path
 
 import yaml
 
-from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.schema import build
 from scripts.results.result import FOLDER
 
@@ -49,24 +48,6 @@ def changes_since(entry: Evidence) -> list[str] | None:
     if _git("cat-file", "-e", f"{entry.commit}^{{commit}}") is None:
         return None
     return (_git("diff", "--name-only", entry.commit, "--", *entry.all_sources()) or "").splitlines()
-
-
-def record_run(name: str) -> Evidence:
-    """Writes into evidence.yaml that the files of which `name` is one were made at the present commit.
-
-    Raises:
-        UserError: No entry has the file, or its sources have changes that are in no commit.
-    """
-    evidence = next((evidence for evidence in read_evidence() if name in evidence.files), None)
-    if evidence is None:
-        raise UserError(f"{EVIDENCE.name} has no entry with {name}; add one")
-    if changed := _git("status", "--porcelain", "--", *evidence.all_sources()):
-        raise UserError(f"commit these first, then run {evidence.command!r}:\n{changed}")
-    commit = (_git("rev-parse", "--short=8", "HEAD") or "").strip()
-    before, entry = EVIDENCE.read_text(encoding="utf-8").split(f"- files: [{', '.join(evidence.files)}]", 1)
-    entry = entry.replace(f'commit: "{evidence.commit}"', f'commit: "{commit}"', 1)
-    EVIDENCE.write_text(f"{before}- files: [{', '.join(evidence.files)}]{entry}", encoding="utf-8")
-    return evidence
 
 
 def imported_scripts(module: str) -> set[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +25,39 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 @dataclass(frozen=True)
 class Result:
-    """NAME.csv and NAME.png.
+    """NAME.csv, and NAME.png where it is drawn.
 
     Attributes:
         name: Of both files.
         title: Over the table in the terminal.
         row: The dataclass of a row, with a field `label` that says what is measured, modelled or fitted.
-        draw: The picture of rows of that class, which need nothing but what the CSV has.
+        draw: The picture of rows of that class, which need nothing but what the CSV has; None: no picture.
     """
 
     name: str
     title: str
     row: type
-    draw: Callable[[list[Any]], Figure]
+    draw: Callable[[list[Any]], Figure] | None = None
+
+    def run(
+        self,
+        parser: argparse.ArgumentParser,
+        measure: Callable[[argparse.Namespace], Iterable[Any]],
+        summary: Callable[[list[Any]], Iterable[str]] | None = None,
+    ) -> None:
+        """The program of a result: publishes what is measured under the parser's options, and prints a summary."""
+        options = parser.parse_args()
+        rows = list(measure(options))
+        self.publish(rows, options.out)
+        for line in summary(rows) if summary else ():
+            Console(width=120).print(line)
 
     def publish(self, rows: list[Any], out: Path) -> None:
-        """Writes both files into `out`, and prints the rows as a table."""
+        """Writes the files into `out`, and prints the rows as a table."""
         records = write_csv(self.name, rows, out)
-        self.redraw(out)
+        if self.draw is not None:
+            self.redraw(out)
         print_table(self.title, records)
-        Console(stderr=True).print(f"wrote {out / self.name}.csv and {out / self.name}.png")
 
     def read(self, folder: Path) -> list[Any]:
         """The rows of the CSV. Raises UserError where there is none."""
@@ -58,9 +73,19 @@ class Result:
 
     def redraw(self, folder: Path, out: Path | None = None) -> Path:
         """Draws the picture again from the CSV in `folder`, into `out` or the same folder. returns: its path"""
+        assert self.draw is not None
         path = (out or folder) / f"{self.name}.png"
         self.draw(self.read(folder)).savefig(path)
         return path
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that all programs of results have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter, width=100)
+    )
+    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
+    return parser
 
 
 def write_csv(name: str, rows: list[Any], out: Path) -> list[dict[str, Any]]:

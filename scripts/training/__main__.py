@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from scripts.training.autoencoder import Clips, make_autoencoder, train_autoencoder
-from scripts.training.checkpoint import Card, save_pipeline
+from scripts.training.checkpoint import save_pipeline
 from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
 from scripts.training.latents import encode_videos, standardise
 from scripts.training.loop import History
@@ -45,15 +45,8 @@ class Recipe:
         crops, longer = (Clips(2, 1, 5, 16, 16),), (Clips(1, 1, 9, 16, 16),)
         return cls(2, 1e-3, crops, longer, 2, 8, 1, phases=(Phase(2, 2, 2), Phase(2, 1, 3)))
 
-    @property
-    def schedule(self) -> str:
-        """The transformer's phases in words."""
-        return ", then ".join(
-            f"{phase.steps} steps on {phase.batch} clips of {phase.frames} latent frames" for phase in self.phases
-        )
 
-
-def run(recipe: Recipe, seed: int, work: Path, weights: Path, command: str, progress: Progress) -> dict[str, int]:
+def run(recipe: Recipe, seed: int, work: Path, weights: Path, progress: Progress) -> dict[str, int]:
     """Trains, or goes on training, with checkpoints in `work`; writes the pipeline to `weights`.
 
     returns: parameters by component
@@ -82,18 +75,10 @@ def run(recipe: Recipe, seed: int, work: Path, weights: Path, command: str, prog
     average, learned = train_transformer(
         transformer, videos, list(recipe.phases), recipe.rate, seed + 3, work, progress
     )
-    minutes = {"autoencoder": seen.cpu_seconds, "latents": encoding, "transformer": learned.cpu_seconds}
-    card = Card(
-        command,
-        seed,
-        recipe.videos,
-        len(seen.losses),
-        recipe.schedule,
-        seen.losses,
-        learned.losses,
-        {stage: seconds / 120 for stage, seconds in minutes.items()},
-    )
-    return save_pipeline(tokenizer, text_encoder, vae, average, card, weights)
+    seconds = {"autoencoder": seen.cpu_seconds, "latents": encoding, "transformer": learned.cpu_seconds}
+    print("minutes of processor time: " + ", ".join(f"{stage} {spent / 60:.1f}" for stage, spent in seconds.items()))
+    losses = {"autoencoder": seen.losses, "transformer": learned.losses}
+    return save_pipeline(tokenizer, text_encoder, vae, average, losses, weights)
 
 
 def main() -> None:
@@ -113,11 +98,10 @@ def main() -> None:
     recipe = Recipe.toy() if options.toy else Recipe()
     if options.videos:
         recipe = replace(recipe, videos=options.videos)
-    command = f"scripts/train_tiny --seed {options.seed}"
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-        sizes = run(recipe, options.seed, options.work, options.weights, command, progress)
+        sizes = run(recipe, options.seed, options.work, options.weights, progress)
     print(f"wrote {options.weights}: " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in sizes.items()))
 
 

@@ -34,7 +34,7 @@ def without_interpreter() -> dict[str, str]:
 
 
 def variants(*options: str, status: int = 0, **environment: str) -> list[dict]:
-    command = [sys.executable, "-m", "scripts.checks.machine_code", "--json", *options]
+    command = [sys.executable, "-m", "scripts.checks.machine_code", *options]
     environment |= without_interpreter()
     done = run(command, env=environment, cwd=ROOT)
     assert done.returncode == status, done.stdout + done.stderr

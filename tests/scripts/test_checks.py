@@ -7,7 +7,6 @@ from collections import Counter
 
 import pytest
 
-from scripts.checks.csv_table import update_table
 from scripts.checks.private_names import PrivateName, message, private_names
 from scripts.checks.seeded_faults import REPO, copied, faults, tried
 from tests.support.programs import output_of
@@ -63,15 +62,6 @@ def test_every_private_name_names_a_module_of_ours():
     for one in private_names():
         path = one.user.replace(".", "/") + ".py"
         assert (ROOT / path).is_file() or (ROOT / "kernels" / path).is_file(), one
-
-
-def test_a_table_keeps_rows_of_what_was_not_tried_again(tmp_path):
-    table = tmp_path / "table.csv"
-    update_table(table, [{"name": name, "of": 1, "found": 3} for name in ("b", "a")], ("name", "of"))
-    update_table(table, [{"name": "b", "of": 1, "found": 4}], ("name", "of"))
-    assert table.read_text().splitlines() == ["name,of,found", "b,1,4", "a,1,3"]
-    update_table(table, [{"name": "c", "of": 2, "found": 5}], ("name", "of"), order=[("a", "1"), ("c", "2")])
-    assert table.read_text().splitlines() == ["name,of,found", "a,1,3", "c,2,5"]
 
 
 OF_CHECKS = (

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from dbsp_core.utils.errors import UserError
 from scripts.results import evidence
-from scripts.results.evidence import KINDS, changes_since, imported_scripts, read_evidence, record_run
+from scripts.results.evidence import KINDS, changes_since, imported_scripts, read_evidence
 from tests.support.repository import ROOT, git
 
 RESULTS = ROOT / "docs" / "results"
@@ -79,19 +78,3 @@ class TestChanges:
     def test_a_change_of_a_source_is_found(self, checkout, source):
         (checkout / source).write_text("# changed\n", encoding="utf-8")
         assert changes_since(read_evidence()[0]) == [source]
-
-
-class TestRecording:
-    def test_a_run_is_recorded_at_the_present_commit(self, checkout):
-        (checkout / "product" / "part.py").write_text("# changed\n", encoding="utf-8")
-        commit(checkout)
-        record_run("one.png")
-        assert changes_since(read_evidence()[0]) == []
-        assert read_evidence()[0].commit == git(checkout, "rev-parse", "--short=8", "HEAD")
-
-    def test_what_is_in_no_commit_or_has_no_entry_is_rejected(self, checkout):
-        (checkout / "product" / "part.py").write_text("# changed\n", encoding="utf-8")
-        with pytest.raises(UserError, match=r"commit these first[^\n]*scripts\.one --fast.*product/part\.py"):
-            record_run("one.csv")
-        with pytest.raises(UserError, match=r"no entry with two\.csv"):
-            record_run("two.csv")

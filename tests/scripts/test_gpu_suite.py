@@ -17,7 +17,7 @@ import torch
 
 from dbsp_core.cost import machine as machines
 from dbsp_core.sources import SOURCES
-from scripts.checks.gpu import publish, suite, waits
+from scripts.checks.gpu import publish, ranks, suite
 from scripts.checks.gpu.results import RESULTS, Key, Outcome, Results, Row, read_results
 from scripts.checks.gpu.sessions import every_mask
 from scripts.checks.gpu.setting import Setting
@@ -28,7 +28,7 @@ from tests.support import programs
 from tests.support.repository import ROOT
 
 SUITE = ROOT / "scripts" / "gpu_suite"
-FAULTY = Part("faulty_part", "fails", package="tests.scripts")
+FAULTY = Part("faulty_part", "fails", "tests.scripts.faulty_part:cases")
 THERE = (
     *("torch", "torchgen", "functorch", "triton", "numpy", "safetensors", "yaml", "_yaml", "jinja2", "markupsafe"),
     *("sympy", "mpmath", "networkx", "filelock", "fsspec", "typing_extensions", "setuptools", "packaging"),
@@ -208,7 +208,7 @@ def test_timed_cases_run_alone():
 
 
 def test_a_worker_that_cannot_start_is_reported(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "PARTS", (Part("no_part", "is missing", package="tests.scripts"),))
+    monkeypatch.setattr(suite, "PARTS", (Part("no_part", "is missing", "tests.scripts.no_part:cases"),))
     assert run_here(monkeypatch, "--dry-run", "--out", tmp_path) == 1
     assert "a worker could not start" in capsys.readouterr().err
     assert "ModuleNotFoundError" in (tmp_path / suite.LOGS).read_text()
@@ -245,11 +245,11 @@ def test_long_reports_keep_failures_and_goals(capsys, tmp_path):
 def test_waits_that_cuda_warns_of_are_counted_by_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     warn = "warnings.warn('called a synchronizing CUDA operation (Triggered internally)')"
-    paths = ("dbsp_core/runtime/chunk_attention.py", "tests/support/thread_group.py", "scripts/checks/gpu/waits.py")
+    paths = ("dbsp_core/runtime/chunk_attention.py", "tests/support/thread_group.py", "scripts/checks/gpu/ranks.py")
     seen: Counter[str] = Counter()
-    with waits.recorded_by_cuda():
+    with ranks.recorded_by_cuda():
         for path in (*paths, "dbsp_core/runtime/chunk_attention.py"):
-            with waits.watched(seen):
+            with ranks.watched(seen):
                 exec(compile(warn, str(ROOT / path), "exec"), {"warnings": warnings})
         exec(compile(warn, str(ROOT / paths[0]), "exec"), {"warnings": warnings})  # by a thread that is not watched
     assert [(where.split(" < ")[0], times) for where, times in seen.items()] == [

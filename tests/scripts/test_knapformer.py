@@ -9,13 +9,11 @@ import pytest
 
 from dbsp_core.planning.bags import BagTopology
 from scripts.reproduce.knapformer import throughput
-from scripts.reproduce.knapformer.chunks import chunks
 from scripts.reproduce.knapformer.drawing import DrawnSequences
-from scripts.reproduce.knapformer.shared import MIXED, TABLE_1, WORLD, drawn
-from scripts.reproduce.knapformer.throughput import FITTED, LOW, load_of, rebuild
+from scripts.reproduce.knapformer.shared import MIXED, TABLE_1, WORLD, chunks, drawn
+from scripts.reproduce.knapformer.throughput import FITTED, LOW, PIECE_S, load_of, rebuild
 
 WIDTH, LAYERS = 3072, 57
-PIECE_S = 3.2e-6
 
 
 @pytest.fixture(scope="module")

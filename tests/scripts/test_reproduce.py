@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from typing import Any
 
@@ -14,10 +13,6 @@ from tests.support.programs import output_of
 pytestmark = pytest.mark.long
 
 PNG = b"\x89PNG"
-OTHER_OPTIONS = [
-    ("throughput", ["--measure"]),
-]
-"""Programs of KnapFormer whose figures depend on the machine, or do with these options."""
 PLANS = "python -m scripts.bench.planner"
 """Counts next to what it times, in fields that end with `_ms`."""
 EXACT = [one for one in read_evidence() if "measured" not in one.how or one.command.startswith(PLANS)]
@@ -37,16 +32,6 @@ def test_what_is_published_is_what_the_command_makes_today(tmp_path, one):
             assert (tmp_path / name).read_bytes().startswith(PNG)
         else:
             assert (tmp_path / name).read_text() == (FOLDER / name).read_text()
-
-
-@pytest.mark.parametrize(("name", "options"), OTHER_OPTIONS)
-def test_reproduction_of_knapformer(tmp_path, name, options):
-    output_of(f"scripts.reproduce.knapformer.{name}", "--out", tmp_path, "--draws", "1", *options, timeout=3600)
-    path = tmp_path / f"knapformer-{name}"
-    assert path.with_suffix(".png").read_bytes().startswith(PNG)
-    rows = list(csv.DictReader(path.with_suffix(".csv").read_text().splitlines()))
-    assert rows
-    assert all("drawn" in row["label"] or "measured on" in row["label"] for row in rows)
 
 
 def without_times(found: Any) -> Any:

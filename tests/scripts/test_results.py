@@ -11,9 +11,7 @@ pytest.importorskip("diffusers")
 pytest.importorskip("skimage")
 pytest.importorskip("matplotlib")
 
-from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.utils.errors import UserError
-from scripts.results import colours
 from scripts.results.__main__ import results
 from scripts.results.figures import grouped_bars, panels
 from scripts.results.result import FOLDER, Result
@@ -61,11 +59,3 @@ def test_rows_come_back_from_a_csv_as_they_were(tmp_path):
     text = (tmp_path / "counts.csv").read_bytes()
     result.redraw(tmp_path)
     assert (tmp_path / "counts.csv").read_bytes() == text, "drawing leaves the numbers alone"
-
-
-def test_each_planner_has_one_colour_on_the_report_s_page_too():
-    assert set(PLANNERS) <= set(colours.PLANNERS)
-    assert len({*colours.PLANNERS.values()}) == len(colours.PLANNERS)
-    page = (ROOT / "dbsp_core" / "reports" / "pages" / "style.css").read_text()
-    light = dict(re.findall(r"--(before|after): (#\w+);", page.split("@media")[0]))
-    assert light == {"before": colours.PLANNERS["contiguous"], "after": colours.PLANNERS["dbsp"]}

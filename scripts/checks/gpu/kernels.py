@@ -1,4 +1,4 @@
-"""Every kernel at the main shapes, against its twin in float64 or bit for bit; `shapes` has the others."""
+"""Every kernel at the main shapes and at others, against its twin in float64 or bit for bit."""
 
 from __future__ import annotations
 
@@ -36,6 +36,13 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield from of_tokens(setting, (first.head_dim,), (setting.dtype, torch.float32))
     yield Case("row bits", partial(row_bits, setting))
     yield Case("range checks", partial(range_checks, setting))
+
+
+def other_cases(setting: Setting) -> Iterator[Case]:
+    """Yields the other shapes with heads of 64 and more that are shipped, largest first, and odd ones."""
+    yield from of_shapes(setting, setting.other_shapes)
+    if not setting.dry:
+        yield from of_tokens(setting, (64, 80), (torch.bfloat16, torch.float16))
 
 
 def of_shapes(setting: Setting, shapes: Iterable[Shape]) -> Iterator[Case]:

@@ -109,7 +109,9 @@ def publish(folder: Path) -> int:
     texts = {"status": status(published), "kernels": kernels_table(published), "seconds": seconds_table(videos)}
     written += write_pages(texts)
     print("wrote", *(path.relative_to(REPO) for path in written), sep="\n  ")
-    print(f"commit these, then note it: python -m scripts.results --ran seconds.csv  ({published.verdict})")
+    print(
+        f"commit these, then write that commit into the entry of seconds.csv in evidence.yaml  ({published.verdict})"
+    )
     return 0
 
 

@@ -37,7 +37,13 @@ def sanitized(setting: Setting, key: Key) -> Iterator[Row]:
     if setting.dry or tool is None:
         raise Skipped("no GPU" if setting.dry else "compute-sanitizer is not here")
     command = [tool, "--tool", "memcheck", "--error-exitcode", str(FOUND), sys.executable, "-m"]
-    command += ["scripts.checks.gpu.worker", "--parts", f"{key.part}=scripts.checks.gpu.{key.part}", "--case", *key]
+    command += [
+        "scripts.checks.gpu.worker",
+        "--parts",
+        f"{key.part}=scripts.checks.gpu.{key.part}:cases",
+        "--case",
+        *key,
+    ]
     done = subprocess.run(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout[-20_000:])
     if done.returncode not in (0, FOUND):

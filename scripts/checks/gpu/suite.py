@@ -38,15 +38,15 @@ MOST_LOG_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """Cases of one module, which has `cases(setting)`."""
+    """Cases of one module's function of a setting, of the module `name` if `cases` is not given."""
 
     name: str
     what: str
-    package: str = "scripts.checks.gpu"
+    cases: str = ""
 
     @property
-    def module(self) -> str:
-        return f"{self.package}.{self.name}"
+    def function(self) -> str:
+        return self.cases or f"scripts.checks.gpu.{self.name}:cases"
 
 
 PARTS = (
@@ -55,12 +55,12 @@ PARTS = (
     Part("rates", "rates at Wan2.1-14B's size, next to dense kernels; other sizes; dense heads"),
     Part("steady", "a steady call, on the device and on the host, kernel by kernel"),
     Part("ranks", "ranks as threads on one GPU, forward and backward, and where they wait"),
-    Part("balance", "each rank of a plan alone, contiguous against dbsp"),
+    Part("balance", "each rank of a plan alone, contiguous against dbsp", "scripts.checks.gpu.steady:balance_cases"),
     Part("constants", "dbsp bench: what the latency model knows of this GPU"),
     Part("safety", "compute-sanitizer, a captured CUDA graph, peak memory"),
     Part("sources", "every mask source on one rank"),
     Part("nccl", "processes on GPUs of their own, where there are two or more"),
-    Part("shapes", "kernels at the other shapes with heads of 64 and more"),
+    Part("shapes", "kernels at the other shapes with heads of 64 and more", "scripts.checks.gpu.kernels:other_cases"),
 )
 """The most valuable first."""
 
@@ -121,7 +121,7 @@ class Worker:
 
     def __init__(self, parts: Sequence[Part], options: list[str], log: Path) -> None:
         self.command = [sys.executable, "-m", "scripts.checks.gpu.worker", *options, "--parts"]
-        self.command += [f"{part.name}={part.module}" for part in parts]
+        self.command += [f"{part.name}={part.function}" for part in parts]
         self.log = log
         self.start()
 

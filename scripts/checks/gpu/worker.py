@@ -12,6 +12,7 @@ import faulthandler
 import importlib
 import json
 import os
+import pkgutil
 import queue
 import signal
 import sys
@@ -33,7 +34,7 @@ Say = Callable[..., None]
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parts", nargs="+", required=True, metavar="NAME=MODULE", help="modules with cases(setting)")
+    parser.add_argument("--parts", nargs="+", required=True, metavar="NAME=MODULE:FUNCTION", help="of a setting")
     parser.add_argument("--lanes", type=int, default=1, help="workers that share the processors")
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--simulate", action="store_true", help="on tests/gpu_node's simulated GPUs")
@@ -51,8 +52,8 @@ def main() -> int:
     parts = dict(part.split("=") for part in args.parts)
     cases = {
         Key(name, case.name): case
-        for name, module in parts.items()
-        for case in importlib.import_module(module).cases(setting)
+        for name, function in parts.items()
+        for case in pkgutil.resolve_name(function)(setting)
     }
     # 2. One case, for a tool that watches this process.
     if args.case is not None:

@@ -10,9 +10,8 @@ from importlib.metadata import version as installed_version
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[3]
-TRITONS = {"3.5.1": "2.9", "3.6.0": "2.10, 2.11", "3.7.0": "2.12", "3.8.0": "2.14", "3.9.0": ""}
-"""Versions that machine code is read under, oldest first, and the torch for GPUs that pins each. 3.9 is in our own
-environment."""
+TRITONS = ("3.5.1", "3.6.0", "3.7.0", "3.8.0", "3.9.0")
+"""Versions that machine code is read under, oldest first: those that torch for GPUs pins, and our environment's."""
 
 FOLDER = REPO / "build" / "tritons"
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -13,8 +11,7 @@ from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.heads import contiguous_heads
-from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
-from scripts.reproduce.knapformer.chunks import chunks
+from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns, plan_sequences
 from scripts.reproduce.knapformer.counted import (
     SequencePlanMetrics,
     balanced_owners,
@@ -24,7 +21,7 @@ from scripts.reproduce.knapformer.counted import (
 )
 from scripts.reproduce.knapformer.drawing import DrawnSequences, draw, parse_streams
 from scripts.results.colours import PLANNERS
-from scripts.results.result import FOLDER
+from scripts.results.result import arguments
 
 WORLD, BLOCK = 32, 64
 LAYERS, WIDTH = 57, 3072
@@ -79,12 +76,9 @@ COLOURS = {
 TOPOLOGIES = {"none": "g1n1", "g1n32": "g1n32", "g2n16": "g2n16", "g4n8": "g4n8", "g8n4": "g8n4"}
 
 
-def knapformer_arguments(description: str | None, draws: int) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter, width=100)
-    )
-    parser.add_argument("--draws", type=int, default=draws, help="steps' sequences to draw")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNG")
+def knapformer_arguments(description: str | None) -> argparse.ArgumentParser:
+    parser = arguments(description)
+    parser.add_argument("--draws", type=int, default=20, help="steps' sequences to draw")
     return parser
 
 
@@ -108,6 +102,29 @@ def distribute(sequences: DrawnSequences, bags: str, balancer: str) -> tuple[Seq
 def _by(plan: SequencePlan, tokens: np.ndarray, balancer: str) -> SequencePlan:
     """The plan, in KnapFormer's chunks for "knapsack"."""
     return replace(plan, runs=chunks(tokens, plan.bag, plan.topology)) if balancer == "knapsack" else plan
+
+
+def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
+    """Cuts as KnapFormer does (§3.3, second pass): sequences in even contiguous chunks, one for each rank of a bag.
+
+    Remaining tokens go one each to ranks of the bag, round-robin. `tokens` and `bag` are int64[n].
+    """
+    sizes = topology.ranks[bag]
+    over = tokens % sizes
+    # 1. Whose turn it is: the tokens left over by the bag's sequences before this one.
+    order = np.argsort(bag, kind="stable")
+    before = np.empty_like(over)
+    running = np.cumsum(over[order]) - over[order]
+    first_of_bag = np.searchsorted(bag[order], bag[order])
+    before[order] = running - running[first_of_bag]
+    # 2. Chunk k of every sequence.
+    sequence = np.repeat(np.arange(len(tokens)), sizes)
+    k = np.arange(len(sequence)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    turn = (k - before[sequence]) % sizes[sequence]
+    length = tokens[sequence] // sizes[sequence] + (turn < over[sequence])
+    start = np.cumsum(length) - length
+    start -= np.repeat(np.cumsum(tokens) - tokens, sizes)
+    return TokenRuns.sorted(sequence, start, length, topology.first_rank[bag[sequence]] + k)
 
 
 def whole_heads(rows: np.ndarray, grids: list[BlockGrid], ranks: int) -> np.ndarray:

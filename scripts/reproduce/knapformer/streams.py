@@ -121,11 +121,5 @@ def draw(rows: list[Row]) -> Figure:
 LOADED = Result("knapformer-streams", "Streams of KnapFormer's §4.1", Row, draw)
 
 
-def main() -> None:
-    options = knapformer_arguments(__doc__, draws=20).parse_args()
-    rows = measure(options)
-    LOADED.publish(rows, options.out)
-
-
 if __name__ == "__main__":
-    main()
+    LOADED.run(knapformer_arguments(__doc__), measure)

@@ -16,13 +16,13 @@ Table 1 are held out. What is exchanged before and after all layers is left out:
 
 from __future__ import annotations
 
+import argparse
 import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from dbsp_core.planning.sequences import PICO
 from scripts.reproduce.knapformer.shared import (
@@ -58,6 +58,8 @@ PARAMETERS, SHARDS = 12e9, 8
 WEIGHT_BYTES = PARAMETERS * (1 - 1 / SHARDS) * (2 + 2 + 4)
 """To each rank in a step: weights twice, bfloat16, and gradients, float32."""
 ERRORS = ("error", "simple_error")
+PIECE_S = 3.2e-6
+"""The host's time to order a piece, as `--measure` found it on a CPU core."""
 ORDERINGS = 2 * LAYERS
 """Of a bag's pieces, each forward, again and backward: before attention and after it."""
 
@@ -245,21 +247,16 @@ def draw(rows: list[Row]) -> Figure:
 LATENCY = Result("knapformer-throughput", "FBL, TPS and HFU, KnapFormer's Table 1", Row, draw)
 
 
-def main() -> None:
-    parser = knapformer_arguments(__doc__, draws=20)
-    parser.add_argument("--piece-us", type=float, default=3.2, help="the host's time to order a piece")
-    parser.add_argument("--measure", action="store_true", help="measure that time on this machine, and take it")
-    options = parser.parse_args()
-    piece_s = piece_seconds() if options.measure else options.piece_us * 1e-6
-    rows, rates = rebuild(options.draws, piece_s)
-    worst = {name: max(abs(getattr(row, name)) for row in rows if row.role == "held out") for name in ERRORS}
-    Console(stderr=True).print(
-        f"{rates.piece_s * 1e6:.2f} µs a piece; fitted: {rates.flops_per_s / 1e12:.1f} TFLOP/s, "
-        f"{rates.bytes_per_s / 1e9:.1f} GB/s; held-out rows are off by at most {worst['error']:.1%}, "
-        f"without weights and ordering by {worst['simple_error']:.1%}"
-    )
-    LATENCY.publish(rows, options.out)
+def measure(options: argparse.Namespace) -> list[Row]:
+    return rebuild(options.draws, piece_seconds() if options.measure else PIECE_S)[0]
+
+
+def summary(rows: list[Row]) -> list[str]:
+    worst = [max(abs(getattr(row, name)) for row in rows if row.role == "held out") for name in ERRORS]
+    return ["held-out rows are off by at most {:.1%}, without weights and ordering by {:.1%}".format(*worst)]
 
 
 if __name__ == "__main__":
-    main()
+    parser = knapformer_arguments(__doc__)
+    parser.add_argument("--measure", action="store_true", help="measure the host's time to order a piece here")
+    LATENCY.run(parser, measure, summary)

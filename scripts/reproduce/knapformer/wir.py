@@ -31,7 +31,7 @@ from scripts.reproduce.knapformer.shared import (
     knapformer_arguments,
     loads,
 )
-from scripts.results.result import print_table, write_csv
+from scripts.results.result import Result
 
 SPARSE_DENSITY = 0.3
 
@@ -57,10 +57,6 @@ class Row:
     label: str
 
 
-def ratio(values: np.ndarray) -> float:
-    return float(values.max() / values.min())
-
-
 def sparse_work(sequences: DrawnSequences) -> SequenceWork:
     source = SyntheticSource(density=SPARSE_DENSITY)
     texts_and_sizes = zip(sequences.text.tolist(), sequences.thw.tolist(), strict=True)
@@ -80,7 +76,8 @@ def measure(options) -> Iterator[Row]:
             equation, counted = [], []
             for sequences, work in made[stream, mask]:
                 plan, cost = distribute(sequences, bags, balancer)
-                equation.append(ratio(loads(plan, cost)))
+                load = loads(plan, cost)
+                equation.append(float(load.max() / load.min()))
                 counted.append(by_ranks(sequences, work, bags, balancer)[1])
             paper = TABLE_1.get(stream, {}).get(bags) if mask == "dense" else None
             yield Row(
@@ -100,13 +97,7 @@ def measure(options) -> Iterator[Row]:
             )
 
 
-def main() -> None:
-    parser = knapformer_arguments(__doc__, draws=20)
-    parser.add_argument("--sparse-draws", type=int, default=3, help="of them, for sparse masks, which take longer")
-    options = parser.parse_args()
-    title = "Workload imbalance ratio, KnapFormer's Table 1"
-    print_table(title, write_csv("knapformer-wir", list(measure(options)), options.out))
-
-
 if __name__ == "__main__":
-    main()
+    parser = knapformer_arguments(__doc__)
+    parser.add_argument("--sparse-draws", type=int, default=3, help="of them, for sparse masks, which take longer")
+    Result("knapformer-wir", "Workload imbalance ratio, KnapFormer's Table 1", Row).run(parser, measure)
