@@ -50,7 +50,7 @@ from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_core.utils.errors import in_number
 from dbsp_core.utils.files import require_file_path
 from dbsp_core.utils.process import NOTICE, installed_version
-from dbsp_kernels import KERNELS, KernelRequirements, PartialAttention, block_attention, choose_kernel, merge_states
+from dbsp_kernels import KERNELS, KernelRequirements, PartialAttention, block_attention, choose_kernel, merge_into
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error against float64 of a kernel that is exact."""
@@ -394,12 +394,13 @@ def measure(work: Workload, others: Constants) -> Measured:
         work.say("measuring exchanges")
         exchanges = _measure_exchanges(work)
         known = replace(known, **_exchange_constants(exchanges, others, residual))
-    # 2. Packing and bookkeeping: what an attention without active blocks takes beyond its exchange and rows
+    # 2. Packing and bookkeeping: what an attention without active blocks takes beyond its exchange and launch
     ulysses, ring = Strategy(work.group.size, 1), Strategy(1, work.group.size)
     sizes = [work.tokens // part // work.group.size * work.group.size for part in (1, 2, 4)]
     empty = [_whole(work, work.mask(work.heads, 0.0, size), ulysses, _PLAIN) for size in sizes]
     seconds = work.medians({str(size): call for size, (_, call) in zip(sizes, empty, strict=True)})
-    predicted = [_predict(work, plan, known) for plan, _ in empty]
+    no_row = replace(known, row_s=0.0)  # a row's time is that of filling and emptying its pipeline
+    predicted = [_predict(work, plan, no_row) for plan, _ in empty]
     explained = np.array([p.total_s - p.pack_s for p in predicted])
     columns = np.array([[p.pack_s, 1.0] for p in predicted])
     (per_byte, call_s), residual["call"] = fit(columns, np.array([*seconds.values()]), explained)
@@ -443,7 +444,7 @@ def _measure_compute(
     actions: dict[str, Action] = {name: partial(r.attend, kernel) for name, r in rows.items()}
     actions["dense"] = lambda: F.scaled_dot_product_attention(q, k, v)
     actions["linear"] = lambda: left @ right
-    actions["merge"] = lambda: merge_states(out, lse, part, part_lse)
+    actions["merge"] = lambda: merge_into(out, lse, part, part_lse)
     seconds = work.medians(actions)
     flops = [4.0 * int(mask.bits.sum()) * np.prod(work.blocks) * work.head_dim for mask in masks.values()]
     columns = np.array([[flop, len(r.q), 1.0] for flop, r in zip(flops, rows.values(), strict=True)])

@@ -26,7 +26,7 @@ from dbsp_cli.commands.bench import (
     kernel_rates,
     measure,
 )
-from dbsp_core import BlockGrid, SequenceGroup
+from dbsp_core import BlockGrid, SequenceGroup, make_plan
 from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, choose_kernel
@@ -157,6 +157,30 @@ def test_kernel_that_approximates_is_never_one_that_auto_takes(dbsp, tmp_path, m
     assert cpu["error"] < 1e-5
     assert not cpu["exact"]
     assert load_hardware(measured_file("cpu")).exact_kernels == ()
+
+
+class KnownTimes(Workload):
+    """Rows that take 1 ms each if they have blocks, and packing 1 s a GB; nothing is run."""
+
+    def medians(self, actions):
+        if "merge" in actions:  # parts of an attention
+            masks = {name: self.mask(self.heads, float(name)) for name in actions if name[0].isdigit()}
+            masks["few"] = self.mask(self.heads, bench.SPARSE, max(self.blocks[0], self.tokens // 4))
+            a_block = 4.0 * np.prod(self.blocks) * self.head_dim / 1e9
+            seconds = {name: int(m.bits.sum()) * a_block + m.heads * m.grid.nq * 1e-3 for name, m in masks.items()}
+            return dict.fromkeys(actions, 1.0) | seconds
+        if "0" in actions:  # whole attentions
+            return dict.fromkeys(actions, 1.0)
+        plans = {size: make_plan(self.mask(self.heads, 0.0, int(size)), "U1R1", "contiguous") for size in actions}
+        bytes_a_second = replace(load_hardware("cpu-demo").constants, pack_bytes_per_s=1e9)
+        return {size: bench._predict(self, plan, bytes_a_second).pack_s for size, plan in plans.items()}
+
+
+def test_rows_without_blocks_are_not_taken_for_rows_that_have_some():
+    work = KnownTimes(4, 16, 256, (32, 16), torch.float32, CPU, SequenceGroup.from_group())
+    found = measure(work, load_hardware("cpu-demo").constants).constants
+    assert found.row_s == pytest.approx(1e-3, rel=1e-3)
+    assert found.pack_bytes_per_s == pytest.approx(1e9, rel=1e-3)
 
 
 def measure_tiny(rank: int, world: int) -> dict[str, Any]:
