@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -185,11 +186,14 @@ def save_hardware(
     path: str | os.PathLike[str], hardware: Hardware, record: Mapping[str, object] | None = None
 ) -> None:
     """Writes a YAML file that `load_hardware` reads, whole or not at all. `record` says how it was made."""
-    values = {key: value for key, value in asdict(hardware).items() if value is not None} | dict(record or {})
-    for constants in (values["constants"], *values["kernels"].values()):
-        for key in [key for key, value in constants.items() if value is None]:
-            del constants[key]
+    values = _without_empty(asdict(hardware)) | dict(record or {})
     write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
+
+
+def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings but for those that are None, and rates and kernels that nothing is known of."""
+    values = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in values.items()}
+    return {key: value for key, value in values.items() if value not in (None, {}, ())}
 
 
 def device_class(device: torch.device | str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dbsp_core.cost.machine import SHIPPED, Hardware, KernelConstants, load_hardware, save_hardware
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.yaml_file import read_settings
 from scripts.checks.gpu.machine import output_of, sources_fingerprint
 from scripts.checks.gpu.results import RESULTS, Key, Outcome, read_results
 from scripts.checks.gpu.suite import REPO
@@ -127,14 +128,15 @@ def write_hardware(published: Published) -> Path:
     before = load_hardware(published.name if path.is_file() else "h100")
     rows = [row for key, outcome in published.outcomes.items() if key.part == "constants" for row in outcome.rows]
     # 1. Constants of the model.
-    measured = {row.what: row.value for row in rows if row.what in vars(before.constants)}
+    names = vars(before.constants).keys() - {"linear_flops_per_s"}  # derived from whole videos; one product says less
+    measured = {row.what: float(f"{row.value:.3e}") for row in rows if row.what in names}
     constants = replace(before.constants, **measured)
     sources = {**before.sources, **dict.fromkeys(measured, "measured")}
     # 2. Rates of kernels by blocks.
     by_kernel: dict[str, dict[str, float]] = {}
     for row in rows:
         if kernel := re.fullmatch(r"(\S+) (\d+x\d+) flops_per_s", row.what):
-            by_kernel.setdefault(kernel[1], {})[kernel[2]] = row.value
+            by_kernel.setdefault(kernel[1], {})[kernel[2]] = float(f"{row.value:.3e}")
     rates = {name: KernelConstants("measured", flops_by_blocks=blocks) for name, blocks in by_kernel.items()}
     hardware: Hardware = replace(
         before,
@@ -144,8 +146,10 @@ def write_hardware(published: Published) -> Path:
         sources=sources,
         kernels={**before.kernels, **rates},
     )
-    others = ", ".join(name for name, label in sources.items() if label != "measured")
-    notes = f"Measured on one GPU by scripts/gpu_suite at commit {published.commit}; as before: {others}."
+    earlier = str(read_settings(path, "hardware file").values.get("notes", "")) if path.is_file() else ""
+    others = re.sub(r"^Measured on .*? The others: ", "", earlier, flags=re.DOTALL)
+    named = ", ".join(sorted(measured))
+    notes = f"Measured on one GPU by scripts/gpu_suite at commit {published.commit}: {named}. The others: {others}"
     save_hardware(path, hardware, {"date": published.date, "notes": notes})
     return path
 
@@ -216,20 +220,22 @@ def kernels_table(published: Published) -> str:
 
 
 def balance_lines(published: Published) -> str:
-    """Returns what balance gains on the device, and what a call costs besides the kernel."""
-    lines = []
+    """Returns what balance gains on the device, and what a call costs on device and host."""
+    gains, calls = [], []
     for key, outcome in published.outcomes.items():
         values = {row.what: row.value for row in outcome.rows}
         if key.part == "balance" and "contiguous / dbsp" in values:
             before, after = (values[f"{planner}: slowest / mean, in time"] for planner in ("contiguous", "dbsp"))
-            lines.append(
-                f"- {key.case}, each rank alone: the slowest rank's attention takes {values['contiguous / dbsp']:.2f} "
-                f"times as long\n  split contiguously as balanced; slowest over mean {before:.3f} → {after:.3f}.\n"
+            gains.append(
+                f"- {key.case}: the slowest rank's attention takes {values['contiguous / dbsp']:.2f} times as long\n"
+                f"  split contiguously as balanced; slowest over mean {before:.3f} → {after:.3f}.\n"
             )
-        if key.part == "steady" and "on the device" in values:
-            device_ms, host_ms = values["on the device"], values["on the host"]
-            lines.append(f"- A call, {key.case}: {device_ms:.2f} ms on the device, {host_ms:.2f} ms on the host.\n")
-    return "".join(lines)
+        elif key.part == "steady" and "on the device" in values:
+            calls.append(f"| {key.case} | {values['on the device']:.2f} | {values['on the host']:.2f} |\n")
+    head = "| steady call of a rank of 8 | ms on the device | ms on the host |\n|---|---|---|\n"
+    return "".join(
+        [*(gains and ["Each rank of a plan for 8 GPUs alone, one after another:\n\n", *gains, "\n"]), head, *calls]
+    )
 
 
 def seconds_table(videos: list[seconds.Row]) -> str:
@@ -241,7 +247,7 @@ def seconds_table(videos: list[seconds.Row]) -> str:
         for number, row in enumerate(of_model):
             title = f"{MODELS[model]}, {row.size}, {row.steps} steps" if number == 0 else ""
             times = f"{row.dense_s:.0f} | {row.blind_s:.0f} | **{row.dbsp_s:.0f}**"
-            lines.append(f"| {title} | {row.machine.upper()} | {times} |")
+            lines.append(f"| {title} | {row.machine.upper()} | {times} |".replace("|  |", "| |"))
     return "\n" + "\n".join(lines) + "\n"
 
 
