@@ -67,7 +67,7 @@ def test_hopper_code_fetches_tiles_ahead_overlaps_products_and_spills_nothing():
             f"scores are scaled and their maximum taken off in one instruction: {v}"
         )
         assert v["shared_bytes"] <= 227 << 10, v
-        if v["block_q"] == 64 and v["kernel"] == "triton":
+        if 64 in (v["block_q"], v["block_k"]) and v["kernel"] == "triton":
             assert v["programs_per_multiprocessor"] == 2, f"one's softmax hides behind the other's products: {v}"
 
 

@@ -85,24 +85,25 @@ def tiles(p: Packed, loop: str) -> Tiles:
 
 @pytest.mark.parametrize("choose", [tiles_for, int8_tiles_for])
 @pytest.mark.parametrize(
-    ("version", "capability", "head_dim", "loop"),
+    ("version", "capability", "head_dim", "of_64", "of_128"),
     [
-        ((3, 6), 90, 128, "scale_first"),
-        ((3, 6), 90, 96, "scale_first"),
-        ((3, 6), 90, 64, "late"),
-        ((3, 6), 100, 128, "late"),
-        ((3, 5), 90, 128, "late"),
-        ((3, 7), 90, 128, "late"),
+        ((3, 6), 90, 128, "scale_first", "plain"),
+        ((3, 6), 90, 96, "scale_first", "plain"),
+        ((3, 6), 90, 64, "late", "late"),
+        ((3, 6), 100, 128, "late", "late"),
+        ((3, 5), 90, 128, "late", "late"),
+        ((3, 7), 90, 128, "late", "late"),
     ],
 )
-def test_output_is_scaled_first_where_triton_would_serialise_products(
-    monkeypatch, choose, version, capability, head_dim, loop
-):
+def test_hopper_runs_the_loop_that_was_fastest(monkeypatch, choose, version, capability, head_dim, of_64, of_128):
     monkeypatch.setattr(tiles_module, "triton_version", lambda: version)
     monkeypatch.setattr(tiles_module, "tiles_for", tiles_module.tiles_for.__wrapped__)  # not what another version had
     choose = getattr(tiles_module, choose.__name__)
-    for block_q in (64, 128):
-        assert choose(block_q, 64, head_dim, torch.bfloat16, capability).loop == loop
+    for block_q, block_k in ((64, 64), (128, 64), (64, 128), (128, 128)):
+        tiles = choose(block_q, block_k, head_dim, torch.bfloat16, capability)
+        assert tiles.loop == {64: of_64, 128: of_128}[tiles.queries]
+        two_programs = capability == 90 and head_dim > 64 and tiles.keys == 64
+        assert tiles.queries == (64 if two_programs else block_q)
 
 
 @pytest.mark.usefixtures("interpreter")

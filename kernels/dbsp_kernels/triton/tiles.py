@@ -52,20 +52,26 @@ def tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, cap
         return Tiles(min(block_q, 64), min(block_k, 32), warps=4, stages=3 if head_dim <= 256 else 1)
     if capability // 10 in (8, 12):
         return _tiles_of_warps(block_q, block_k, head_dim, capability)
-    if block_q < 128:
+    queries = 128 if block_q >= 128 else block_q
+    if capability == HOPPER and head_dim == 128 and block_k <= 64:
+        queries = min(queries, 64)  # on an H200 1.17 times as fast as one program of 128
+    loop = _loop(queries, head_dim, capability)
+    if queries < 128:
         # Two programs fit a multiprocessor, 113 KB each at D 128: one's softmax hides behind the other's products.
-        return Tiles(block_q, min(block_k, 64), warps=4, stages=5, loop=_late_loop(head_dim, capability))
-    return Tiles(128, min(block_k, 128), warps=8, stages=5, loop=_late_loop(head_dim, capability))
+        return Tiles(queries, min(block_k, 64), warps=4, stages=5, loop=loop)
+    return Tiles(128, min(block_k, 128), warps=8, stages=5, loop=loop)
 
 
-def _late_loop(head_dim: int, capability: int) -> Literal["late", "scale_first"]:
-    """Returns the form of the late loop whose products overlap with the softmax.
+def _loop(queries: int, head_dim: int, capability: int) -> Literal["plain", "late", "scale_first"]:
+    """Returns the fastest loop where warpgroups multiply: "late", but on Hopper under Triton 3.6.
 
-    Triton 3.6 has Hopper's products serialised (ptxas C7515) if the output is scaled between them; 3.7 to 3.9 lose
-    overlap if it is scaled before.
+    There "late" has its products serialised (ptxas C7515). On an H200 "plain" was the fastest of 128 queries, and
+    "scale_first" of 64 from density 0.7 on and within 2 % below (docs/kernels-inside.md). Triton 3.7 to 3.9 lose
+    overlap with "scale_first"; under them nothing was timed.
     """
-    is_serialised = capability == HOPPER and head_dim == 128 and triton_version() == (3, 6)
-    return "scale_first" if is_serialised else "late"
+    if capability != HOPPER or head_dim != 128 or triton_version() != (3, 6):
+        return "late"
+    return "plain" if queries == 128 else "scale_first"
 
 
 def _tiles_of_warps(block_q: int, block_k: int, head_dim: int, capability: int) -> Tiles:

@@ -118,10 +118,12 @@ def used_tiles(setting: Setting, shape: Shape) -> Tiles:
 
 
 def tile_variants(setting: Setting, shape: Shape) -> dict[str, Tiles]:
-    """Returns the tiles in use, first, and those with the other loops, and with 64 queries a program."""
+    """Returns the tiles in use, first, and those with the other loops, and with 64 or 128 queries a program."""
     used = used_tiles(setting, shape)
-    half = used_tiles(setting, shape._replace(block_q=64))
-    bases = [used, half] if half.queries < used.queries else [used]
+    bases = [used]
+    for queries, warps in ((64, 4), (128, 8)):
+        if queries != used.queries and queries <= shape.block_q:
+            bases.append(replace(used, queries=queries, keys=min(queries, shape.block_k), warps=warps))
     tiles = [replace(base, loop=loop) for base in bases for loop in (used.loop, *LOOPS)]
     return {f"{one.loop}, {one.queries} queries": one for one in tiles}
 
