@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 if not __package__:  # run as a file, whose folder Python searches first
-    own = Path(__file__).resolve().parent
-    sys.path[:] = [folder for folder in sys.path if folder != str(own)]
-    if str(own.parent) not in sys.path:
-        sys.path.append(str(own.parent))
+    package_folder = Path(__file__).resolve().parent
+    sys.path[:] = [folder for folder in sys.path if folder != str(package_folder)]
+    if str(package_folder.parent) not in sys.path:
+        sys.path.append(str(package_folder.parent))
 
 from dbsp_cli.entry import dbsp
 

@@ -62,9 +62,9 @@ class TextTable:
     left: Collection[str] = ()
 
 
-def options_for(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def options_for(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Picks those of a command's options (its `context.params`) that are fields of a dataclass."""
-    return {field.name: given[field.name] for field in fields(kind) if field.name in given}
+    return {field.name: options[field.name] for field in fields(kind) if field.name in options}
 
 
 def require_picture_path(picture: Path | None, others: Mapping[str, Path]) -> None:
@@ -120,8 +120,8 @@ def require_apart(
         folders: Folders that are written to.
         inputs: Files that are read.
     """
-    given = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
-    paths = [(what, Path(os.path.realpath(path))) for what, path in given]
+    named = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
+    paths = [(what, Path(os.path.realpath(path))) for what, path in named]
     for index, (what, path) in enumerate(paths[: len(files) + len(folders or {})]):
         for other, taken in paths[index + 1 :]:
             if path == taken:

@@ -36,7 +36,7 @@ def compare_videos(a: Path, b: Path) -> tuple[float, float]:
         if frame is None or other is None:
             raise UserError(f"the video of {a if frame is None else b} has fewer frames than the other")
         if frame.shape != other.shape:
-            sizes = " and ".join(f"{one.shape[1]}×{one.shape[0]}" for one in (frame, other))
+            sizes = " and ".join(f"{image.shape[1]}×{image.shape[0]}" for image in (frame, other))
             raise UserError(f"the videos have frames of {sizes}")
         if min(frame.shape[:2]) <= 2 * _RADIUS:
             raise UserError(f"frames of {frame.shape[1]}×{frame.shape[0]} are smaller than the window of SSIM, 11×11")
@@ -98,7 +98,7 @@ def structural_similarity(frame: np.ndarray, other: np.ndarray) -> float:
     window = torch.exp(-(offsets**2) / (2 * _SIGMA**2))
     window = window / window.sum()
     # 1. Local means, variances and covariance: [5 · 3, 1, H, W] → [5, 3, H − 10, W − 10]
-    x, y = (torch.from_numpy(one).permute(2, 0, 1) for one in (frame, other))
+    x, y = (torch.from_numpy(image).permute(2, 0, 1) for image in (frame, other))
     maps = torch.stack((x, y, x * x, y * y, x * y)).reshape(-1, 1, *x.shape[1:])
     maps = F.conv2d(F.conv2d(maps, window.view(1, 1, -1, 1)), window.view(1, 1, 1, -1))
     mean_x, mean_y, xx, yy, xy = maps.reshape(5, 3, *maps.shape[2:])

@@ -51,10 +51,10 @@ def generate_command(
 
     Started by torchrun, srun or MPI, it joins the ranks that are there.
     """
-    given = locals()
-    lists = {name: tuple(given[name] or ()) for name in ("images", "lora", "changes")}
-    features = Features(**options_for(Features, given | lists))
-    request = GenerationRequest(**options_for(GenerationRequest, given | lists | {"features": features}))
+    arguments = locals()
+    lists = {name: tuple(arguments[name] or ()) for name in ("images", "lora", "changes")}
+    features = Features(**options_for(Features, arguments | lists))
+    request = GenerationRequest(**options_for(GenerationRequest, arguments | lists | {"features": features}))
     joined = RankInfo.from_environment(os.environ)
     count = 1 if joined else processes_here(nproc)
     rank_info = joined or RankInfo(world=count, local_world=count)

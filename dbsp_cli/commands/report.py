@@ -90,8 +90,8 @@ def compare_runs(a: Path, b: Path) -> tuple[TextTable, dict[str, Any]]:
     # 1. Settings that differ, with None where a run lacks one
     before, after = map(_context, reports)
     settings = [{"what": key, "a": before.get(key), "b": after.get(key)} for key in before | after]
-    settings = [one for one in settings if one["a"] != one["b"]]
-    rows += [(str(one["what"]), _shown(one["a"]), _shown(one["b"]), "") for one in settings]
+    settings = [setting for setting in settings if setting["a"] != setting["b"]]
+    rows += [(str(setting["what"]), _shown(setting["a"]), _shown(setting["b"]), "") for setting in settings]
     # 2. Numbers
     numbers = []
     pairs = [(name, *(getattr(report.totals, key) for report in reports), unit) for name, key, unit in _NUMBERS]

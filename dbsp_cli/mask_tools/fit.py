@@ -99,20 +99,20 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
                 with safe_open(path, framework="pt") as file:
                     about = file.metadata() or {}
                     for name in file.keys():  # noqa: SIM118  no mapping
-                        count, found = int(about[f"tokens of {name}"]), file.get_tensor(name).double()
-                        _require_moments(name, count, found)
-                        if name in sums and sums[name].shape != found.shape:
+                        count, moments = int(about[f"tokens of {name}"]), file.get_tensor(name).double()
+                        _require_moments(name, count, moments)
+                        if name in sums and sums[name].shape != moments.shape:
                             raise UserError(
                                 f"{path} is of another model than the recordings before it; fit them apart"
                             )
-                        sums[name] = sums.get(name, 0) + count * found
+                        sums[name] = sums.get(name, 0) + count * moments
                         weights[name] = weights.get(name, 0) + count
             except (SafetensorError, OSError, KeyError, ValueError) as error:
                 if isinstance(error, UserError):
                     raise
                 raise UserError(f"{path} is no recording of queries and keys ({error}); {RECORD}") from error
             known.add(about.get("layers", ""))
-    shapes = {tuple(one.shape) for one in sums.values()}
+    shapes = {tuple(moments.shape) for moments in sums.values()}
     sides = [{name.partition(".")[2] for name in sums if name.startswith(side)} for side in ("query.", "key.")]
     if len(known) != 1 or len(shapes) != 1 or sides[0] != sides[1]:
         raise UserError("the recordings are of different models; fit them apart")

@@ -82,9 +82,9 @@ def recordings_in(folder: Path) -> list[Path]:
 def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:
     """Returns the passes of the last generation of those with the most."""
     generations: dict[int, dict[DenoisingStep, dict[int, str]]] = {}
-    for one in passes:
-        moment = DenoisingStep(int(one["step"]), int(one["cfg_branch"]))
-        masks = {int(layer): str(name) for layer, name in one["masks"].items()}
-        generations.setdefault(int(one["generation"]), {})[moment] = masks
+    for recorded in passes:
+        moment = DenoisingStep(int(recorded["step"]), int(recorded["cfg_branch"]))
+        masks = {int(layer): str(name) for layer, name in recorded["masks"].items()}
+        generations.setdefault(int(recorded["generation"]), {})[moment] = masks
     most = max((len(each) for each in generations.values()), default=0)
     return next((each for each in reversed(list(generations.values())) if len(each) == most), {})

@@ -70,7 +70,7 @@ class PendingTransfer:
 class SequenceGroup:
     """`rank` of `size` in a process group, or a single process without a group.
 
-    torch holds the process group until it is destroyed; this has only a weak reference. Executors and graphs of losses
+    torch holds the process group until it is destroyed; this has only a weak reference. Attentions and graphs of losses
     may live longer, and a group that is left when Python ends may abort it.
     """
 
