@@ -70,8 +70,8 @@ class PendingTransfer:
 class SequenceGroup:
     """`rank` of `size` in a process group, or a single process without a group.
 
-    torch holds the process group until it is destroyed; this has only a weak reference. Attentions and graphs of losses
-    may live longer, and a group that is left when Python ends may abort it.
+    torch holds the process group until it is destroyed; this has only a weak reference. Attentions and graphs of
+    losses may live longer, and a group that is left when Python ends may abort it.
     """
 
     rank: int
