@@ -113,7 +113,7 @@ class DbspConfig:
         bags: Groups of ranks that share several sequences of one call: a topology such as `g8n4`, or a mapping;
             see docs/packed-sequences.md. None: all ranks share every sequence.
         vae: True if all ranks of a video decode it together, tile by tile; see docs/diffusers.md.
-        report: Folder of the report; see docs/report.md. None: nothing is observed.
+        report: Folder of the report; see docs/report.md. None: no report.
         transformer_2: Settings that differ for a pipeline's second transformer (Wan2.2 A14B's, for low noise), a
             mapping of these keys such as {mask: {source: file, path: low-noise.safetensors}}.
         record: Not a setting: the folder of $DBSP_RECORD for the masks of the run, or None; see docs/mask-files.md.

@@ -58,7 +58,7 @@ class Framework:
     """A framework's way to run a transformer.
 
     Attributes:
-        name: The host's name in reports.
+        name: Name of the framework, used in reports.
         sequence: The ranks that share a sequence and make one video together.
         choose_strategy: Returns the strategy for a configuration; None for "auto".
         vae: True if videos are decoded in parallel, for any configuration.
@@ -114,14 +114,14 @@ def attach_framework(
     model = getattr(model, "_orig_mod", model)  # what torch.compile returns calls this module's hooks
     ranks, changes = framework.ranks, patches or PatchSet()
     with changes:
-        # 1. Alone.
+        # 1. Local setup.
         made, problem, fingerprints = None, None, dict.fromkeys(_DIFFER, 0)
         try:
             made = _attached(model, config, framework, steps, changes)
             fingerprints = made.fingerprints()
         except Exception as error:  # any error: this rank must not stop alone
             problem = error
-        # 2. Together.
+        # 2. Check that all ranks agree.
         sessions = [] if made is None else [session for _, session in made.sessions]
         numbers = made.device if made else (-1, 0)
         numbers_by_rank = check_settings(ranks, sessions, problem, fingerprints, numbers)
@@ -130,7 +130,7 @@ def attach_framework(
         require_own_gpus(ranks, numbers_by_rank)
         if framework.decoders is not None:  # more ranks than those that have compared their settings
             check_consistent(framework.decoders.control(), None, {VAE_DIFFERS: int(sessions[0].config.vae)})
-        # 3. What depends on other ranks' wishes.
+        # 3. Reports, if any rank asked for one.
         observe_run(sessions)
         if made.pipe is not None:
             report_calls(made.pipe, sessions, changes, framework.name)

@@ -235,8 +235,8 @@ def reject_copies(part: Any, patches: PatchSet) -> None:
 
     def reject(protocol: int) -> NoReturn:
         raise UserError(
-            f"cannot copy or pickle this {name} while db-SP is enabled on it; do so before `enable`, or call "
-            "`disable` first (state_dict and save_pretrained still work)"
+            f"cannot copy or pickle this {name} while db-SP is enabled; call `disable` first "
+            "(state_dict and save_pretrained still work)"
         )
 
     patches.set_attribute(part, "__reduce_ex__", reject)  # which copy, pickle and torch.save ask

@@ -79,8 +79,8 @@ def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet
                 source = session.config.to_values()["mask"]["source"]
                 log.warning(
                     session.config.dense_schedule.message(vars(pipe).get("_num_timesteps"))
-                    or f"mask {source} left nothing out, density 1.000 in every attention: nothing was gained over "
-                    f"dense attention; {page('masks')} has its settings, and other sources"
+                    or f"mask {source} skipped no blocks (density 1.000), so db-SP could not speed up attention; "
+                    f"{page('masks')} has its settings, and other sources"
                 )
             return output
 

@@ -239,7 +239,7 @@ def problem_of_inputs(
         dtypes = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
         return f"q, k, v must be of one dtype, got {dtypes}; cast them to one"
     if 0 in (q.shape[0], q.shape[3]):
-        return f"q, k, v of shape {tuple(q.shape)} hold nothing to attend with; leave such a call out, on all ranks"
+        return f"q, k, v of shape {tuple(q.shape)} are empty; skip this call on all ranks"
     if no_gradients is not None and needs_gradients(q, k, v):
         return no_gradients
     if needs_gradients(q, k, v) and any(t.is_inference() for t in (q, k, v)):

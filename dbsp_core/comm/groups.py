@@ -100,7 +100,7 @@ class SequenceGroup:
 
     @property
     def alone(self) -> bool:
-        """True without a process group, where there is nobody to agree with."""
+        """True without torch.distributed (a single process)."""
         return self._held_by_torch is None
 
     @property

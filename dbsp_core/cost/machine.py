@@ -213,7 +213,7 @@ def _cpu_model() -> str:
 
 
 RULE = "rules without constants; `dbsp bench MODEL` on all ranks measures this machine"
-"""What costs are estimated by if `hardware_for` returns None, in words."""
+"""Name of the cost model in the log if `hardware_for` returns None."""
 
 
 def measured_file(device: str) -> Path:
@@ -255,7 +255,7 @@ def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:
 
 
 def cost_basis(hardware: Hardware | None) -> str:
-    """Returns what costs are estimated by, in words for the log."""
+    """Returns the name of the cost model, for the log."""
     if hardware is None:
         return RULE
     if hardware.measured:

@@ -44,7 +44,7 @@ class GenerateSettings:
 
     Attributes:
         prompt: Description of the video, maybe empty.
-        negative_prompt: Description of what the video shall not show.
+        negative_prompt: What the video should not show.
         height: Pixels, a multiple of 16 (32 for Wan2.2 TI2V).
         width: Pixels, likewise.
         num_frames: 4k + 1 for Wan, 8k + 1 for CogVideoX.

@@ -142,7 +142,7 @@ def _at_owners(
     packed_q, chunk = route.dispatch(q, keys, group)
     first = [chunk]
     rows = comm_dtype.read(packed_q, q).view(-1, block_q, head_dim)
-    del packed_q, chunk  # or they would be held while all other chunks pass
+    del packed_q, chunk  # free before the remaining chunks run
     kept = None if keep is None else first[0]
     # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
     chunks = route.chunks(first, keys, group)

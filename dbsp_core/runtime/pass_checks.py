@@ -25,7 +25,7 @@ class Meeting(Protocol):
     """Checks of a pass's inputs in a framework."""
 
     def check(self, problem: Exception | None, more: Mapping[str, int], free: int) -> list[tuple[int, ...]]:
-        """Compares that together with `more` fingerprints by error message; see `check_consistent`. Collective.
+        """Compares the inputs and the fingerprints in `more` (error message → number) across ranks. Collective.
 
         Returns:
             Each rank's four numbers, and `free`, which may differ.

@@ -4,8 +4,8 @@ The row counts of a predicted mask are copied to the host while the call compute
 call. Then ρ_s in use is known, and the plan is kept while ρ_s ≤ P_s, else a new one is made from these counts. All
 ranks have equal counts and read them at the same call, so all decide the same, whenever the copies arrive.
 
-The last mask of a generation says little about the first one of the next. So a generation begins with the plan that
-the last generation's first mask led to.
+Masks change a lot between the last and the first step, so a new generation starts with the plan of the previous
+generation's first step.
 """
 
 from __future__ import annotations

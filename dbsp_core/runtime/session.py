@@ -159,7 +159,7 @@ class AttentionSession:
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
         """Creates a session of other ranks that counts calls and denoising steps with this one. Collective for them.
 
-        It is observed by none, and its `begin` raises on one rank alone.
+        It has no observers; errors in `begin` are raised on the failing rank only.
         """
         parts = self.config, group, strategy, self.heads, self.layers, self.steps, self.clock
         return AttentionSession(*parts, passes=self.passes, _statistics=self._statistics, _raises_alone=True)

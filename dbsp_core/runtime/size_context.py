@@ -99,7 +99,7 @@ class SizeContext:
         if strategy is None:
             hardware = hardware_for(config.machine, device.type, config.kernel)
             if group.rank == 0:
-                log.info("costs are estimated by %s", cost_basis(hardware))
+                log.info("cost model: %s", cost_basis(hardware))
             strategies = candidates(group.size, grid, supports(config.kernel, KernelRequirements(lse=True)))
             selector = StrategySelector(strategies, hardware, nodes, layout)
         keeper = PlanKeeper(config.reuse, any(observer.compares for observer in observers), statistics)

@@ -93,7 +93,8 @@ class TableLayout:
     Attributes:
         spans_of: int64[Rq], each row's span.
         rows: int64[Rq], its position in the mask's `row_bits`.
-        turn: int64[Rq], grows from span to span by more than any row has blocks.
+        turn: int64[Rq], sort-key offset of each row's span, larger than any block count, so that spans never
+            interleave.
         columns: int64[chunks, spans, width]: column j of a row is this KV block of its sequence, the j-th of
             its span's in the chunk, in packing order.
         present: bool[chunks, spans, width], whether there is such a block.

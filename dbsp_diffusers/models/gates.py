@@ -58,8 +58,8 @@ def gates_in_checkpoint(
         name: The transformer's name in its pipeline; None: it is given alone.
 
     Returns:
-        By self-attention module its layer, of the dtype and on the device of `to_q`; empty where the checkpoint has
-        none, or is not to be found.
+        By self-attention module its layer, of the dtype and on the device of `to_q`; empty if the checkpoint
+        has none or cannot be found.
 
     Raises:
         UserError: For weights of some layers only, or that don't fit or can't be read.

@@ -33,8 +33,8 @@ _TOLERANCE = 2**-5
 """Largest distance of two tensors, relative to their norm, that rounding in a text encoder explains."""
 
 CALLS_DIFFER = (
-    "the ranks are not at the same call: rank(s) {} have begun another number of them; a call that fails on one rank "
-    "must be given up on all. The pipeline is usable: the next call that all ranks make together is compared afresh"
+    "rank(s) {} are at a different pipeline call, probably because an earlier call failed there; abort a failed call "
+    "on all ranks. The pipeline is usable: the next call that all ranks make together is compared afresh"
 )
 GENERATORS_DIFFER = (
     "some ranks were given a generator and others not, or are at another call (rank(s) {}); give generator= to all "

@@ -77,7 +77,8 @@ def share_decoding(pipe: Any, checks: GenerationChecks, patches: PatchSet) -> No
     names = [cls.__name__ for cls in type(vae).__mro__]
     for name in filter(NOT_SHARED.__contains__, names):
         if checks.group.rank == 0:
-            log.warning("vae: the decode of %s is not shared, as %s; every rank decodes all", name, NOT_SHARED[name])
+            said = "vae: %s does not support parallel decoding (%s); each rank decodes the whole video"
+            log.warning(said, name, NOT_SHARED[name])
         return
     kinds = [name for name in names if name in AUTOENCODERS]
     if not kinds:

@@ -92,7 +92,7 @@ def failing_on_one(rank: int, world: int, folder: str, debug: bool) -> list[str]
 @pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_call_after_a_failed_one_mixes_no_requests(pool, folder, debug):
     others, odd = pool(2).run(failing_on_one, folder, debug)
-    mixed = "UserError: the ranks are not at the same call: rank(s) [1] have begun another number of them"
+    mixed = "UserError: rank(s) [1] are at a different pipeline call"
     assert odd[0] == "ValueError: out of memory on one rank"
     assert others[0].startswith(mixed)
     assert odd[1].startswith(mixed)

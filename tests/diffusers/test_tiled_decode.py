@@ -262,7 +262,7 @@ def test_decode_that_is_not_shared_is_named_in_the_log(caplog, monkeypatch):
     before = dict(vars(vae))
     _shared(vae, PatchSet())
     assert vars(vae) == before
-    assert "the decode of AutoencoderKLCosmos is not shared, as it has no tiled decode" in caplog.text
+    assert "AutoencoderKLCosmos does not support parallel decoding (it has no tiled decode)" in caplog.text
 
 
 def test_owners_of_tiles():

@@ -39,7 +39,7 @@ def choose(rank: int, world: int, machine: str | None, cache: str = "") -> tuple
         for layer in range(2):
             session.attend(layer, q, q, q)
     strategies = [str(plan.strategy) for plan in session.records.values()]
-    return strategies, [line for line in said if line.startswith("costs")]
+    return strategies, [line for line in said if line.startswith("cost model")]
 
 
 GRID = BlockGrid.uniform(64 * 16, 16)
@@ -142,7 +142,7 @@ def test_ranks_with_measured_constants_choose_by_them(pool, tmp_path, monkeypatc
     measure(monkeypatch, tmp_path, measured)
     (first, said), (second, _) = pool(2).run(choose, None, str(tmp_path))
     assert first == second == ["U1R2"] * 2
-    assert said == [f"costs are estimated by constants of here, measured on {measured.device}"]
+    assert said == [f"cost model: constants of here, measured on {measured.device}"]
 
 
 @pytest.mark.parametrize("machine", ["{}.yaml", None], ids=["other constants", "measured on one rank"])

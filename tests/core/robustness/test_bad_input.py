@@ -91,8 +91,8 @@ UNFIT: dict[str, tuple[Callable[[Attend, torch.Tensor], object], str]] = {
         lambda attend, q: attend(q.bfloat16(), q, q),
         "q, k, v must be of one dtype, got bfloat16, float32, float32; cast them to one",
     ),
-    "batch": (lambda attend, q: attend(*[q[:0]] * 3), "hold nothing to attend with"),
-    "width": (lambda attend, q: attend(*[q[..., :0]] * 3), "hold nothing to attend with"),
+    "batch": (lambda attend, q: attend(*[q[:0]] * 3), "are empty; skip this call"),
+    "width": (lambda attend, q: attend(*[q[..., :0]] * 3), "are empty; skip this call"),
 }
 OTHER_SHAPES = {
     "turned": lambda attend, q: attend(*[q.transpose(1, 2)] * 3),
