@@ -301,8 +301,8 @@ drift is measured by distance: dbsp_diffusers/sharding/generation_checks.py
 tests/diffusers/test_inputs.py -k rounding_is
 
 steps that a pipeline's loop leaves out are not counted: dbsp_diffusers/sharding/generations.py
-- return counted - left_out
-+ return counted
+- return len(timesteps) - begin - left_out
++ return len(timesteps) - begin
 tests/diffusers/models/test_pipeline_steps.py -k one_less
 
 step caches compare tokens, not padding: dbsp_diffusers/sharding/step_caches.py
