@@ -313,7 +313,7 @@ tests/diffusers/test_step_caches.py -k padding
 attention that does not pass db-SP is an error: dbsp_diffusers/sharding/attention.py
 - if mode.calls != 1 and not (mode.calls == 0 and kwargs.get(skipped_by, False)):
 + if mode.calls > 1:
-tests/diffusers/test_replaced_attention.py -k "kernel_of_its_own or after_enable"
+tests/diffusers/models/test_mistakes.py -k "past"
 
 items of a batch return in order: dbsp_diffusers/sharding/batch_parts.py
 - for item in sorted(position))]
@@ -351,7 +351,7 @@ the Triton backward masks short blocks: kernels/dbsp_kernels/triton/backward.py
 tests/kernels/test_backward.py -k one_call
 
 rows without keys merge to zeros: kernels/dbsp_kernels/triton/merge.py
-- top = tl.where(top == float("-inf"), 0.0, top)  # neither saw a key: the difference of two −inf would be
+- top = tl.where(top == float("-inf"), 0.0, top)
 + top = tl.where(top == float("inf"), 0.0, top)
 tests/kernels/test_triton.py -k merge_kernel
 
