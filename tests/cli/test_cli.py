@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ import typer
 from safetensors import SafetensorError
 
 from dbsp_cli.cli import app
-from dbsp_cli.output import path
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
 from dbsp_core.cost.prediction import traffic_of
@@ -205,30 +204,12 @@ def test_all_commands_together_have_at_most_40_options():
     assert len(counted["generate"]) <= MOST_OPTIONS["generate"], counted["generate"]
 
 
-def test_every_path_of_a_command_is_read_by_one_function():
-    """Finds `path`, which expands home folders and rejects a path without a name."""
-    hints = {words: get_type_hints(one.callback, include_extras=True) for words, one in COMMANDS.items()}
-    paths = [(words, *get_args(hint)) for words, of in hints.items() for hint in of.values() if "Path" in str(hint)]
-    assert len(paths) > 10
-    assert [words for words, _, option in paths if option.parser is not path] == []
-
-
 @pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("generate",)], ids=" ".join)
 def test_help_fits_a_screen(dbsp, monkeypatch, words):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = dbsp(*words, "--help")
     assert code == 0
     assert out.count("\n") <= MOST_LINES
-
-
-@pytest.mark.parametrize(
-    ("args", "commands"),
-    [([], ("tiny", "plan", "doctor", "masks")), (["masks"], ("convert", "record", "info"))],
-)
-def test_without_arguments_it_shows_its_help(dbsp, args, commands):
-    code, out, err = dbsp(*args)
-    assert (code, err) == (0, "")
-    assert all(command in out for command in commands)
 
 
 class TestTiny:

