@@ -255,13 +255,6 @@ class TestPaths:
         assert signal.signal(number, before) is signal.SIG_DFL, "the handler before is back"
         assert names(tmp_path) == {"ball.mp4"}
 
-    def test_video_that_cannot_be_moved_to_its_path_is_kept_and_named(self, tmp_path, pictures):
-        (tmp_path / "ball.mp4").mkdir()
-        with pytest.raises(OSError, match=r"cannot be moved to its path \(.*it is kept: ") as raised:
-            videos._write(pictures, tmp_path / "ball.mp4", 16)
-        kept = Path(str(raised.value).rpartition(": ")[2])
-        assert movie(kept) == ((16, 16), 3)
-
     def test_a_report_that_cannot_be_written_is_lacking_and_the_command_exits_with_3(
         self, tmp_path, dbsp, monkeypatch
     ):
