@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -17,7 +16,7 @@ from dbsp_cli.generate.loras import Lora
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
-from dbsp_cli.tiny_models import make_tiny, trained_weights, unknown_words
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_writer import save_mask
@@ -45,28 +44,6 @@ class TestPrompts:
         (tmp_path / "p.txt").write_bytes(content)
         made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
         assert [output.prompt for output in made.outputs] == [prompt.strip() for prompt in prompts]
-
-    @pytest.mark.parametrize(
-        ("prompt", "unknown"),
-        [
-            ("a red ball bounces over a blue checkered floor", None),
-            ("a purple dog bounces, over a dog", "purple, dog, ,"),
-            ("A red ball", "A"),
-        ],
-    )
-    def test_words_that_a_model_cannot_know_are_named(self, tmp_path, prompt, unknown):
-        copy = tmp_path / "mine" / "tokenizer"
-        copy.mkdir(parents=True)
-        shutil.copy(trained_weights() / "tokenizer" / "tokenizer.json", copy)
-        expected = None
-        if unknown:
-            expected = f"this model has never seen these words of the prompt: {unknown}; use a, ball, behind, blue"
-        for folder in (trained_weights(), tmp_path / "mine"):
-            said = unknown_words(folder, prompt)
-            assert (said and said[: len(expected or "")]) == expected
-        assert unknown_words(tmp_path, prompt) is None
-        warnings = decided(tmp_path, config="tiny-wan-trained", prompt=prompt, videos=2, out="{seed}.mp4").warnings
-        assert len(warnings) == (unknown is not None)
 
 
 class TestSettings:
