@@ -154,14 +154,6 @@ class TestForms:
         assert (str(file.groups), file.packed) == ("5-9,10-", True)
         assert file.layer(0, 1).grid.orders == ("hwt", "thw", "tile:2x2x2")
 
-    def test_empty_heads_keep_text_alone(self, tmp_path):
-        options = replace(OPTIONS, text_tokens=8, skip_empty=True)
-        empty = torch.tensor([[1, 0], [0, 1]])
-        content = {"sparse": torch.ones(2, 2, 5, 5), "permute": torch.zeros(2, 2).long(), "empty": empty}
-        file = convert(tmp_path, content, options)
-        for layer, head in np.ndindex(2, 2):
-            assert int(file.layer(layer).bits[head].sum()) == (11 if empty[layer, head] else 36)
-
     def test_heads_that_were_reordered_come_back_in_their_order(self, tmp_path):
         bits, order = bits_of(2, 4), torch.tensor([[2, 0, 3, 1], [0, 3, 1, 2]])
         reordered = torch.stack([one[heads] for one, heads in zip(bits, order, strict=True)])
@@ -418,7 +410,6 @@ class TestRejected:
             (bits_of(3), {"orders": "hwt", "thw": None, "tokens": 40}, "need thw"),
             ({"mask": bits_of(3), "permute": torch.tensor([0, 1, 6])}, {}, "must be 0 to 5 .*, found 6"),
             ({"mask": bits_of(3), "permute": torch.tensor([0, 1])}, {}, r"of shape \[2\] do not fit"),
-            (bits_of(3), {"skip_empty": True}, "needs a permute plan with a tensor 'empty'"),
             (bits_of(3), {"thw": (2, 5, 5)}, "masks have 5×5 blocks; 50 tokens"),
             (bits_of(3), {"block_q": 0}, "block_q=0"),
             (bits_of(3), {"tokens": 10**15, "thw": None}, "1000000000000000 tokens"),
