@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
-import tracemalloc
 import zipfile
 from dataclasses import replace
 
@@ -100,13 +99,6 @@ class TestForms:
         bits = bits_of(11, 3)
         options = replace(OPTIONS, key=form if form == "a key" else None)
         assert holds(convert(tmp_path, BY_LAYER[form](bits), options), bits)
-
-    def test_masks_of_each_step_group_and_layer_by_itself(self, tmp_path):
-        bits = bits_of(2, 3, 4)
-        content = {group: list(bits[group]) for group in range(2)}
-        file = convert(tmp_path, content, replace(OPTIONS, steps=10))
-        for group, layer in itertools.product(range(2), range(3)):
-            assert torch.equal(file.layer(layer, group).bits, bits[group, layer])
 
     def test_lists_of_key_blocks_of_each_layer_by_itself(self, tmp_path):
         bits = bits_of(2, 3)
@@ -272,12 +264,7 @@ class TestTextBlocks:
         [
             ((8, 8), BlockGrid(40, 0, 8, 8), {}, "8×8 blocks; 40 tokens .* make 5×5 .*crop=true"),
             ((4, 5), BlockGrid(40, 0, 8, 8), {}, r"make 5×5 \(blocks\); correct thw"),
-            (
-                (5, 5),
-                BlockGrid(40, 4, 8, 8),
-                {},
-                "left out or blocks that run on .* say which: joined_text=false",
-            ),
+            ((5, 5), BlockGrid(40, 4, 8, 8), {}, "left out or blocks that run on .* say which: joined_text=false"),
             ((6, 5), BlockGrid(40, 4, 8, 8), {}, "make 6×6 .*, or 5×5 .*, or 5×5 .*, or 4×4 "),
             ((6, 6), BlockGrid(40, 4, 8, 8), {"joined": True}, "make 5×5 .*, or 4×4 .*crop=true"),
         ],
@@ -317,16 +304,6 @@ def damaged(kind, path):
         np.savez(path, mask=np.array([Evil()], dtype=object))
 
 
-def peak_of(action):
-    """Returns the most bytes that Python and NumPy had allocated at a time."""
-    tracemalloc.start()
-    try:
-        action()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 def assert_rejected(path, message):
     """Checks that a file is rejected in one line, and that nothing is written."""
     target = path.with_name("out.safetensors")
@@ -337,21 +314,12 @@ def assert_rejected(path, message):
 
 
 class TestRejected:
-    @pytest.mark.parametrize("inside", [lambda mask: mask, lambda mask: {"sparse": mask}, lambda mask: [mask]])
-    def test_a_small_file_that_claims_to_be_huge(self, tmp_path, inside):
-        mask = torch.zeros(1, dtype=torch.uint8).expand(40, 20_000, 20_000)
-        with pytest.raises(
-            ValueError, match=r"in\.pt: tensor '.*' of shape \[40, 20000, 20000\] is not whole in the file"
-        ):
-            convert(tmp_path, inside(mask))
+    def test_a_small_file_that_claims_to_be_huge(self, tmp_path):
+        expanded = torch.zeros(1, dtype=torch.uint8).expand(40, 20_000, 20_000)
         sparse = torch.sparse_coo_tensor(torch.zeros(3, 1, dtype=torch.int64), torch.ones(1), (40, 20_000, 20_000))
-        with pytest.raises(ValueError, match=r"expanded or sparse; save it as \.contiguous\(\) or \.to_dense\(\)"):
-            convert(tmp_path, inside(sparse))
-
-    def test_arrays_that_are_not_used_are_not_unpacked(self, tmp_path, monkeypatch):
-        np.savez_compressed(tmp_path / "in.npz", mask=bits_of(2, 3).numpy(), other=np.zeros((64, 1 << 20), np.uint8))
-        most = peak_of(lambda: convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS))
-        assert most < 16 * 2**20
+        for mask in (expanded, {"sparse": sparse}):
+            with pytest.raises(ValueError, match=r"of shape \[40, 20000, 20000\] is not whole in the file.*to_dense"):
+                convert(tmp_path, mask)
 
     def test_an_archive_of_torch_that_was_compressed_is_rejected(self, tmp_path):
         torch.save(torch.zeros(2, 3, 500, 500), tmp_path / "plain.pt")
@@ -375,17 +343,6 @@ class TestRejected:
         path = tmp_path / f"in{suffix}"
         damaged(kind, path)
         assert_rejected(path, "cannot be read without unpickling objects, or is damaged")
-
-    @pytest.mark.parametrize("suffix", [".pt", ".npy", ".npz", ".safetensors"])
-    @pytest.mark.parametrize("keep", [0, 0.5])
-    def test_truncated_files_raise_one_line(self, tmp_path, suffix, keep):
-        path = tmp_path / f"in{suffix}"
-        content = bits_of(2, 3) if suffix in (".pt", ".npy") else {"mask": bits_of(2, 3)}
-        convert(tmp_path, content, suffix=suffix)
-        (tmp_path / "out.safetensors").unlink()
-        whole = path.read_bytes()
-        path.write_bytes(whole[: int(len(whole) * keep)])
-        assert_rejected(path, "cannot be read")
 
     @pytest.mark.parametrize(
         ("content", "changes", "message"),

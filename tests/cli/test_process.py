@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,8 +16,6 @@ import dbsp_core
 from dbsp_cli.commands.doctor import Importable
 from dbsp_cli.output import TextTable, as_text
 from dbsp_core import BlockGrid, BlockMask, save_mask
-from dbsp_core.reports.observer import RunObserver
-from dbsp_diffusers import report_hook
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
@@ -44,16 +41,6 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, ignored):
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=120)
     assert (run.returncode, said) == ((5, "") if ignored else (130, "dbsp: interrupted\n"))
-
-
-@pytest.mark.parametrize(("error", "ours"), [(IndexError("a fault"), True), (OSError("the disk is full"), False)])
-def test_an_error_in_making_a_report_does_not_end_what_has_succeeded(monkeypatch, capfd, error, ours):
-    monkeypatch.setattr(report_hook, "make_report", lambda *_: (_ for _ in ()).throw(error))
-    session = SimpleNamespace(observers=(RunObserver("there"),), layers=1, records={})
-    report_hook.report_or_say_why_not([session], "m", "para")
-    *before, last = capfd.readouterr().err.splitlines()
-    assert last == f"dbsp: no report in there: {error}"
-    assert ("Traceback (most recent call last):" in before) is ours
 
 
 HELD = """

@@ -220,14 +220,6 @@ class TestPaths:
     def pictures(self):
         return list(np.zeros((3, 16, 16, 3), dtype=np.float32))
 
-    def test_a_link_stays_a_link_and_the_longest_possible_name_is_written(self, tmp_path, pictures):
-        path = tmp_path / f"{'a' * 251}.mp4"
-        (tmp_path / "ball.mp4").symlink_to(path)
-        videos._write(pictures, tmp_path / "ball.mp4", 16)
-        assert (tmp_path / "ball.mp4").is_symlink()
-        assert movie(path) == ((16, 16), 3)
-        assert names(tmp_path) == {"ball.mp4", path.name}
-
     @pytest.mark.parametrize("left", [0, -100], ids=["nothing", "without its end"])
     def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, left):
         export = diffusers.utils.export_to_video
