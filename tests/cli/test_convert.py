@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import pickle
+import tracemalloc
 import zipfile
 from dataclasses import replace
 
@@ -320,6 +321,14 @@ class TestRejected:
         for mask in (expanded, {"sparse": sparse}):
             with pytest.raises(ValueError, match=r"of shape \[40, 20000, 20000\] is not whole in the file.*to_dense"):
                 convert(tmp_path, mask)
+
+    def test_arrays_that_are_not_used_are_not_unpacked(self, tmp_path):
+        np.savez_compressed(tmp_path / "in.npz", mask=bits_of(2, 3).numpy(), other=np.zeros((64, 1 << 20), np.uint8))
+        tracemalloc.start()
+        convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < 16 * 2**20
 
     def test_an_archive_of_torch_that_was_compressed_is_rejected(self, tmp_path):
         torch.save(torch.zeros(2, 3, 500, 500), tmp_path / "plain.pt")
