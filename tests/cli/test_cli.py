@@ -170,7 +170,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake, mask_file, monkeypatch, 
 
 MOST_OPTIONS = {"generate": 18, "others": 22}
 """Together 40."""
-MOST_LINES = 40
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -193,14 +192,6 @@ def test_all_commands_together_have_at_most_40_options():
     others = {name: options for name, options in counted.items() if name != "generate"}
     assert sum(map(len, others.values())) <= MOST_OPTIONS["others"], others
     assert len(counted["generate"]) <= MOST_OPTIONS["generate"], counted["generate"]
-
-
-@pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("generate",)], ids=" ".join)
-def test_help_fits_a_screen(dbsp, monkeypatch, words):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = dbsp(*words, "--help")
-    assert code == 0
-    assert out.count("\n") <= MOST_LINES
 
 
 class TestTiny:

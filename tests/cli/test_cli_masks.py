@@ -116,17 +116,12 @@ class TestInfo:
         ]
         assert recordings_in(recording) == [recording]
 
-    def test_the_tables_say_the_same(self, dbsp, recording):
-        code, out, err = dbsp("masks", "info", recording)
-        assert (code, err) == (0, "")
-        for text in ("24×24 blocks of 16×16", "U8R1", "mean IoU"):
-            assert text in " ".join(out.split())
-
     def test_the_picture_is_a_png_of_everything(self, dbsp, recording, tmp_path):
         pytest.importorskip("matplotlib")
         picture = tmp_path / "pictures" / "masks.png"
-        code, _, err = dbsp("masks", "info", recording, "--picture", picture)
+        code, out, err = dbsp("masks", "info", recording, "--picture", picture)
         assert (code, err) == (0, "")
+        assert "24×24 blocks of 16×16" in out
         from matplotlib.image import imread
 
         image = imread(picture)
