@@ -43,6 +43,17 @@ def test_an_interrupt_during_imports_is_one_line(tmp_path, ignored):
     assert (run.returncode, said) == ((5, "") if ignored else (130, "dbsp: interrupted\n"))
 
 
+def test_a_later_interrupt_is_one_line_and_a_fault_of_our_own_is_a_traceback(dbsp, monkeypatch):
+    def ends_with(error):
+        raise error
+
+    monkeypatch.setattr("dbsp_cli.commands.doctor.run_checks", lambda: ends_with(KeyboardInterrupt()))
+    assert dbsp("doctor") == (130, "", "dbsp: interrupted\n")
+    monkeypatch.setattr("dbsp_cli.commands.doctor.run_checks", lambda: ends_with(IndexError("a fault")))
+    with pytest.raises(IndexError, match="a fault"):
+        dbsp("doctor")
+
+
 HELD = """
 import atexit, sys, threading, time
 
