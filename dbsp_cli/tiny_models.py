@@ -6,8 +6,6 @@ is in db-SP's repository and not in its package. Needs diffusers, transformers a
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import tempfile
 import warnings
@@ -21,29 +19,17 @@ import torch
 from safetensors import SafetensorError
 
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import TEMPORARY, read_text
+from dbsp_core.utils.files import TEMPORARY
 
 _WEIGHTS = Path("scripts", "training", "weights")
 _TEXT_ENCODER = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-_WAN_TRANSFORMER = {
-    "num_layers": 4,
-    "num_attention_heads": 12,
-    "attention_head_dim": 24,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 32,
-    "freq_dim": 64,
-    "ffn_dim": 256,
-    "rope_max_seq_len": 128,
-}
 
 
-def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
+def make_tiny(model: str, folder: Path) -> Path:
     """Writes a tiny pipeline in float32 to `folder`, which appears complete or not at all, and returns the folder.
 
     Args:
         model: A key of MAKERS.
-        seed: Seed of random weights.
 
     Raises:
         UserError: The model is unknown, its weights are not here, or the folder holds something else.
@@ -57,7 +43,7 @@ def make_tiny(model: str, folder: Path, seed: int = 0) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=TEMPORARY) as temporary:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             try:
                 MAKERS[model]().save_pretrained(Path(temporary) / "new")
             except SafetensorError as error:  # damaged trained weights, or a full disk
@@ -81,19 +67,6 @@ def trained_weights() -> Path:
         "the trained tiny model is in db-SP's repository, not in its package; run this in a clone of "
         "https://github.com/db-sp/db-sp, or take tiny-wan, whose weights are random"
     )
-
-
-def unknown_words(folder: Path, prompt: str) -> str | None:
-    """Says which words of a prompt a tokenizer of whole words does not know; None for none, or other tokenizers."""
-    try:
-        model = json.loads(read_text(folder / "tokenizer" / "tokenizer.json"))["model"]
-        vocabulary = [word for word in model["vocab"] if word.isalpha()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    unknown = dict.fromkeys(word for word in re.findall(r"\w+|[^\w\s]+", prompt) if word not in vocabulary)
-    if model.get("type") != "WordLevel" or not unknown:
-        return None
-    return f"this model has never seen these words of the prompt: {', '.join(unknown)}; use {', '.join(vocabulary)}"
 
 
 def silence_libraries() -> None:
@@ -125,13 +98,13 @@ def _wan(
 
     tokenizer = _tokenizer(max_length=512)
     text_encoder = UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **_TEXT_ENCODER))
-    vae = diffusers.AutoencoderKLWan(
-        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    )
+    vae = diffusers.AutoencoderKLWan(base_dim=3, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
     scheduler = diffusers.UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
-    make_transformer = partial(getattr(diffusers, transformer), **_WAN_TRANSFORMER | sizes)
+    usual = {"num_layers": 4, "num_attention_heads": 12, "attention_head_dim": 24, "text_dim": 32}
+    usual |= {"freq_dim": 64, "ffn_dim": 256, "rope_max_seq_len": 128}
+    make_transformer = partial(getattr(diffusers, transformer), **usual | sizes)
     transformers = {"transformer": make_transformer()}
     if two:  # the second for the steps with little noise
         transformers |= {"transformer_2": make_transformer(), "boundary_ratio": 0.875}
@@ -158,26 +131,15 @@ def _cogvideox() -> Any:
 
     tokenizer = _tokenizer(max_length=226)
     text_encoder = T5EncoderModel(T5Config(vocab_size=len(tokenizer), **_TEXT_ENCODER))
-    vae = diffusers.AutoencoderKLCogVideoX(
-        down_block_types=("CogVideoXDownBlock3D",) * 4,
-        up_block_types=("CogVideoXUpBlock3D",) * 4,
-        block_out_channels=(8, 8, 8, 8),
-        latent_channels=16,
-        layers_per_block=1,
-        norm_num_groups=2,
-    )
+    vae = diffusers.AutoencoderKLCogVideoX(block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=2)
     transformer = diffusers.CogVideoXTransformer3DModel(
         num_attention_heads=6,
         attention_head_dim=16,
-        in_channels=16,
-        out_channels=16,
         time_embed_dim=32,
         text_embed_dim=32,
         num_layers=2,
-        sample_width=90,
         sample_height=90,
         sample_frames=9,
-        patch_size=2,
         patch_size_t=2,
         patch_bias=False,
         use_rotary_positional_embeddings=True,

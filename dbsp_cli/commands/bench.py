@@ -131,8 +131,15 @@ def bench_command(
     if work.group.rank:
         return
     if as_json:
-        about = {"model": model, "ranks": work.group.size, "file": str(out), "hardware": asdict(hardware) | record}
-        print_json(**about, **_results(kernels, measured))
+        print_json(
+            model=model,
+            ranks=work.group.size,
+            file=str(out),
+            hardware=asdict(hardware) | record,
+            kernels=[{key: None if value != value else value for key, value in vars(k).items()} for k in kernels],
+            dense_s=measured.dense_s,
+            attentions=[run.as_json() for run in measured.attentions],
+        )
     else:
         print_tables(_tables(f"{model} on {hardware.device}, measured: {work}", kernels, hardware, measured))
     if work.group.size == 1:
@@ -185,8 +192,19 @@ class Workload:
             print(f"{NOTICE}{text}", file=sys.stderr, flush=True)
 
     def mask(self, heads: int, density: float, tokens: int = 0, blocks: tuple[int, int] | None = None) -> BlockMask:
-        """Makes an imbalanced mask, of all tokens and the model's blocks if nothing else is given."""
-        return imbalanced_mask(heads, BlockGrid(tokens or self.tokens, 0, *(blocks or self.blocks)), density)
+        """Makes random blocks, of all tokens and the model's blocks if nothing else is given.
+
+        Heads, rows and columns are 0.5 to 1.5 times as dense: contiguous plans are imbalanced.
+        """
+        grid = BlockGrid(tokens or self.tokens, 0, *(blocks or self.blocks))
+        if density == 1:
+            return BlockMask.dense(heads, grid)
+        rng = np.random.default_rng(0)
+        bits = np.empty((heads, grid.nq, grid.nk), dtype=bool)
+        head, row, column = (np.linspace(0.5, 1.5, n, dtype=np.float32) for n in bits.shape)
+        for h in range(heads):
+            bits[h] = rng.random(bits.shape[1:], dtype=np.float32) < density * head[h] * row[:, None] * column
+        return BlockMask(torch.from_numpy(bits), grid)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -225,23 +243,6 @@ class Workload:
         last.record()
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
-
-
-def imbalanced_mask(heads: int, grid: BlockGrid, density: float, seed: int = 0, slope: float = 0.5) -> BlockMask:
-    """Makes random blocks; heads, rows and columns grow denser from first to last, so contiguous plans are imbalanced.
-
-    Args:
-        density: In the middle. 1: all blocks.
-        slope: The last is (1 + slope) times as dense as the middle, the first (1 − slope) times.
-    """
-    if density == 1:
-        return BlockMask.dense(heads, grid)
-    rng = np.random.default_rng(seed)
-    bits = np.empty((heads, grid.nq, grid.nk), dtype=bool)
-    head, row, column = (np.linspace(1 - slope, 1 + slope, n, dtype=np.float32) for n in bits.shape)
-    for h in range(heads):
-        bits[h] = rng.random(bits.shape[1:], dtype=np.float32) < density * head[h] * row[:, None] * column
-    return BlockMask(torch.from_numpy(bits), grid)
 
 
 class Rows(NamedTuple):
@@ -358,22 +359,22 @@ class Attention:
     seconds: float
     predicted_s: float = float("nan")
 
+    def as_json(self) -> dict[str, Any]:
+        plan = {"strategy": str(self.plan.strategy), "planner": self.plan.planner, "rho": self.plan.rho}
+        return plan | {"density": self.density, "seconds": self.seconds, "predicted_s": self.predicted_s}
+
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of attention and exchanges, and the constants fitted to them.
+    """Times of attentions, and the constants fitted to them.
 
     Attributes:
         dense_s: Dense attention of a rank's heads by torch.
-        by_density: Seconds of the kernel on a rank's heads, by share of active blocks.
-        exchanges: Seconds of "exchange" (all-to-all) and "p2p" (to the next rank), by bytes that a rank sends.
         constants: Those of the latency model; another machine's where nothing was measured, or too short to see.
         residual: Largest relative error of the fits, by part.
     """
 
     dense_s: float
-    by_density: dict[float, float]
-    exchanges: dict[str, dict[int, float]]
     attentions: list[Attention]
     constants: Constants
     residual: dict[str, float]
@@ -388,12 +389,10 @@ def measure(work: Workload, others: Constants) -> Measured:
     # 1. Parts of an attention
     work.say("measuring dense and sparse attention of one rank")
     residual: dict[str, float] = {}
-    dense_s, by_density, known = _measure_compute(work, others, residual)
-    exchanges: dict[str, dict[int, float]] = {}
+    dense_s, known = _measure_compute(work, others, residual)
     if work.group.size > 1:
         work.say("measuring exchanges")
-        exchanges = _measure_exchanges(work)
-        known = replace(known, **_exchange_constants(exchanges, others, residual))
+        known = replace(known, **_measure_exchanges(work, others, residual))
     # 2. Packing and bookkeeping: what an attention without active blocks takes beyond its exchange and launch
     ulysses, ring = Strategy(work.group.size, 1), Strategy(1, work.group.size)
     sizes = [work.tokens // part // work.group.size * work.group.size for part in (1, 2, 4)]
@@ -421,12 +420,10 @@ def measure(work: Workload, others: Constants) -> Measured:
     if plain_rings:
         known = replace(known, overlap=_fit_overlap(work, plain_rings, known))
     attentions = [replace(a, predicted_s=_predict(work, a.plan, known).total_s) for a in attentions]
-    return Measured(dense_s, by_density, exchanges, attentions, known, residual)
+    return Measured(dense_s, attentions, known, residual)
 
 
-def _measure_compute(
-    work: Workload, others: Constants, residual: dict[str, float]
-) -> tuple[float, dict[float, float], Constants]:
+def _measure_compute(work: Workload, others: Constants, residual: dict[str, float]) -> tuple[float, Constants]:
     """Times attention without exchanges, merging and a matrix product; returns the constants, exchanges as in others.
 
     The time of a score's softmax is in that of the products: one head dim cannot separate them.
@@ -464,14 +461,17 @@ def _measure_compute(
         network_latency_s=None,
         network_bytes_per_s=None,
     )
-    return seconds["dense"], {density: seconds[str(density)] for density in _DENSITIES}, constants
+    return seconds["dense"], constants
 
 
-def _measure_exchanges(work: Workload) -> dict[str, dict[int, float]]:
-    """Times an all-to-all in which each rank sends some bytes to the others, and as many to the next rank alone."""
-    group, actions = work.group, dict[str, Action]()
+def _measure_exchanges(work: Workload, others: Constants, residual: dict[str, float]) -> dict[str, float]:
+    """Times an all-to-all in which each rank sends some bytes to the others, and as many to the next rank alone.
+
+    Returns the constants that are fitted to it.
+    """
+    group, actions, sizes = work.group, dict[str, Action](), [1 << bits for bits in work.sizes]
     before, after = ((group.rank + way) % group.size for way in (-1, 1))
-    for size in (1 << bits for bits in work.sizes):
+    for size in sizes:
         each = max(1, size // 4 // (group.size - 1))
         splits = [0 if rank == group.rank else each for rank in range(group.size)]
         sent, to_next = (torch.zeros(n, device=work.device) for n in (sum(splits), max(1, size // 4)))
@@ -480,25 +480,17 @@ def _measure_exchanges(work: Workload) -> dict[str, dict[int, float]]:
         actions[f"exchange {size}"] = partial(group.all_to_all, sent, splits, splits)
         actions[f"p2p {size}"] = partial(_send_and_receive, both)
     seconds = work.medians(actions)
-    sizes = [1 << bits for bits in work.sizes]
-    return {part: {size: seconds[f"{part} {size}"] for size in sizes} for part in ("exchange", "p2p")}
+    columns, known = np.array([[1.0, size] for size in sizes]), dict[str, float]()
+    for part in ("exchange", "p2p"):
+        (latency, per_byte), residual[part] = fit(columns, np.array([seconds[f"{part} {size}"] for size in sizes]))
+        rate = f"{part}_bytes_per_s"
+        known |= {f"{part}_latency_s": latency, rate: _rate(per_byte, getattr(others, rate))}
+    return known
 
 
 def _send_and_receive(both: list[dist.P2POp]) -> None:
     for transfer in dist.batch_isend_irecv(both):
         transfer.wait()
-
-
-def _exchange_constants(
-    exchanges: Mapping[str, Mapping[int, float]], others: Constants, residual: dict[str, float]
-) -> dict[str, float]:
-    known: dict[str, float] = {}
-    for part, seconds in exchanges.items():
-        columns = np.array([[1.0, size] for size in seconds])
-        (latency, per_byte), residual[part] = fit(columns, np.array([*seconds.values()]))
-        rate = f"{part}_bytes_per_s"
-        known |= {f"{part}_latency_s": latency, rate: _rate(per_byte, getattr(others, rate))}
-    return known
 
 
 def _whole(work: Workload, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:
@@ -611,19 +603,3 @@ def _tables(title: str, kernels: Sequence[KernelResult], hardware: Hardware, mea
     caption = "ρ_s: slowest rank over mean; predicted: by the constants that are written"
     left = ("mask", "strategy", "planner")
     return [*tables, TextTable("whole attentions on all ranks", names, rows, caption, left=left)]
-
-
-def _results(kernels: Sequence[KernelResult], measured: Measured) -> dict[str, Any]:
-    """Returns what --json prints of the measurements."""
-    attentions = [
-        {"strategy": str(a.plan.strategy), "planner": a.plan.planner, "density": a.density, "rho": a.plan.rho}
-        | {"seconds": a.seconds, "predicted_s": a.predicted_s}
-        for a in measured.attentions
-    ]
-    return {
-        "kernels": [{key: None if value != value else value for key, value in vars(k).items()} for k in kernels],
-        "dense_s": measured.dense_s,
-        "by_density": measured.by_density,
-        "exchanges": measured.exchanges,
-        "attentions": attentions,
-    }

@@ -18,7 +18,7 @@ from dbsp_cli.generate.outputs import Output, outputs_of, prompts_of, replaced_m
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart
-from dbsp_cli.tiny_models import trained_weights, unknown_words
+from dbsp_cli.tiny_models import trained_weights
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
@@ -213,12 +213,12 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     _require_apart(generation)
     # 4. Warnings
     slow = spec is not None and not torch.accelerator.is_available()
-    vocabulary = trained_weights() if tiny == "wan-trained" else Path(model)
+    if tiny == "wan-trained":
+        trained_weights()  # raises where they are not
     warnings = (
         *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
         f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out" if slow else None,
         replaced_message(generation.left) if rank_info.rank == 0 else None,
-        *(unknown_words(vocabulary, output.prompt) for output in generation.left),
     )
     return replace(generation, warnings=tuple(dict.fromkeys(filter(None, warnings))))
 

@@ -77,17 +77,6 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     return bits[..., :nk]
 
 
-def even_groups(groups: int, steps: int) -> StepGroups:
-    """Returns groups as PAROAttention maps steps to masks: step s of n gets mask floor(s · groups / n).
-
-    Raises:
-        UserError: There are fewer steps than groups.
-    """
-    if not 1 <= groups <= steps:
-        raise UserError(f"{groups} step groups don't fit into {steps} steps")
-    return StepGroups(tuple(-(-group * steps // groups) for group in range(groups)), steps)
-
-
 _MASKS = ("", "mask", "sparse", "masks", "lut")
 _COUNTS = ("counts", "count", "valid_block_num")
 
@@ -121,7 +110,6 @@ class ConvertOptions:
         lut: "absolute" or "delta" where the tensor lists each row's key blocks.
         counts: Name of the tensor with the lengths of these lists.
         joined_text: True if blocks run on from text into video; None for whichever fits.
-        skip_empty: True if heads that the permute plan calls empty compute no video-to-video block.
         crop: True to drop rows and columns beyond the last block.
         tail_dense: True if the last row and column are dense, as PAROAttention makes them; None: in its sparse plans.
     """
@@ -139,7 +127,6 @@ class ConvertOptions:
     lut: str | None = None
     counts: str | None = None
     joined_text: bool | None = None
-    skip_empty: bool = False
     crop: bool = False
     tail_dense: bool | None = None
 
@@ -191,15 +178,11 @@ def convert_masks(
                 f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
             )
         lengths = counts.read().reshape(-1, *shape[-3:-1])
-    # 2. What a permute plan says: token orders, empty heads, and where the heads were
+    # 2. Token orders, and where the heads were
     plan_file = options.orders if options.orders is not None and Path(options.orders).suffix in SUFFIXES else None
     plan = arrays if plan_file is None else read_arrays(plan_file)
     orders = _token_orders(None if plan_file else options.orders, plan, plan_file, shape)
-    empty = heads = None
-    if options.skip_empty:
-        if "empty" not in plan:
-            raise UserError("skip_empty needs a permute plan with a tensor 'empty'; name its file with orders=FILE")
-        empty = _by_mask(plan["empty"].read(), shape, "empty heads").bool()
+    heads = None
     if options.head_permutation is not None:
         table = _table(
             read_arrays(options.head_permutation), "perm_idx", "a permutation of heads", options.head_permutation
@@ -210,9 +193,6 @@ def convert_masks(
             raise UserError(f"{options.head_permutation}: each row must hold every head from 0 to {last} once")
     reading = BlockReading.find(shape[-2], None if is_lists else shape[-1], grid, options.joined_text, options.crop)
     tail_dense = (name == "sparse" and not is_lists) if options.tail_dense is None else options.tail_dense
-    across = torch.from_numpy(grid.q_axis.starts >= grid.text_tokens)[:, None] & torch.from_numpy(
-        grid.k_axis.starts >= grid.text_tokens
-    )  # bool[nq, nk]: video to video
 
     # 3. One mask after another: bool[H, nq, nk]
     def converted() -> Iterator[torch.Tensor]:
@@ -222,11 +202,7 @@ def convert_masks(
             else:
                 bits = lut_bits(mask, None if lengths is None else lengths[index], options.lut, reading.shape[1])
             bits = fit_blocks(bits, reading, tail_dense)
-            if heads is not None:
-                bits = bits[heads[index].argsort()]
-            if empty is not None:
-                bits = bits & ~(empty[index][:, None, None] & across)
-            yield bits
+            yield bits if heads is None else bits[heads[index].argsort()]
 
     layout = MaskLayout(grid, shape[-3], shape[-4] if len(shape) > 3 else None, groups, orders)
     write_masks(target, layout, converted(), packed=True)
@@ -349,8 +325,11 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
         if options.groups is not None or options.steps is not None:
             raise UserError(f"masks of shape {list(shape)} have no step groups; leave out groups and steps")
         return None
-    if options.steps is not None:
-        return even_groups(shape[0], options.steps)
+    if options.steps is not None:  # as PAROAttention: step s of n has mask floor(s · groups / n)
+        count, steps = shape[0], options.steps
+        if not 1 <= count <= steps:
+            raise UserError(f"{count} step groups don't fit into {steps} steps")
+        return StepGroups(tuple(-(-group * steps // count) for group in range(count)), steps)
     if options.groups is None:
         raise UserError(
             f"masks have {shape[0]} step groups; say which steps they are for: steps=50 distributes 50 equally, "
@@ -365,16 +344,7 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
 def _token_orders(
     words: str | None, plan: Mapping[str, StoredArray], plan_file: str | None, shape: Sequence[int]
 ) -> tuple[Orders, ...]:
-    """Returns the token orders of each mask, or one for all masks.
-
-    Args:
-        words: Orders separated by commas, or None.
-        plan: Tensors of a permute plan, with indices into PARO_ORDERS in 'permute'; else of the masks' own file.
-        shape: Shape of the masks, […, H, nq, nk].
-
-    Raises:
-        UserError: There is no such order, or the orders don't fit the masks.
-    """
+    """Returns the token orders of each mask [H, nq, nk], or one for all, by words or a plan's tensor 'permute'."""
     if words is not None:
         names = [name.strip() for name in words.split(",")]
         for name in names:

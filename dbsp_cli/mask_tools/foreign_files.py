@@ -61,8 +61,7 @@ class StoredArray:
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     """Finds every array in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
 
-    .pt and .pth are read with weights_only, .npy and .npz without pickles; arrays of .npz are unpacked when they are
-    used, others are mapped from disk where the format allows it.
+    Nothing is unpickled. Arrays of .npz are unpacked when they are used, others mapped from disk where possible.
 
     Raises:
         UserError: It is no such file, or has nothing to read in it.
@@ -135,10 +134,9 @@ def _unpacked_arrays(path: Path) -> dict[str, StoredArray]:
         is_whole = plain and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
         is_small = tensor.numel() <= _MOST_VALUES and (plain or tensor.layout in _SPARSE)
         if tensor.is_quantized or tensor.device.type != "cpu" or not (is_small or is_whole):
-            kind = "quantized" if tensor.is_quantized else "expanded or sparse"
             raise UserError(
-                f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but {kind}; save it "
-                "as .contiguous() or .to_dense() makes it"
+                f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but quantized, "
+                "expanded or sparse; save it as .contiguous() or .to_dense() makes it"
             )
     return {name: StoredArray(tuple(tensor.shape), (partial(_dense, tensor),)) for name, tensor in tensors.items()}
 

@@ -14,7 +14,6 @@ import numpy as np
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import candidates
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL
 from dbsp_core.masks.mask_file import MaskFile
@@ -142,7 +141,7 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
     masks = [series.first(layer) for layer in sampled]
     densities = densities_of(series, series.layers)
     balance = balance_of(masks, gpus)
-    drift = [drift_of(series, layer, str(Strategy(gpus, 1)), _PLANNER, DbspConfig.reuse) for layer in sampled]
+    drift = [drift_of(series, layer, gpus) for layer in sampled]
     warnings = [f"the recording stopped before the run did: {series.stopped}"] if series.stopped else []
     idle = {layer: int((mask.counts.rows == 0).sum()) for layer, mask in zip(sampled, masks, strict=True)}
     worst = max(sampled, key=lambda layer: idle[layer])
@@ -173,25 +172,25 @@ def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
     return np.array([np.tile(row, -(-most // len(row)))[:most] for row in rows])
 
 
-def balance_of(masks: Sequence[BlockMask], gpus: int, planner: str = _PLANNER) -> list[Balance]:
+def balance_of(masks: Sequence[BlockMask], gpus: int) -> list[Balance]:
     """Plans masks for each strategy, without rings longer than the KV blocks."""
     rows = []
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
         plans = []
         for mask in masks:
-            layout = usual_layout(planner, mask.grid.with_orders((CANONICAL,)), strategy)
-            plans.append(make_plan(mask, strategy, planner, layout=layout))
+            layout = usual_layout(_PLANNER, mask.grid.with_orders((CANONICAL,)), strategy)
+            plans.append(make_plan(mask, strategy, _PLANNER, layout=layout))
         before, rho, moved = (fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved"))
-        rows.append(Balance(str(strategy), planner, before, rho, max(plan.rho for plan in plans), moved))
+        rows.append(Balance(str(strategy), _PLANNER, before, rho, max(plan.rho for plan in plans), moved))
     return rows
 
 
-def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, threshold: float) -> Drift:
-    """Compares all recorded steps of one layer, and counts the plans that a run with this threshold makes."""
+def drift_of(series: MaskSeries, layer: int, gpus: int) -> Drift:
+    """Compares all recorded steps of one layer, and counts the plans that a run on Ulysses makes."""
     grid = series.first(layer).grid
 
     def plan(rows: np.ndarray, _current: Plan | None) -> Plan:
-        return plan_from_counts(rows, grid, strategy, planner, compare=False)
+        return plan_from_counts(rows, grid, f"U{gpus}R1", _PLANNER, compare=False)
 
     steps, counts, iou, changed = [], [], [], []
     before: BlockMask | None = None
@@ -205,19 +204,13 @@ def drift_of(series: MaskSeries, layer: int, strategy: str, planner: str, thresh
             iou.append((either - differ) / either if either else 1.0)
             changed.append(differ / mask.bits.numel())
         before = mask
-    made = sum(use.new for use in replay(counts, threshold, plan, lag=False))
+    made = sum(use.new for use in replay(counts, DbspConfig.reuse, plan, lag=False))
     return Drift(layer, tuple(steps), tuple(iou), tuple(changed), made)
 
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
     """Picks at most `count` values at equal distances, the first and last among them."""
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int))]
-
-
-def heads_to_draw(densities: np.ndarray, count: int = 3) -> list[tuple[int, int]]:
-    """Returns (row of `densities`, head) from the emptiest head over the middle one to the densest."""
-    order = np.argsort(densities, axis=None, kind="stable").tolist()
-    return [divmod(flat, densities.shape[1]) for flat in spread_out(order, count)]
 
 
 def mask_picture(title: str, examined: MaskInfo) -> bytes:
@@ -227,7 +220,9 @@ def mask_picture(title: str, examined: MaskInfo) -> bytes:
     from matplotlib.figure import Figure
 
     series, densities = examined.series, examined.densities
-    drawn = [(series.layers[row], head) for row, head in heads_to_draw(densities)]
+    by_density = np.argsort(densities, axis=None, kind="stable").tolist()
+    places = [divmod(place, densities.shape[1]) for place in spread_out(by_density, 3)]
+    drawn = [(series.layers[row], head) for row, head in places]
     below = len(drawn) + bool(examined.drift)
     picture = BytesIO()
     with rc_context({**STYLE, "axes.grid": False}):

@@ -42,6 +42,8 @@ from dbsp_core.sources.synthetic.source import SyntheticSource
 from scripts.results.result import print_table
 
 FIELDS = ("mask", "heads", "strategy", "before", "rho", "bound", "moved", "kv", "split_heads", "slower", "plan_ms")
+HEADS, GPUS, BLOCKS, LAYOUT, SEED = (40, 12, 5, 3), (8, 6), 1182, "striped", 0
+"""Of masks: heads to try, ranks to plan for, and query and KV blocks of 64 tokens, which make 75,600."""
 Rows = Iterator[dict[str, object]]
 
 
@@ -110,13 +112,11 @@ def ring_ranks_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarra
     return majority_rank(segments.tokens_by_ring(grid.nq, strategy))
 
 
-def measure(
-    rows: np.ndarray, strategy: Strategy, layout: str, repeat: int, grid: BlockGrid | None = None
-) -> dict[str, object]:
+def measure(rows: np.ndarray, strategy: Strategy, repeat: int, grid: BlockGrid | None = None) -> dict[str, object]:
     """One plan of int64[H, nq] active blocks, timed `repeat` times; the shortest counts. Blocks of 64 by default."""
     heads, blocks = rows.shape
     grid, world, parts = grid or BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
-    ring_rank, price, times = ring_ranks_of(grid, strategy, layout), head_price(grid, strategy), []
+    ring_rank, price, times = ring_ranks_of(grid, strategy, LAYOUT), head_price(grid, strategy), []
     for _ in range(repeat):
         start = time.thread_time()
         owner = plan_rows(rows, ring_rank, *parts, price)
@@ -142,11 +142,11 @@ def measure(
 def masks(args: argparse.Namespace) -> Rows:
     """Every kind of mask, every head count, every strategy."""
     for name, make in MASKS.items():
-        for heads in args.heads:
-            rows = make(heads, args.blocks, args.first_seed).sum(axis=2)
-            for strategy in (s for world in args.gpus for s in Strategy.all_for(world)):
-                numbers = measure(rows, strategy, args.layout, args.repeat)
-                yield {"mask": name, "heads": heads, "seed": args.first_seed, **numbers}
+        for heads in HEADS:
+            rows = make(heads, BLOCKS, SEED).sum(axis=2)
+            for strategy in (s for world in GPUS for s in Strategy.all_for(world)):
+                numbers = measure(rows, strategy, args.repeat)
+                yield {"mask": name, "heads": heads, "seed": SEED, **numbers}
 
 
 def recorded(args: argparse.Namespace) -> Rows:
@@ -154,8 +154,8 @@ def recorded(args: argparse.Namespace) -> Rows:
     file = MaskFile(args.recorded)
     for layer, group in product(range(file.layers), range(len(file.groups or (0,)))):
         mask = file.layer(layer, group)
-        for strategy in (s for world in args.gpus for s in Strategy.all_for(world)):
-            numbers = measure(mask.counts.rows, strategy, args.layout, args.repeat, mask.grid)
+        for strategy in (s for world in GPUS for s in Strategy.all_for(world)):
+            numbers = measure(mask.counts.rows, strategy, args.repeat, mask.grid)
             yield {"mask": f"layer {layer}, group {group}", "heads": mask.heads, "seed": 0, **numbers}
 
 
@@ -163,19 +163,19 @@ def scale(args: argparse.Namespace) -> Rows:
     """Counts drawn from the product of a head's and a row's density: masks this large do not fit."""
     sizes = [(1182, world) for world in (8, 16, 32, 64, 128)] + [(blocks, 8) for blocks in (3906, 7812, 15625)]
     for blocks, world in [*sizes, (15625, 128)]:
-        rng = np.random.default_rng(args.first_seed)
+        rng = np.random.default_rng(SEED)
         density = rng.uniform(0.2, 0.6, 40)
         row = np.interp(np.linspace(0, 4, blocks), np.arange(5), rng.uniform(0.5, 1, 5))
         mean = density[:, None] * row * blocks
         rows = np.maximum(mean + rng.standard_normal(mean.shape) * np.sqrt(mean * 0.6), 0).astype(np.int64)
         for strategy in Strategy.all_for(world):
-            numbers = measure(rows, strategy, args.layout, args.repeat)
-            yield {"mask": f"{blocks * 64:,} tokens", "heads": 40, "seed": args.first_seed, **numbers}
+            numbers = measure(rows, strategy, args.repeat)
+            yield {"mask": f"{blocks * 64:,} tokens", "heads": 40, "seed": SEED, **numbers}
 
 
 def extremes(args: argparse.Namespace) -> Rows:
     """Work that no mask of a model has, 600 blocks but where said otherwise."""
-    rng = np.random.default_rng(args.first_seed)
+    rng = np.random.default_rng(SEED)
     wave = np.interp(np.linspace(0, 4, 600), np.arange(5), rng.uniform(0.5, 1, 5))
     one_dense, one_block_row, one_row = (np.zeros((40, 600), dtype=np.int64) for _ in range(3))
     one_dense[:], one_dense[7] = 12, 600
@@ -194,8 +194,8 @@ def extremes(args: argparse.Namespace) -> Rows:
     }
     for name, rows in works.items():
         for strategy in (s for world in (8, 16) for s in Strategy.all_for(world)):
-            numbers = measure(rows, strategy, args.layout, args.repeat)
-            yield {"mask": name, "heads": len(rows), "seed": args.first_seed, **numbers}
+            numbers = measure(rows, strategy, args.repeat)
+            yield {"mask": name, "heads": len(rows), "seed": SEED, **numbers}
 
 
 def summary(plans: list[dict[str, object]]) -> dict[str, dict[str, float]]:
@@ -210,13 +210,6 @@ def summary(plans: list[dict[str, object]]) -> dict[str, dict[str, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, nargs="+", default=[40, 12, 5, 3])
-    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 6])
-    parser.add_argument(
-        "--blocks", type=int, default=1182, help="query and KV blocks of 64 tokens; 1182 is 75,600 tokens"
-    )
-    parser.add_argument("--layout", choices=["striped", "contiguous"], default="striped")
-    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, default=5, help="plans timed; the shortest time counts")
     parser.add_argument("--extremes", action="store_true", help="work that no mask of a model has")
     parser.add_argument("--scale", action="store_true", help="planning time up to P = 128 and a million tokens")
@@ -234,9 +227,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"plans": plans, "worst": summary(plans)}, indent=1))
         return
-    print_table(
-        f"planner dbsp, {args.layout} layout", [{field: record[field] for field in FIELDS} for record in plans]
-    )
+    print_table(f"planner dbsp, {LAYOUT} layout", [{field: record[field] for field in FIELDS} for record in plans])
     print_table("worst", [{"kind": kind, **worst} for kind, worst in summary(plans).items()])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from scripts.training.autoencoder import Clips, make_autoencoder, train_autoenco
 from scripts.training.checkpoint import save_pipeline
 from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
 from scripts.training.latents import encode_videos, standardise
-from scripts.training.loop import History
 from scripts.training.text import embed, make_text_encoder, make_tokenizer
 from scripts.training.world import Scene
 
@@ -57,11 +56,9 @@ def run(recipe: Recipe, seed: int, work: Path, weights: Path, progress: Progress
     rate = recipe.autoencoder_rate
     first = train_autoencoder(vae, "autoencoder", recipe.crops, rate, seed, work, progress)
     second = train_autoencoder(vae, "autoencoder-longer", recipe.longer, rate / 3, seed + 4, work, progress)
-    seen = History(first.losses + second.losses, first.cpu_seconds + second.cpu_seconds)
 
     # Seeds apart, so that the transformer's videos are not the autoencoder's.
-    raw, encoding = encode_videos(vae, recipe.videos, seed + 1, work, progress)
-    latents = standardise(vae, raw)
+    latents = standardise(vae, encode_videos(vae, recipe.videos, seed + 1, work, progress))
 
     torch.manual_seed(seed + 2)
     tokenizer = make_tokenizer()
@@ -75,9 +72,7 @@ def run(recipe: Recipe, seed: int, work: Path, weights: Path, progress: Progress
     average, learned = train_transformer(
         transformer, videos, list(recipe.phases), recipe.rate, seed + 3, work, progress
     )
-    seconds = {"autoencoder": seen.cpu_seconds, "latents": encoding, "transformer": learned.cpu_seconds}
-    print("minutes of processor time: " + ", ".join(f"{stage} {spent / 60:.1f}" for stage, spent in seconds.items()))
-    losses = {"autoencoder": seen.losses, "transformer": learned.losses}
+    losses = {"autoencoder": first + second, "transformer": learned}
     return save_pipeline(tokenizer, text_encoder, vae, average, losses, weights)
 
 
@@ -91,13 +86,10 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, default=root / "out" / "tiny-wan", help="folder for the pipeline")
     parser.add_argument("--threads", type=int, default=2, help="of the CPU")
     parser.add_argument("--toy", action="store_true", help="a few steps of a smaller model: learns nothing")
-    parser.add_argument("--videos", type=int, help="encoded videos of the training set")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     recipe = Recipe.toy() if options.toy else Recipe()
-    if options.videos:
-        recipe = replace(recipe, videos=options.videos)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     console = Console(stderr=True)
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:

@@ -12,7 +12,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
 from rich.progress import Progress
 
-from scripts.training.loop import History, cosine, generator_of, train
+from scripts.training.loop import cosine, generator_of, train
 from scripts.training.muon import optimizers_of
 from scripts.training.world import FRAMES, HEIGHT, WIDTH, Scene, render
 
@@ -61,8 +61,8 @@ def _begin_clear(vae: Any) -> None:
 
 def train_autoencoder(
     vae: Any, name: str, clips: Sequence[Clips], rate: float, seed: int, folder: Path, progress: Progress
-) -> History:
-    """Trains in place: L1 of pixels and of colours, and a little KL divergence.
+) -> list[float]:
+    """Trains in place, and returns the losses: L1 of pixels and of colours, and a little KL divergence.
 
     name: of the run, for its checkpoint; clips: one kind after the other, under one schedule of the learning rate
     """

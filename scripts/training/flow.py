@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-from scripts.training.loop import History, generator_of, train
+from scripts.training.loop import generator_of, train
 from scripts.training.muon import optimizers_of
 from scripts.training.plain import written_out
 from scripts.training.text import PADDED
@@ -118,12 +118,8 @@ def train_transformer(
     seed: int,
     folder: Path,
     progress: Progress,
-    watch: Callable[[int], None] = lambda done: None,
-) -> tuple[Any, History]:
-    """Trains `transformer` in place. Returns the moving average of its weights, a model of its own; the history.
-
-    watch: called after each step with the number of steps done
-    """
+) -> tuple[Any, list[float]]:
+    """Trains `transformer` in place. Returns the moving average of its weights, a model of its own; the losses."""
     for block in transformer.blocks:
         block.attn2.set_processor(FewPads(block.attn2.processor))
     average = torch.optim.swa_utils.AveragedModel(
@@ -148,12 +144,10 @@ def train_transformer(
         for optimizer in optimizers.values():
             optimizer.step()
         average.update_parameters(transformer)
-        watch(index + 1)
         return loss.item()
 
     parts = {**optimizers, "transformer": transformer, "average": average}
-    history = train("transformer", total, parts, step, folder, progress)
-    return average.module, history
+    return average.module, train("transformer", total, parts, step, folder, progress)
 
 
 def _phase_at(phases: list[Phase], index: int) -> Phase:

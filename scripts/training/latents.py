@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,25 @@ from scripts.training.world import Scene, render
 CHUNK = 20  # videos to a file: what is lost when the run is stopped
 
 
-def encode_videos(vae: Any, count: int, seed: int, folder: Path, progress: Progress) -> tuple[torch.Tensor, float]:
-    """Returns float16[count, 16, f, h, w], not standardised, and the processor seconds that they took."""
+def encode_videos(vae: Any, count: int, seed: int, folder: Path, progress: Progress) -> torch.Tensor:
+    """Returns float16[count, 16, f, h, w], not standardised."""
     task = progress.add_task("latents", total=count)
-    chunks, seconds = [], 0.0
+    chunks = []
     for first in range(0, count, CHUNK):
         path = folder / f"latents-{first:05d}.safetensors"
         size = min(CHUNK, count - first)
         if not path.is_file():
-            begun = time.process_time()
             videos = [encode(vae, render(Scene.draw(seed, first + item))[None]) for item in range(size)]
-            spent = torch.tensor(time.process_time() - begun)
-            write_atomically(path, save({"latents": torch.cat(videos).half(), "cpu_seconds": spent}))
-        content = load_file(path)
-        chunks.append(content["latents"])
-        seconds += float(content["cpu_seconds"])
+            write_atomically(path, save({"latents": torch.cat(videos).half()}))
+        chunks.append(load_file(path)["latents"])
         progress.update(task, completed=first + size)
-    return torch.cat(chunks), seconds
+    return torch.cat(chunks)
 
 
 def standardise(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """Notes each channel's mean and deviation in the autoencoder's config. Returns latents that have 0 and 1."""
-    mean, std = _moments(latents)
+    by_channel = latents.float().transpose(0, 1).flatten(1)
+    mean, std = by_channel.mean(1), by_channel.std(1)
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
     shape = (1, -1, 1, 1, 1)
     return ((latents.float() - mean.view(shape)) / std.view(shape)).half()
-
-
-def _moments(latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    by_channel = latents.float().transpose(0, 1).flatten(1)
-    return by_channel.mean(1), by_channel.std(1)

@@ -5,9 +5,7 @@ Every random number of a step is drawn from (seed, step), so a resumed run goes 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,6 @@ from dbsp_core.utils.files import open_atomically
 SAVE_EVERY = 50  # steps
 
 
-@dataclass(frozen=True)
-class History:
-    """What a run of steps left behind: the loss of each, and the processor seconds of all (over all threads)."""
-
-    losses: list[float]
-    cpu_seconds: float
-
-
 def train(
     name: str,
     steps: int,
@@ -34,23 +24,24 @@ def train(
     step: Callable[[int], float],
     folder: Path,
     progress: Progress,
-) -> History:
+) -> list[float]:
     """Calls step(0), …, step(steps − 1), from where `folder`/NAME.pt left off, and keeps that file up to date.
 
     parts: what has a state_dict and belongs in the checkpoint (model, optimizer, averages). step: returns its loss.
+    Returns the loss of each step.
     """
     checkpoint = folder / f"{name}.pt"
-    losses, spent = _restore(checkpoint, parts)
-    begun = time.process_time()
+    losses = _restore(checkpoint, parts)
     task = progress.add_task(name, total=steps, completed=len(losses))
     while len(losses) < steps:
         losses.append(step(len(losses)))
         recent = losses[-50:]
         progress.update(task, completed=len(losses), description=f"{name}, loss {sum(recent) / len(recent):.4f}")
         if len(losses) % SAVE_EVERY == 0 or len(losses) == steps:
-            history = History(losses, spent + time.process_time() - begun)
-            _save(checkpoint, parts, history)
-    return History(losses, spent + time.process_time() - begun)
+            state = {part_name: part.state_dict() for part_name, part in parts.items()}
+            with open_atomically(checkpoint) as file:
+                torch.save({"parts": state, "losses": losses}, file)
+    return losses
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
@@ -65,17 +56,11 @@ def cosine(step: int, steps: int, warmup: int) -> float:
     return 0.5 + 0.5 * float(torch.cos(torch.tensor(torch.pi * (step - warmup) / max(steps - warmup, 1))))
 
 
-def _save(path: Path, parts: Mapping[str, Any], history: History) -> None:
-    state = {name: part.state_dict() for name, part in parts.items()}
-    content = {"parts": state, "losses": history.losses, "cpu_seconds": history.cpu_seconds}
-    with open_atomically(path) as file:
-        torch.save(content, file)
-
-
-def _restore(path: Path, parts: Mapping[str, Any]) -> tuple[list[float], float]:
+def _restore(path: Path, parts: Mapping[str, Any]) -> list[float]:
     if not path.is_file():
-        return [], 0.0
+        return []
     content = torch.load(path, weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(content["parts"][name])
-    return content["losses"], content["cpu_seconds"]
+    losses: list[float] = content["losses"]
+    return losses

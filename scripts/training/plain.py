@@ -23,11 +23,11 @@ def written_out() -> Iterator[None]:
 def plain_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
 ) -> torch.Tensor:
-    """softmax(q·k / √D + mask)·v. query, key, value: [B, H, tokens, D]; attn_mask: to be added, or bool"""
+    """softmax(q·k / √D + mask)·v. query, key, value: [B, H, tokens, D]"""
     batch, heads, tokens = query.shape[:3]
     with torch.autocast("cpu", enabled=False):
         parts = (part.bfloat16().flatten(0, 1) for part in (query * query.shape[-1] ** -0.5, key, value))
-        mask = None if attn_mask is None else _added(attn_mask).expand(batch, heads, -1, -1).flatten(0, 1)
+        mask = None if attn_mask is None else attn_mask.bfloat16().expand(batch, heads, -1, -1).flatten(0, 1)
         q, k, v = parts
         step = max(1, _TOGETHER // (tokens * k.shape[1]))
         outputs = []
@@ -37,9 +37,3 @@ def plain_attention(
             scores = scores if mask is None else scores + mask[here]
             outputs.append(scores.softmax(-1) @ v[here])
         return torch.cat(outputs).unflatten(0, (batch, heads))
-
-
-def _added(mask: torch.Tensor) -> torch.Tensor:
-    if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill_(~mask, -torch.inf)
-    return mask.bfloat16()

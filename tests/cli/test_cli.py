@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +14,10 @@ import typer
 from safetensors import SafetensorError
 
 from dbsp_cli.cli import app
-from dbsp_cli.output import path
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
 from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.planning.planners import PLANNERS
-from dbsp_kernels.errors import install_command
 from tests.support.generators import random_bits
 
 GRID = BlockGrid(tokens=203, text_tokens=11, block_q=32, block_k=16)
@@ -110,14 +108,10 @@ class TestPlanOfModel:
         assert "constants of h100, the default (--machine: others); dbsp bench" in dbsp(*ask[:-2])[1]
 
 
-HUGE = "99999999999999999999"
 MISTAKES = [
     (["plan", "--gpus", "2"], "dbsp plan needs either a mask file or --model"),
     (["plan", "MASK", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan needs either a mask file or --model"),
-    (
-        ["plan", "MASK", "--gpus", "2", "--machine", "h100"],
-        "--machine is for --model, not for a mask file",
-    ),
+    (["plan", "MASK", "--gpus", "2", "--machine", "h100"], "--machine is for --model, not for a mask file"),
     *(
         (
             ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given],
@@ -133,9 +127,7 @@ MISTAKES = [
         ["generate", "--model", "hunyuanvideo", "--prompt", "x"],
         "other families run in a script, by dbsp_diffusers.enable",
     ),
-    (["plan", "MASK", "--gpus", HUGE], "--gpus"),
     (["plan", "MASK"], "--gpus"),
-    (["plan", "MASK", "--gpus", "many"], "--gpus"),
     (["plan", "MASK", "--gpus", "0"], "--gpus"),
     (["plan", "MASK", "--gpus", "4", "--strategy", "U2R3"], "use one of U4R1, U2R2, U1R4"),
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
@@ -144,11 +136,9 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
-    (["plan", "MASK", "--gpus", "4", "--ring", "2"], "--ring"),
     (["plam"], "plam"),
     (["tiny", "sora", "new"], "use one of wan, wan-trained, wan2.2"),
     (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
-    (["tiny", "wan", "notes.txt/new"], "notes.txt"),
     (["tiny", "wan", "."], "is not a checkpoint folder"),
     (["bench", "wan2.1-t2v-14c"], "did you mean 'wan2.1-t2v-14b'?"),
     (["bench", "tiny-wan", "--out", "."], "is a folder; give the name of a file"),
@@ -180,7 +170,6 @@ def test_a_mistake_is_one_line_and_exit_code_2(mistake, mask_file, monkeypatch, 
 
 MOST_OPTIONS = {"generate": 18, "others": 22}
 """Together 40."""
-MOST_LINES = 40
 
 
 def commands(command: Any, words: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
@@ -205,32 +194,6 @@ def test_all_commands_together_have_at_most_40_options():
     assert len(counted["generate"]) <= MOST_OPTIONS["generate"], counted["generate"]
 
 
-def test_every_path_of_a_command_is_read_by_one_function():
-    """Finds `path`, which expands home folders and rejects a path without a name."""
-    hints = {words: get_type_hints(one.callback, include_extras=True) for words, one in COMMANDS.items()}
-    paths = [(words, *get_args(hint)) for words, of in hints.items() for hint in of.values() if "Path" in str(hint)]
-    assert len(paths) > 10
-    assert [words for words, _, option in paths if option.parser is not path] == []
-
-
-@pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("generate",)], ids=" ".join)
-def test_help_fits_a_screen(dbsp, monkeypatch, words):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = dbsp(*words, "--help")
-    assert code == 0
-    assert out.count("\n") <= MOST_LINES
-
-
-@pytest.mark.parametrize(
-    ("args", "commands"),
-    [([], ("tiny", "plan", "doctor", "masks")), (["masks"], ("convert", "record", "info"))],
-)
-def test_without_arguments_it_shows_its_help(dbsp, args, commands):
-    code, out, err = dbsp(*args)
-    assert (code, err) == (0, "")
-    assert all(command in out for command in commands)
-
-
 class TestTiny:
     def test_wan_is_a_pipeline_that_loads_and_replaces_an_older_one(self, dbsp, tmp_path):
         diffusers = pytest.importorskip("diffusers")
@@ -249,22 +212,8 @@ class TestTiny:
         assert len(pipe.transformer.blocks) == 4
         assert pipe.tokenizer("a red ball").input_ids
 
-    @pytest.mark.parametrize(
-        ("error", "said"),
-        [
-            (OSError("No space left on device"), "dbsp: error: No space left on device\n"),
-            (
-                SafetensorError("I/O error: No space left (os error 28)"),
-                "cannot be made: .*No space left",
-            ),  # no OSError
-            (
-                ImportError("No module named 'diffusers'", name="diffusers"),
-                f"diffusers is needed to make checkpoints; {re.escape(install_command('diffusers'))}",
-            ),
-        ],
-    )
     def test_a_failure_is_one_line_and_leaves_the_older_checkpoint_and_nothing_else(
-        self, mistake, tmp_path, monkeypatch, error, said
+        self, mistake, tmp_path, monkeypatch
     ):
         class HalfWritten:
             """A pipeline that cannot be written to its end."""
@@ -272,12 +221,12 @@ class TestTiny:
             def save_pretrained(self, folder):
                 folder.mkdir()
                 (folder / "model_index.json").write_text("{}")
-                raise error
+                raise SafetensorError("I/O error: No space left (os error 28)")  # not an OSError
 
         monkeypatch.setitem(MAKERS, "wan", HalfWritten)
         folder = tmp_path / "wan"
         folder.mkdir()
         (folder / "model_index.json").write_text('{"older": true}')
-        assert re.search(said, mistake("tiny", "wan", folder))
+        assert re.search("cannot be made: .*No space left", mistake("tiny", "wan", folder))
         assert (folder / "model_index.json").read_text() == '{"older": true}'
         assert list(tmp_path.iterdir()) == [folder]

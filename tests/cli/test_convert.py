@@ -23,7 +23,6 @@ from dbsp_cli.mask_tools.convert import (
     convert_masks,
     convert_recording,
     lut_bits,
-    read_options,
 )
 from dbsp_cli.mask_tools.foreign_files import BlockReading, fit_blocks
 from dbsp_core import BlockGrid, BlockMask, MaskFile
@@ -67,9 +66,7 @@ TENSORS = {
     "hybrid coo": lambda masks: masks.to_sparse(2),
     "bsr": lambda masks: masks.to_sparse_bsr((5, 5)),
     "expanded": lambda masks: masks[None].expand(1, -1, -1, -1, -1),
-    "int8": lambda masks: masks.to(torch.int8),
     "uint64": lambda masks: masks.to(torch.uint64),
-    "float64": lambda masks: masks.double(),
     "bfloat16": lambda masks: {"mask": masks.bfloat16()},
     "float8": lambda masks: masks.to(torch.float8_e4m3fn),
 }
@@ -85,10 +82,9 @@ BY_LAYER = {
 
 class TestForms:
     @pytest.mark.parametrize("suffix", [".pt", ".pth", ".npy", ".npz", ".safetensors"])
-    @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16])
-    def test_every_kind_of_file_and_number(self, tmp_path, suffix, dtype):
+    def test_every_kind_of_file(self, tmp_path, suffix):
         bits = bits_of(2, 3)
-        content = bits.to(dtype) if suffix in (".pt", ".npy") else {"mask": bits.to(dtype)}
+        content = bits if suffix in (".pt", ".npy") else {"mask": bits.half()}
         file = convert(tmp_path, content, suffix=suffix)
         assert (file.heads, file.packed, file.grid) == (3, True, GRID)
         assert holds(file, bits)
@@ -98,24 +94,6 @@ class TestForms:
         bits = bits_of(2, 3)
         assert holds(convert(tmp_path, TENSORS[kind](bits.float())), bits)
 
-    def test_an_older_pt_file_with_one_mask_for_all_layers(self, tmp_path):
-        bits = bits_of(3)
-        torch.save({"mask": bits}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
-        convert_masks(tmp_path / "a.pt", tmp_path / "b.safetensors", OPTIONS)
-        file = MaskFile(tmp_path / "b.safetensors")
-        assert not file.per_layer
-        assert torch.equal(file.layer(5).bits, bits)
-
-    @pytest.mark.parametrize(("dtype", "order"), [("longdouble", "C"), ("uint64", "F"), (">u4", "F")])
-    @pytest.mark.parametrize("suffix", [".npy", ".npz"])
-    def test_arrays_of_numpy_of_rarer_types_and_orders(self, tmp_path, dtype, suffix, order):
-        bits = bits_of(2, 3)
-        array = np.asarray(bits.numpy().astype(dtype), order=order)
-        path = tmp_path / f"in{suffix}"
-        np.save(path, array) if suffix == ".npy" else np.savez_compressed(path, names=np.array(["a"]), mask=array)
-        convert_masks(path, tmp_path / "out.safetensors", OPTIONS)
-        assert holds(MaskFile(tmp_path / "out.safetensors"), bits)
-
     @pytest.mark.parametrize("form", BY_LAYER)
     def test_masks_of_each_layer_by_itself(self, tmp_path, form):
         """Tries 11 layers, whose names are not sorted as their numbers are."""
@@ -123,28 +101,12 @@ class TestForms:
         options = replace(OPTIONS, key=form if form == "a key" else None)
         assert holds(convert(tmp_path, BY_LAYER[form](bits), options), bits)
 
-    @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-    def test_masks_of_each_layer_in_a_file_of_names(self, tmp_path, suffix):
-        bits = bits_of(11, 3)
-        content = {f"layer{layer}": bits[layer].clone() for layer in range(11)}
-        assert holds(convert(tmp_path, content, suffix=suffix), bits)
-
-    def test_masks_of_each_step_group_and_layer_by_itself(self, tmp_path):
-        bits = bits_of(2, 3, 4)
-        content = {group: list(bits[group]) for group in range(2)}
-        file = convert(tmp_path, content, replace(OPTIONS, steps=10))
-        for group, layer in itertools.product(range(2), range(3)):
-            assert torch.equal(file.layer(layer, group).bits, bits[group, layer])
-
     def test_lists_of_key_blocks_of_each_layer_by_itself(self, tmp_path):
         bits = bits_of(2, 3)
         luts, counts = zip(*(row_lists(one, "absolute", -1) for one in bits), strict=True)
         content = {"lut": list(luts), "counts": torch.stack(counts)}
         file = convert(tmp_path, content, replace(OPTIONS, lut="absolute"))
         assert holds(file, bits)
-
-    def test_name_that_yaml_reads_as_a_number_is_a_name(self):
-        assert read_options(["key=0", "tokens=64", "groups=5"], ConvertOptions).key == "0"
 
     def test_paroattentions_plans_with_orders_per_layer_and_head(self, tmp_path):
         sparse = bits_of(4, 2, 6)
@@ -184,14 +146,6 @@ class TestForms:
         file = convert(tmp_path, bits_of(2, 1, 3), options)
         assert (str(file.groups), file.packed) == ("5-9,10-", True)
         assert file.layer(0, 1).grid.orders == ("hwt", "thw", "tile:2x2x2")
-
-    def test_empty_heads_keep_text_alone(self, tmp_path):
-        options = replace(OPTIONS, text_tokens=8, skip_empty=True)
-        empty = torch.tensor([[1, 0], [0, 1]])
-        content = {"sparse": torch.ones(2, 2, 5, 5), "permute": torch.zeros(2, 2).long(), "empty": empty}
-        file = convert(tmp_path, content, options)
-        for layer, head in np.ndindex(2, 2):
-            assert int(file.layer(layer).bits[head].sum()) == (11 if empty[layer, head] else 36)
 
     def test_heads_that_were_reordered_come_back_in_their_order(self, tmp_path):
         bits, order = bits_of(2, 4), torch.tensor([[2, 0, 3, 1], [0, 3, 1, 2]])
@@ -242,21 +196,9 @@ class TestLists:
         bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, 7)) < 0.4)
         lut, counts = row_lists(bits, encoding, padding)
         assert torch.equal(lut_bits(lut, counts, encoding, 7), bits)
-
-    @given(SEEDS, st.sampled_from([("absolute", -1), ("absolute", 7), ("delta", -1), ("delta", 7), ("delta", 0)]))
-    @examples(60)
-    def test_without_counts_padding_that_names_no_block_is_enough(self, seed, form):
-        bits = torch.from_numpy(np.random.default_rng(seed).random((2, 3, 7)) < 0.4)
-        if form[1] == 0:
-            bits[:, :, 3] = True  # a row of zeros alone reads as block 0
-        assert torch.equal(lut_bits(row_lists(bits, *form)[0], None, form[0], 7), bits)
-
-    def test_files_with_lists(self, tmp_path):
-        bits = bits_of(2, 3)
-        lut, counts = row_lists(bits.flatten(0, 1), "delta", 0)
-        content = {"lut": lut.reshape(2, 3, 5, 7), "valid_block_num": counts.reshape(2, 3, 5)}
-        file = convert(tmp_path, content, replace(OPTIONS, lut="delta"))
-        assert holds(file, bits)
+        if (encoding, padding) != ("absolute", 0):  # without counts, padding that names no block is enough
+            clear = torch.full_like(counts, padding).bool() | (counts > 0)  # a row of zeros alone reads as block 0
+            assert torch.equal(lut_bits(lut, None, encoding, 7)[clear], bits[clear])
 
     @pytest.mark.parametrize(
         ("lut", "counts", "message"),
@@ -293,14 +235,6 @@ class TestTextBlocks:
             rows, columns = grid.q_axis.block_of == i, grid.k_axis.block_of == j
             assert bool(fitted[0, i, j]) == bool(old[rows][:, columns].any())
 
-    def test_masks_of_video_alone_get_dense_text(self):
-        grid = BlockGrid(43, 11, 8, 8)
-        fitted = fit_blocks(torch.zeros(2, 4, 4, dtype=torch.bool), BlockReading.find(4, 4, grid, joined=False))
-        assert fitted.shape == (2, 6, 6)
-        assert fitted[:, :2].all()
-        assert fitted[:, :, :2].all()
-        assert not fitted[:, 2:, 2:].any()
-
     def test_paroattentions_cogvideox_plan_of_video_blocks_after_joined_text(self):
         # 226 + 17550 tokens in 278 blocks, 274 of them in the plan; the fourth holds 34 of text, 30 of video.
         grid = BlockGrid(17776, 226, 64, 64)
@@ -331,12 +265,7 @@ class TestTextBlocks:
         [
             ((8, 8), BlockGrid(40, 0, 8, 8), {}, "8×8 blocks; 40 tokens .* make 5×5 .*crop=true"),
             ((4, 5), BlockGrid(40, 0, 8, 8), {}, r"make 5×5 \(blocks\); correct thw"),
-            (
-                (5, 5),
-                BlockGrid(40, 4, 8, 8),
-                {},
-                "left out or blocks that run on .* say which: joined_text=false",
-            ),
+            ((5, 5), BlockGrid(40, 4, 8, 8), {}, "left out or blocks that run on .* say which: joined_text=false"),
             ((6, 5), BlockGrid(40, 4, 8, 8), {}, "make 6×6 .*, or 5×5 .*, or 5×5 .*, or 4×4 "),
             ((6, 6), BlockGrid(40, 4, 8, 8), {"joined": True}, "make 5×5 .*, or 4×4 .*crop=true"),
         ],
@@ -354,27 +283,26 @@ class Evil:
 
 
 def damaged(kind, path):
-    """Writes a file whose objects would run a program, or whose header cannot be parsed."""
+    """Writes a file whose objects would run a program, or whose header or indices are wrong."""
     if kind == "header":
         path.write_bytes(b"\x93NUMPY\x01\x00\x0c\x00{'descr': (\n")
     elif kind == "torch":
         torch.save({"mask": Evil()}, path)
+    elif kind == "indices":
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):
+            index = torch.tensor([[0], [1 << 40], [0]])
+            torch.save(torch.sparse_coo_tensor(index, torch.ones(1), (3, 5, 5)), path)
+    elif kind == "size":
+        header = io.BytesIO()
+        np.lib.format.write_array_header_1_0(header, {"descr": "|b1", "fortran_order": False, "shape": (9, 3, 5, 5)})
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("mask.npy", header.getvalue() + bytes(150))
     elif kind == "raw":
         path.write_bytes(pickle.dumps({"mask": Evil()}, protocol=2))
     elif path.suffix == ".npy":
         np.save(path, np.array([Evil()], dtype=object))
     else:
         np.savez(path, mask=np.array([Evil()], dtype=object))
-
-
-def peak_of(action):
-    """Returns the most bytes that Python and NumPy had allocated at a time."""
-    tracemalloc.start()
-    try:
-        action()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def assert_rejected(path, message):
@@ -387,29 +315,20 @@ def assert_rejected(path, message):
 
 
 class TestRejected:
-    @pytest.mark.parametrize("inside", [lambda mask: mask, lambda mask: {"sparse": mask}, lambda mask: [mask]])
-    def test_a_small_file_that_claims_to_be_huge(self, tmp_path, inside):
-        mask = torch.zeros(1, dtype=torch.uint8).expand(40, 20_000, 20_000)
-        with pytest.raises(
-            ValueError, match=r"in\.pt: tensor '.*' of shape \[40, 20000, 20000\] is not whole in the file"
-        ):
-            convert(tmp_path, inside(mask))
+    def test_a_small_file_that_claims_to_be_huge(self, tmp_path):
+        expanded = torch.zeros(1, dtype=torch.uint8).expand(40, 20_000, 20_000)
         sparse = torch.sparse_coo_tensor(torch.zeros(3, 1, dtype=torch.int64), torch.ones(1), (40, 20_000, 20_000))
-        with pytest.raises(ValueError, match=r"expanded or sparse; save it as \.contiguous\(\) or \.to_dense\(\)"):
-            convert(tmp_path, inside(sparse))
+        for mask in (expanded, {"sparse": sparse}):
+            with pytest.raises(ValueError, match=r"of shape \[40, 20000, 20000\] is not whole in the file.*to_dense"):
+                convert(tmp_path, mask)
 
-    def test_arrays_that_are_not_used_are_not_unpacked(self, tmp_path, monkeypatch):
+    def test_arrays_that_are_not_used_are_not_unpacked(self, tmp_path):
         np.savez_compressed(tmp_path / "in.npz", mask=bits_of(2, 3).numpy(), other=np.zeros((64, 1 << 20), np.uint8))
-        most = peak_of(lambda: convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS))
+        tracemalloc.start()
+        convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS)
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
         assert most < 16 * 2**20
-
-    @pytest.mark.parametrize("claimed", [(2, 3, 5, 6), (1 << 40, 3, 5, 5)])
-    def test_an_array_whose_header_claims_another_size_is_rejected(self, tmp_path, claimed):
-        header = io.BytesIO()
-        np.lib.format.write_array_header_1_0(header, {"descr": "|b1", "fortran_order": False, "shape": claimed})
-        with zipfile.ZipFile(tmp_path / "in.npz", "w") as archive:
-            archive.writestr("mask.npy", header.getvalue() + bytes(150))
-        assert_rejected(tmp_path / "in.npz", r"mask.npy has 150 bytes, not those of shape")
 
     def test_an_archive_of_torch_that_was_compressed_is_rejected(self, tmp_path):
         torch.save(torch.zeros(2, 3, 500, 500), tmp_path / "plain.pt")
@@ -418,19 +337,6 @@ class TestRejected:
                 small.writestr(name, plain.read(name))
         assert_rejected(tmp_path / "in.pt", "it would unpack to 5.7")
 
-    def test_a_sparse_tensor_with_impossible_indices_is_rejected(self, tmp_path):
-        with torch.sparse.check_sparse_tensor_invariants(enable=False):
-            index = torch.tensor([[0], [1 << 40], [0]])
-            torch.save(torch.sparse_coo_tensor(index, torch.ones(1), (3, 5, 5)), tmp_path / "in.pt")
-        assert_rejected(tmp_path / "in.pt", r"or is damaged \(")
-
-    @pytest.mark.parametrize(
-        "numbers", [range(1, 4), (0, 2), ("a0", "b1")], ids=["from one", "with a gap", "of two names"]
-    )
-    def test_masks_that_are_not_plainly_all_layers_are_rejected(self, tmp_path, numbers):
-        torch.save({number: bits_of(3) for number in numbers}, tmp_path / "in.pt")
-        assert_rejected(tmp_path / "in.pt", r"name it with key=NAME, or stack the masks of all layers: torch.stack")
-
     @pytest.mark.parametrize(
         ("kind", "suffix"),
         [
@@ -438,23 +344,14 @@ class TestRejected:
             *(("numpy", suffix) for suffix in (".npy", ".npz")),
             *(("raw", suffix) for suffix in (".pt", ".safetensors")),
             ("header", ".npy"),
+            ("indices", ".pt"),
+            ("size", ".npz"),
         ],
     )
     def test_pickles_are_not_run_and_damaged_files_are_rejected(self, tmp_path, kind, suffix):
         path = tmp_path / f"in{suffix}"
         damaged(kind, path)
         assert_rejected(path, "cannot be read without unpickling objects, or is damaged")
-
-    @pytest.mark.parametrize("suffix", [".pt", ".npy", ".npz", ".safetensors"])
-    @pytest.mark.parametrize("keep", [0, 0.5])
-    def test_truncated_files_raise_one_line(self, tmp_path, suffix, keep):
-        path = tmp_path / f"in{suffix}"
-        content = bits_of(2, 3) if suffix in (".pt", ".npy") else {"mask": bits_of(2, 3)}
-        convert(tmp_path, content, suffix=suffix)
-        (tmp_path / "out.safetensors").unlink()
-        whole = path.read_bytes()
-        path.write_bytes(whole[: int(len(whole) * keep)])
-        assert_rejected(path, "cannot be read")
 
     @pytest.mark.parametrize(
         ("content", "changes", "message"),
@@ -465,6 +362,8 @@ class TestRejected:
             (torch.zeros(5, 5), {}, "no tensor that is plainly the masks"),
             ({"a": bits_of(3), "b": bits_of(3)}, {}, r"plainly the masks \(a \[3, 5, 5\], b \[3, 5, 5\]\).*key="),
             ({"a": bits_of(3)}, {"key": "b"}, "has no tensor 'b'; key can be one of a"),
+            (dict.fromkeys(range(1, 4), bits_of(3)), {}, "name it with key=NAME, or stack the masks of all layers"),
+            (dict.fromkeys((0, 2), bits_of(3)), {}, "name it with key=NAME"),
             (torch.zeros(1, 1, 1, 1, 5, 5), {}, "expected .heads, rows, columns"),
             ({"a": "text"}, {}, "has no tensors in it"),
             (bits_of(2, 2, 3), {}, "2 step groups; say which steps"),
@@ -477,7 +376,6 @@ class TestRejected:
             (bits_of(3), {"orders": "hwt", "thw": None, "tokens": 40}, "need thw"),
             ({"mask": bits_of(3), "permute": torch.tensor([0, 1, 6])}, {}, "must be 0 to 5 .*, found 6"),
             ({"mask": bits_of(3), "permute": torch.tensor([0, 1])}, {}, r"of shape \[2\] do not fit"),
-            (bits_of(3), {"skip_empty": True}, "needs a permute plan with a tensor 'empty'"),
             (bits_of(3), {"thw": (2, 5, 5)}, "masks have 5×5 blocks; 50 tokens"),
             (bits_of(3), {"block_q": 0}, "block_q=0"),
             (bits_of(3), {"tokens": 10**15, "thw": None}, "1000000000000000 tokens"),

@@ -8,18 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from rich.cells import cell_len
 
 import dbsp_cli
 import dbsp_core
 from dbsp_cli.commands.doctor import Importable
 from dbsp_cli.output import TextTable, as_text
 from dbsp_core import BlockGrid, BlockMask, save_mask
-from dbsp_core.reports.observer import RunObserver
-from dbsp_diffusers import report_hook
 from tests.support.repository import child_environment
 
 GRID = BlockGrid(tokens=64, text_tokens=0, block_q=16, block_k=16)
@@ -56,16 +52,6 @@ def test_a_later_interrupt_is_one_line_and_a_fault_of_our_own_is_a_traceback(dbs
     monkeypatch.setattr("dbsp_cli.commands.doctor.run_checks", lambda: ends_with(IndexError("a fault")))
     with pytest.raises(IndexError, match="a fault"):
         dbsp("doctor")
-
-
-@pytest.mark.parametrize(("error", "ours"), [(IndexError("a fault"), True), (OSError("the disk is full"), False)])
-def test_an_error_in_making_a_report_does_not_end_what_has_succeeded(monkeypatch, capfd, error, ours):
-    monkeypatch.setattr(report_hook, "make_report", lambda *_: (_ for _ in ()).throw(error))
-    session = SimpleNamespace(observers=(RunObserver("there"),), layers=1, records={})
-    report_hook.report_or_say_why_not([session], "m", "para")
-    *before, last = capfd.readouterr().err.splitlines()
-    assert last == f"dbsp: no report in there: {error}"
-    assert ("Traceback (most recent call last):" in before) is ours
 
 
 HELD = """
@@ -160,18 +146,6 @@ def test_standard_streams_take_all_text_and_may_be_closed(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
     child = "import os; os.fstat(1); os.write(1, b'said'); print('said')"
     assert start("masks", "record", tmp_path / "r", "--", sys.executable, "-c", child, closed=(1,)).returncode == 0
-
-
-def test_tables_are_as_wide_as_the_terminal_and_cut_nothing():
-    rows = [("数字 [red]words[/red]", "1.0"), ("b", "12345.6")]
-    table = TextTable("a title", ("what", "ms"), rows, "a caption", left=("what",))
-    title, _, _, first, second, caption = as_text(table).splitlines()
-    assert (title, caption) == ("a title", "a caption")
-    assert (first.split(), second.split()) == (" ".join(rows[0]).split(), list(rows[1]))
-    assert cell_len(first) == cell_len(second), "numbers are aligned"
-    narrow = as_text(table, 20).splitlines()[1:-1]
-    assert max(map(cell_len, narrow)) <= 20
-    assert all(part in "".join("".join(narrow).split()) for part in ("数字", "12345.6"))
 
 
 ESCAPES = "\x1b]0;title\x07\x1b[31m"

@@ -73,12 +73,6 @@ def test_videos_that_cannot_be_compared_are_one_line(tmp_path, other, message):
     assert "\n" not in str(raised.value)
 
 
-def test_frames_smaller_than_the_window_are_one_line(tmp_path):
-    save_frames(tmp_path / "a", size=(8, 20))
-    with pytest.raises(UserError, match="frames of 20×8 are smaller than the window"):
-        compare_videos(tmp_path / "a", tmp_path / "a")
-
-
 def test_latents_are_compared_by_their_range(tmp_path):
     latents = torch.tensor([[-1.0, 0.0, 3.0]])
     for name, tensor in (("a", latents), ("b", latents + 0.4), ("c", latents[:, :2])):

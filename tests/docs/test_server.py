@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import sys
 import time
@@ -17,10 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from diffusers import WanPipeline
 
-import dbsp_diffusers
 from dbsp_cli.tiny_models import make_tiny
 from tests.support.ports import free_port
 from tests.support.programs import Program
@@ -78,9 +74,6 @@ class Client:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         self.program = Program(command, cwd=folder, env=environment, start_new_session=True)
 
-    def errors(self) -> str:
-        return "\n".join(log.read_text() for log in self.folder.rglob("stderr.log"))
-
     def get(self, path: str, body: object = None) -> tuple[int, Any]:
         """Returns status and answer of one request. Raises OSError if the server ends meanwhile."""
         data = None if body is None else json.dumps(body).encode()
@@ -94,18 +87,19 @@ class Client:
         """Returns once the server answers."""
         until = time.monotonic() + PATIENCE_S
         while self.program.poll() is None and time.monotonic() < until:
-            try:
+            with suppress(OSError):
                 assert self.get("health")[0] == 200
-            except OSError:
-                time.sleep(0.2)
-            else:
                 return
-        raise AssertionError(self.errors()[-3000:])
+            time.sleep(0.2)
+        raise AssertionError("\n".join(log.read_text()[-3000:] for log in self.folder.rglob("stderr.log")))
 
     def video(self, request: dict[str, Any]) -> np.ndarray:
         status, answer = self.get("generate", request)
-        assert status == 200, (answer, self.errors()[-3000:])
+        assert status == 200, answer
         return np.load(f"{answer['video']}.npy")
+
+    def attempts(self) -> set[str]:
+        return {path.name for path in self.folder.rglob("attempt_*")}
 
 
 @pytest.fixture
@@ -124,36 +118,21 @@ def client(tmp_path) -> Iterator[Client]:
         client.program.wait()
 
 
-def of_one_process(client: Client, request: dict[str, Any]) -> np.ndarray:
-    example = runpy.run_path(str(EXAMPLE))
-    pipe = WanPipeline.from_pretrained(client.folder / "tiny", torch_dtype=torch.float32)
-    dbsp_diffusers.enable(pipe, example["MASK"])
-    return pipe(**example["prepare"](pipe, request)).frames[0]
-
-
 def test_requests_follow_one_another_and_those_that_failed_on_one_rank(client):
-    expected = {request["prompt"]: of_one_process(client, request) for request in (BALL, SMALL)}
-
-    def assert_exact() -> None:
-        for request in (BALL, SMALL):
-            assert np.abs(client.video(request) - expected[request["prompt"]]).max() < 1e-4
-
-    assert_exact()
-    for fault in ("fails before the call", "fails in decoding"):
-        failed = client.get("generate", BALL | {"prompt": fault})
-        assert failed == (500, {"error": "RuntimeError: out of memory"})
-        assert_exact()
-    for wrong, said in (
-        ({"height": 50}, "divisible by 16"),
-        ({"frames": 5}, "unknown frames"),
-        ({"seed": "x"}, "ValueError"),
+    expected = client.video(SMALL)
+    assert client.video(BALL).shape[0] == BALL["num_frames"]
+    for request, status, said in (
+        (BALL | {"prompt": "fails before the call"}, 500, "RuntimeError: out of memory"),
+        (BALL | {"prompt": "fails in decoding"}, 500, "RuntimeError: out of memory"),
+        (BALL | {"height": 50}, 500, "divisible by 16"),
+        (BALL | {"frames": 5}, 500, "unknown frames"),
+        ("no object", 400, "not a JSON object"),
     ):
-        status, answer = client.get("generate", BALL | wrong)
-        assert status == 500
+        found, answer = client.get("generate", request)
+        assert found == status
         assert said in answer["error"]
-    assert client.get("generate", "no object")[0] == 400
-    assert_exact()
-    assert "attempt_1" not in {path.name for path in client.folder.rglob("attempt_*")}, "nothing was started again"
+        assert np.abs(client.video(SMALL) - expected).max() < 1e-4
+    assert "attempt_1" not in client.attempts(), "nothing was started again"
 
 
 @pytest.mark.long
@@ -163,5 +142,5 @@ def test_rank_that_leaves_a_call_or_hangs_is_ended_by_the_time_limit_and_all_sta
     with pytest.raises(OSError, match=r"closed|reset|refused"):
         client.get("generate", BALL | {"prompt": fault})
     client.wait()
-    assert "attempt_1" in {path.name for path in client.folder.rglob("attempt_*")}
+    assert "attempt_1" in client.attempts()
     assert np.abs(client.video(BALL) - expected).max() < 1e-4

@@ -9,19 +9,16 @@ from dataclasses import replace
 import imageio_ffmpeg
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from rich.progress import Progress
 
 from scripts.training.trained_model.demo import Settings, run_demo
-from scripts.training.trained_model.side_by_side import SHOWN, save_side_by_side
 from tests.support.programs import children_forked
 
 REPORT_KEYS = {
     *("format", "model", "framework", "world_size", "strategy", "planner", "max_abs_diff", "seconds"),
     *("environment", "calls", "ranks", "totals"),
 }
-COLOURS = {"red": (255, 0, 0), "blue": (0, 0, 255)}
 
 
 @pytest.mark.long
@@ -71,14 +68,3 @@ def test_above_the_tolerance_it_fails_and_leaves_no_video(tmp_path):
         run_demo(tmp_path, 2, progress, strict)
     assert {path.name for path in tmp_path.iterdir()} == {"xdit.log"}
     assert float(re.match(message, str(raised.value)).group(1)) <= 1e-4 < Settings.for_gpus().tolerance
-
-
-def test_side_by_side_shows_each_video_in_a_row_of_its_own(tmp_path):
-    red, blue = torch.zeros(2, 9, 36, 60, 3)
-    red[..., 0] = blue[..., 2] = 1
-    save_side_by_side(tmp_path / "frames.png", {"above": red, "below": blue}, "a caption")
-    image = torch.from_numpy(np.array(Image.open(tmp_path / "frames.png").convert("RGB")))
-    rows = {name: (image == torch.tensor(colour)).all(-1).any(1).nonzero() for name, colour in COLOURS.items()}
-    assert rows["red"].max() < rows["blue"].min()
-    width = (image == torch.tensor(COLOURS["red"])).all(-1).sum(1).max()
-    assert int(width) == pytest.approx(SHOWN * 60 / 36 * len(rows["red"]), rel=0.05), "that many frames, side by side"

@@ -20,7 +20,6 @@ from dbsp_core.sources import SOURCES
 from scripts.checks.gpu import publish, ranks, suite
 from scripts.checks.gpu.results import RESULTS, Key, Outcome, Results, Row, read_results
 from scripts.checks.gpu.sessions import every_mask
-from scripts.checks.gpu.setting import Setting
 from scripts.checks.gpu.suite import PARTS, Part
 from tests.docs import results as pages
 from tests.gpu_node.runtime import why_unavailable
@@ -98,27 +97,9 @@ def test_every_part_is_right_on_the_cpu(run, tmp_path):
     check_whole_run(done, tmp_path / "out", {"ranks", "safety", "constants"})
 
 
-@pytest.mark.long
-def test_constants_are_measured_by_the_command(tmp_path, monkeypatch):
-    assert run_here(monkeypatch, "--dry-run", "--parts", "constants", "--out", tmp_path) == 0
-    _, outcomes = read_results(tmp_path / RESULTS)
-    (outcome,) = outcomes.values()
-    found = {row.what for row in outcome.rows}
-    assert {"flops_per_s", "merge_bytes_per_s"} <= found
-    assert "cpu 128x64 flops_per_s" not in found, "the launch is apart in the constants that are fitted to it"
-
-
 def test_every_mask_source_is_checked(tmp_path):
     checked = {mask["source"] for mask in every_mask(tmp_path).values()}
     assert set(SOURCES) - checked <= {"record_qk"}, "it computes no mask"
-
-
-def test_shapes_are_those_with_wide_heads_largest_first():
-    shapes = Setting().other_shapes
-    assert min(shape.head_dim for shape in shapes) >= 64
-    shipped = [shape.head_dim for shape in shapes[: -len(shapes) // 2]]
-    assert shipped == sorted(shipped, reverse=True)
-    assert not set(shapes) & set(Setting().main)
 
 
 def run_here(monkeypatch, *arguments: str | Path) -> int:
@@ -205,41 +186,6 @@ def test_timed_cases_run_alone():
     suite.run_cases(cases, [Watcher() for _ in range(3)], empty, time.monotonic() + 60)
     assert most["alone"] == 1
     assert most["many"] > 1
-
-
-def test_a_worker_that_cannot_start_is_reported(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "PARTS", (Part("no_part", "is missing", "tests.scripts.no_part:cases"),))
-    assert run_here(monkeypatch, "--dry-run", "--out", tmp_path) == 1
-    assert "a worker could not start" in capsys.readouterr().err
-    assert "ModuleNotFoundError" in (tmp_path / suite.LOGS).read_text()
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "LANES", 1)
-    monkeypatch.setattr(suite, "PARTS", (FAULTY,))
-    assert run_here(monkeypatch, "--out", tmp_path) == 2
-    assert "--dry-run" in capsys.readouterr().err
-
-
-def test_unknown_part_is_rejected(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        run_here(monkeypatch, "--parts", "rates,speed")
-    assert "unknown parts: speed" in capsys.readouterr().err
-
-
-def test_long_reports_keep_failures_and_goals(capsys, tmp_path):
-    machine = {"devices": ["a GPU"], "how": "GPU", "sources": "s", "commit": "c"}
-    results = Results(tmp_path, machine)
-    for number in range(300):
-        rows = [Row("measured", 1.0), Row("a rate", 1.0, goal="≥ 2"), Row("error", 2.0, limit=1.0)]
-        results.outcomes[Key("a", f"case {number}")] = Outcome("ended", "s", rows=rows)
-    assert suite.report(results, list(results.outcomes)) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= suite.MOST_LINES
-    assert sum("a rate" in line for line in lines) > 20
-    assert sum("error: 2, not ≤ 1" in line for line in lines) > 20
-    assert sum("measured 1" in line for line in lines) > 20
 
 
 def test_waits_that_cuda_warns_of_are_counted_by_line(monkeypatch):
@@ -344,8 +290,3 @@ def test_what_was_not_measured_is_not_published(repository, tmp_path, capsys, ma
     assert publish.publish(invented(tmp_path, **machine)) == 2
     assert said in capsys.readouterr().err
     assert (repository / "README.md").read_text() == before
-
-
-def test_every_marked_place_has_a_text():
-    marked = Counter(name for page in publish.PAGES for name in publish.MARKED.findall((ROOT / page).read_text()))
-    assert marked == {"status": 1, "seconds": 1, "kernels": 1}

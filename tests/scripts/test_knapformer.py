@@ -10,7 +10,7 @@ import pytest
 from dbsp_core.planning.bags import BagTopology
 from scripts.reproduce.knapformer import throughput
 from scripts.reproduce.knapformer.drawing import DrawnSequences
-from scripts.reproduce.knapformer.shared import MIXED, TABLE_1, WORLD, chunks, drawn
+from scripts.reproduce.knapformer.shared import TABLE_1, WORLD, chunks, drawn
 from scripts.reproduce.knapformer.throughput import FITTED, LOW, PIECE_S, load_of, rebuild
 
 WIDTH, LAYERS = 3072, 57
@@ -72,10 +72,3 @@ def test_chunks_of_a_sequence_are_even_and_so_are_ranks():
     assert (runs.length <= -(-tokens[runs.sequence] // ranks[runs.sequence])).all()
     for here, size in zip(topology.first_rank, topology.ranks, strict=True):
         assert np.ptp(runs.by_rank(16)[here : here + size]) <= 1
-
-
-def test_mixed_resolutions_gain_from_bags_and_low_ones_do_not(rows):
-    """Has the paper's finding, by its own balancer."""
-    of = {(row.stream, row.bags): row.fbl_s for row in rows if row.role != "ours"}
-    assert min(TABLE_1[LOW], key=lambda bags: of[LOW, bags]) == "g1n32"
-    assert of[MIXED, "g8n4"] < 0.6 * of[MIXED, "none"]

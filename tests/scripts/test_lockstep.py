@@ -74,16 +74,6 @@ def test_plans_are_of_whole_heads_and_blocks_and_their_work_is_eq_1s(planner, st
     assert (plan.evaluate(mask).work == plan.work).all()
 
 
-def test_two_ranks_by_hand():
-    compute = np.array([[5.0, 1.0], [1.0, 5.0], [2.0, 3.0]])
-    times = ring_times(compute, [0.0, 0.0], Strategy(1, 2), 1.0)
-    assert times.attention_s == 9.0, (
-        "the second begins with what it got at 0: at 1, 6, done at 9; the first at 5, 6, 8"
-    )
-    assert times.steps == ((1.0, 0.0), (5.0, 0.0), (3.0, 0.0))
-    assert times.compute_s == 9.0
-
-
 @pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
 def test_overlap_lies_between_the_longer_and_the_sum(overlap):
     compute = np.array([[5.0], [2.0], [6.0]]).repeat(3, axis=1)

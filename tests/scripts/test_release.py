@@ -15,7 +15,6 @@ from dbsp_kernels.errors import REPOSITORY
 from scripts.release_files import absolute_links, require_releasable
 from tests.support.programs import run
 from tests.support.repository import ROOT, child_environment, git
-from tests.support.texts import PAGES
 
 
 @pytest.fixture
@@ -47,14 +46,6 @@ def test_links_of_the_front_page_lead_to_the_repository():
         f"[a]({REPOSITORY}/blob/v1/docs/x.md#y) ![p]({raw}/v1/docs/p.png) [b](https://e.org) [c](#here) "
         f"[![q](q.png)]({REPOSITORY}/blob/v1/LICENSE)"
     )
-
-
-def test_version_is_where_people_look():
-    assert re.search(rf"^version: {re.escape(__version__)}$", (ROOT / "CITATION.cff").read_text(), re.M)
-    assert re.search(rf"^## {re.escape(__version__)}$", (ROOT / "CHANGES.md").read_text(), re.M)
-    assert f'"{REPOSITORY}"' in (ROOT / "pyproject.toml").read_text()
-    assert REPOSITORY in (ROOT / "CITATION.cff").read_text()
-    assert ROOT / "CONTRIBUTING.md" in PAGES
 
 
 @pytest.mark.long

@@ -10,14 +10,11 @@ import json
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from typing import Any
 
 from scripts.checks.machine_code.reading import MULTIPROCESSORS
 from scripts.checks.machine_code.tritons import environment_of
-from scripts.checks.machine_code.variants import DTYPES, KERNELS, Variant, failed, reported, shipped
+from scripts.checks.machine_code.variants import DTYPES, KERNELS, reported, shipped
 
 
 def main() -> int:
@@ -47,29 +44,12 @@ def main() -> int:
         and (args.case is None or variant.case in args.case)
     ]
     any_failed = False
-    for record in _records(variants, args.jobs):
-        any_failed |= "failed" in record
-        print(json.dumps(record), flush=True)
+    with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(reported, variant) for variant in variants]):
+            record = future.result()
+            any_failed |= "failed" in record
+            print(json.dumps(record), flush=True)
     return int(any_failed)
-
-
-def _records(variants: Sequence[Variant], jobs: int) -> Iterator[dict[str, Any]]:
-    """Yields each record as soon as it is known. A compiler that ends its process costs only its own variant."""
-    spawn = multiprocessing.get_context("spawn")
-    broken = []
-    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        variant_of = {pool.submit(reported, variant): variant for variant in variants}
-        for future in as_completed(variant_of):
-            try:
-                yield future.result()
-            except BrokenProcessPool:  # one of those that were at work, and all that were not begun
-                broken.append(variant_of[future])
-    for variant in broken:
-        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            try:
-                yield pool.submit(reported, variant).result()
-            except BrokenProcessPool as error:
-                yield failed(variant, error)
 
 
 if __name__ == "__main__":

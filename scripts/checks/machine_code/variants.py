@@ -95,7 +95,8 @@ def reported(variant: Variant) -> dict[str, Any]:
     try:
         return examined(variant)
     except Exception as error:  # for any compilers or the reading raise: the other variants don't depend on it
-        return failed(variant, error)
+        said = " ".join(str(error).split())
+        return _named(variant) | {"remark": f"failed: {type(error).__name__}: {said}", "failed": True}
 
 
 def examined(variant: Variant) -> dict[str, Any]:
@@ -106,12 +107,6 @@ def examined(variant: Variant) -> dict[str, Any]:
         raise ValueError(f"the launch compiled {len(compiled)} kernels {kernel.function}, and not one")
     found = findings(compiled[0], variant.arch)
     return _named(variant) | found | {"remark": "no tensor cores" if found["products"] is None else ""}
-
-
-def failed(variant: Variant, error: BaseException) -> dict[str, Any]:
-    """Returns the record of a variant that could not be compiled or read."""
-    said = " ".join(str(error).split())
-    return _named(variant) | {"remark": f"failed: {type(error).__name__}: {said}", "failed": True}
 
 
 def _named(variant: Variant) -> dict[str, Any]:

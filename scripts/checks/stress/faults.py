@@ -23,7 +23,7 @@ from typing import Any
 from dbsp_core import Strategy
 from scripts.checks.stress import programs
 from scripts.checks.stress.part import Outcome, Part, in_one_line
-from scripts.checks.stress.phases import DIVERGENCES, HARMLESS, PHASES, Divergence, Phase
+from scripts.checks.stress.phases import DIVERGENCES, HARMLESS, PHASES
 from scripts.checks.stress.programs import Values
 
 WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
@@ -94,12 +94,18 @@ class Faults(Part):
         world = draw.choice(WORLDS)
         if draw.random() < DIVERGE:
             odd = draw.randrange(world) if world > 2 else 1  # of two ranks, the first is taken to be right
-            return diverging(draw.choice(DIVERGENCES), draw.random() < 0.5, world, odd)
+            divergence, debug = draw.choice(DIVERGENCES), draw.random() < 0.5
+            other = {"strategy": f"U{world}R1", "debug": not debug}
+            differs = {name: other[name] if value == "other" else value for name, value in divergence.odd.items()}
+            values = Values(f"U1R{world}", settings=divergence.settings, debug=debug)
+            quiet = divergence.quiet and not debug
+            return RankFault(divergence.program, values, world, odd, differs=differs, named=not quiet, quiet=quiet)
         name = draw.choice(list(PHASES))
         phase, act = PHASES[name], "raise" if name in HARMLESS else draw.choice(ACTS)
         strategy = f"U1R{world}" if phase.program == "attention" else str(draw.choice(Strategy.all_for(world)))
         odd = 0 if name == "report: writing" else draw.randrange(world)
-        return failing(phase, act, strategy, odd, draw.randint(1, phase.calls), name in HARMLESS)
+        values, nth = Values(strategy, **phase.values), draw.randint(1, phase.calls)
+        return RankFault(phase.program, values, world, odd, act, phase.target, nth, harmless=name in HARMLESS)
 
     def outcome(self, case: RankFault) -> Outcome:
         start = time.monotonic()
@@ -107,22 +113,6 @@ class Faults(Part):
             ends = run_ranks(case, Path(folder))
         seconds = round(time.monotonic() - start, 1)
         return Outcome(failure_of(case, ends), {"seconds until all had ended": seconds})
-
-
-def failing(phase: Phase, act: str, strategy: str, odd: int, nth: int, harmless: bool = False) -> RankFault:
-    """Returns the case of an act in one call of a phase's function."""
-    values = Values(strategy, **phase.values)
-    world = Strategy.parse(strategy).world
-    return RankFault(phase.program, values, world, odd, act, phase.target, nth, harmless)
-
-
-def diverging(divergence: Divergence, debug: bool, world: int, odd: int) -> RankFault:
-    """Returns the case of something that differs on one rank."""
-    other = {"strategy": f"U{world}R1", "debug": not debug}
-    differs = {name: other[name] if value == "other" else value for name, value in divergence.odd.items()}
-    values = Values(f"U1R{world}", settings=divergence.settings, debug=debug)
-    quiet = divergence.quiet and not debug
-    return RankFault(divergence.program, values, world, odd, differs=differs, named=not quiet, quiet=quiet)
 
 
 def run_ranks(case: RankFault, folder: Path) -> list[RankEnd | None]:

@@ -95,9 +95,6 @@ class Divergence:
     quiet: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return f"{self.program}: {self.odd}"
-
 
 _INPUTS: dict[str, Any] = {"scale": 0.5, "batch": 2, "dtype": torch.float64, "extra": 1}
 _SETTINGS: tuple[dict[str, Any], ...] = (
@@ -131,18 +128,16 @@ _QUIET: dict[str, dict[str, Any]] = {
     "session": {"cfg_branch": 1},
 }
 
-
-def _all_divergences() -> tuple[Divergence, ...]:
-    divergences = [
+DIVERGENCES = (
+    *(
         Divergence(program, {name: value}, quiet, {"mask": SPARGE} if program == "session" else {})
         for quiet, table in ((False, _NAMED), (True, _QUIET))
         for program, values in table.items()
         for name, value in values.items()
-    ]
-    for setting in _SETTINGS:
-        divergences.append(Divergence("session", {"settings": {"mask": SPARGE, **setting}}, settings={"mask": SPARGE}))
-    divergences.append(Divergence("session", {"finite": False}, quiet=True, settings={"mask": WINDOW}))
-    return tuple(divergences)
-
-
-DIVERGENCES = _all_divergences()
+    ),
+    *(
+        Divergence("session", {"settings": {"mask": SPARGE, **setting}}, settings={"mask": SPARGE})
+        for setting in _SETTINGS
+    ),
+    Divergence("session", {"finite": False}, quiet=True, settings={"mask": WINDOW}),
+)

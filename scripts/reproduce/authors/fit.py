@@ -62,8 +62,9 @@ class Fit:
         return end_to_end_s(bar, self.machines[bar.machine], self.unknowns) / bar.end_to_end_s - 1
 
 
-def profile_rates(model_tokens: int = 75600, width: int = 5120) -> dict[str, float]:
+def profile_rates() -> dict[str, float]:
     """What Eq. 4's profile says of an A800: all-to-all and dense attention, bytes and FLOP per second."""
+    model_tokens, width = 75600, 5120  # Wan2.1-14B
     tensor = model_tokens * width * 2 / 8
     exchanged = [4 * tensor * (x - 1) / x / (ms / 1e3) for x, ms in PROFILE["all_to_all_ms"].items()]
     flops = 4 * model_tokens**2 * width / 8 / (PROFILE["dense_ms"] / 1e3)
@@ -86,22 +87,21 @@ def fit_layers(known: Constants) -> tuple[float, float, float]:
     return float(launch_s), float(blocks_s), float(growth_s)
 
 
-NAMES = (
-    "linear a800",
-    "linear h800",
-    "serial",
-    "rate a800",
-    "rate h800",
-    "score",
-    "tile",
-    PARO,
-    DBSP,
-    SPARGE,
-    WAN,
-    COGVIDEOX,
-)
-"""The parameters of `fit_bars`: TFLOP/s, seconds, FLOP, a factor, ns of a token and head, and densities."""
-START = (140.0, 300.0, 5.0, 500.0, 1000.0, 300.0, 1.4, 2.0, 1.0, 2.0, 0.8, 0.5)
+START = {
+    "linear a800": 140.0,
+    "linear h800": 300.0,
+    "serial": 5.0,
+    "rate a800": 500.0,
+    "rate h800": 1000.0,
+    "score": 300.0,
+    "tile": 1.4,
+    PARO: 2.0,
+    DBSP: 1.0,
+    SPARGE: 2.0,
+    WAN: 0.8,
+    COGVIDEOX: 0.5,
+}
+"""Where `fit_bars` begins: TFLOP/s and seconds; FLOP, a factor, ns of a token and head, and densities."""
 
 
 def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar], score_flops: float | None = None) -> Fit:
@@ -112,7 +112,7 @@ def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar], score_flop
     """
 
     def unpack(x: np.ndarray) -> Fit:
-        value = dict(zip(NAMES, x.tolist(), strict=True))
+        value = dict(zip(START, x.tolist(), strict=True))
         score = score_flops or value["score"]
         machines = {}
         for name in MACHINES:
@@ -137,7 +137,7 @@ def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar], score_flop
         ]
         return [fit.error(bar) for bar in fitted_bars] + rest_s
 
-    start = np.array(START)
+    start = np.array([*START.values()])
     return unpack(least_squares(errors, start, bounds=(start / 100, start * 100), x_scale=start).x)
 
 

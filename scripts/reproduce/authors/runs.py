@@ -53,10 +53,6 @@ def as_run(name: str) -> ModelSpec:
     return run
 
 
-def _without_rates(model: str, strategy: Strategy, known: Constants) -> RingPrediction:
-    return _without_blocks(model, strategy, replace(known, **_RATES))
-
-
 @functools.cache
 def _without_blocks(model: str, strategy: Strategy, known: Constants) -> RingPrediction:
     spec = MODEL_SPECS[model]
@@ -79,7 +75,7 @@ def attention_s(model: str, strategy: Strategy, known: Constants, blocks: float)
 
     Ring sends are hidden: each takes less than half as long as the blocks that are computed meanwhile.
     """
-    rest = _without_rates(model, strategy, known)
+    rest = _without_blocks(model, strategy, replace(known, **_RATES))
     compute_s = rest.times.compute_s + blocks * dense_s(model, known, strategy.world)
     return rest.exchange_s + rest.pack_s + known.call_s + compute_s
 

@@ -28,11 +28,6 @@ def work_of(masks: Sequence[BlockMask]) -> SequenceWork:
     return SequenceWork(tuple(mask.grid for mask in masks), tuple(mask.counts.rows for mask in masks))
 
 
-def dense_sequences(grids: Sequence[BlockGrid], heads: int) -> SequenceWork:
-    """All blocks of every row."""
-    return SequenceWork(tuple(grids), tuple(np.full((heads, grid.nq), grid.nk, dtype=np.int64) for grid in grids))
-
-
 def moved_tokens(runs: TokenRuns, loader: np.ndarray, node_size: int) -> tuple[int, int]:
     """Numbers of tokens that another rank has loaded, and of those from another node; `loader` is by sequence."""
     source = loader[runs.sequence]

@@ -15,7 +15,6 @@ from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns, 
 from scripts.reproduce.knapformer.counted import (
     SequencePlanMetrics,
     balanced_owners,
-    dense_sequences,
     evaluate,
     gamma_corrected,
 )
@@ -95,13 +94,14 @@ def distribute(sequences: DrawnSequences, bags: str, balancer: str) -> tuple[Seq
     """A plan by Eq. 2, and int64[n], what each sequence costs by it."""
     tokens = sequences.tokens
     cost = pair_cost().picoseconds(tokens, tokens**2)
-    plan = plan_sequences(cost, tokens, sequences.loader, BagTopology.parse(TOPOLOGIES[bags], WORLD))
-    return _by(plan, tokens, balancer), cost
+    return planned(cost, sequences, bags, balancer), cost
 
 
-def _by(plan: SequencePlan, tokens: np.ndarray, balancer: str) -> SequencePlan:
-    """The plan, in KnapFormer's chunks for "knapsack"."""
-    return replace(plan, runs=chunks(tokens, plan.bag, plan.topology)) if balancer == "knapsack" else plan
+def planned(cost: np.ndarray, sequences: DrawnSequences, bags: str, balancer: str) -> SequencePlan:
+    """A plan, in KnapFormer's chunks for "knapsack". cost: int64[n], picoseconds of each sequence."""
+    tokens, topology = sequences.tokens, BagTopology.parse(TOPOLOGIES[bags], WORLD)
+    plan = plan_sequences(cost, tokens, sequences.loader, topology)
+    return replace(plan, runs=chunks(tokens, plan.bag, topology)) if balancer == "knapsack" else plan
 
 
 def chunks(tokens: np.ndarray, bag: np.ndarray, topology: BagTopology) -> TokenRuns:
@@ -144,7 +144,8 @@ def dense_work(sequences: DrawnSequences) -> SequenceWork:
         BlockGrid(tokens, own, BLOCK, BLOCK, tuple(size))
         for tokens, own, size in zip(sequences.tokens.tolist(), text, thw, strict=True)
     ]
-    return dense_sequences(grids, FLUX.heads)
+    rows = tuple(np.full((FLUX.heads, grid.nq), grid.nk, dtype=np.int64) for grid in grids)
+    return SequenceWork(tuple(grids), rows)
 
 
 def by_ranks(
@@ -154,7 +155,6 @@ def by_ranks(
     pair = gamma_corrected(WIDTH, GAMMA, FLOPS_PER_S, FLUX.heads)
     cost = SequenceCost(pair.token_s, pair.block_s * BLOCK**2)
     picoseconds = cost.picoseconds(work.tokens, work.blocks)
-    topology = BagTopology.parse(TOPOLOGIES[bags], WORLD)
-    plan = _by(plan_sequences(picoseconds, work.tokens, sequences.loader, topology), work.tokens, balancer)
+    plan = planned(picoseconds, sequences, bags, balancer)
     owners = whole_heads if balancer == "knapsack" else balanced_owners
     return plan, evaluate(plan, work, sequences.loader, cost, FLUX, owners)

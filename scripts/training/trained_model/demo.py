@@ -15,6 +15,7 @@ import tempfile
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import torch
@@ -69,9 +70,9 @@ class Settings:
         """In float32, which the GPU kernels support, with masks that rounding cannot change."""
         return cls(mask=FIXED, dtype="float32", tolerance=1e-3)
 
-    def config(self) -> dict[str, Any]:
+    def config(self, **more: Any) -> dict[str, Any]:
         """db-SP's settings, as a YAML file would have them."""
-        return {"mask": self.mask, "generate": {"dtype": self.dtype}}
+        return {"mask": self.mask, "generate": {"dtype": self.dtype}, **more}
 
 
 def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | None = None) -> RunReport:
@@ -89,10 +90,8 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         task = progress.add_task("making a tiny Wan2.1 checkpoint (trained weights)", total=1)
         silence_libraries()
         model = make_tiny("wan-trained", work / "tiny-wan-trained")
-        (work / "dbsp.yaml").write_text(
-            yaml.safe_dump({**settings.config(), "report": str(work / "report")}),
-            encoding="utf-8",
-        )
+        config = settings.config(report=str(work / "report"))
+        (work / "dbsp.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         progress.advance(task)
 
         task = progress.add_task(f"xdit --sp-backend dbsp on {ranks} ranks", total=settings.steps)
@@ -114,11 +113,10 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         if not difference <= settings.tolerance:
             allowed = f"{settings.tolerance:.0e}"
             raise RuntimeError(f"the latents differ from one process by {difference:.1e}, more than {allowed}")
-        _save_masks(work / "masks", out / "masks.safetensors")
-        videos = {
-            "dense attention": dense,
-            f"block-sparse, density {last_density(report):.2f}, {ranks} ranks": latents,
-        }
+        series = MaskSeries.read(work / "masks")  # of the pass with the caption
+        save_mask(out / "masks.safetensors", [series.get(series.steps[-1], layer) for layer in series.layers])
+        density = fmean(dict(zip(report.calls.layer, report.calls.density, strict=True)).values())  # the last calls'
+        videos = {"dense attention": dense, f"block-sparse, density {density:.2f}, {ranks} ranks": latents}
         vae = AutoencoderKLWan.from_pretrained(model / "vae", torch_dtype=torch.float32, local_files_only=True)
         frames = {title: decode_video(vae, video.float()) for title, video in videos.items()}
         save_side_by_side(out / "frames.png", frames, settings.prompt)
@@ -213,18 +211,6 @@ def single_process_latents(model: Path, settings: Settings, device: str, sparse:
     )
     latents: torch.Tensor = output.frames.cpu()
     return latents
-
-
-def _save_masks(recording: Path, path: Path) -> None:
-    """A mask file of the last step's masks, those of the pass with the caption."""
-    series = MaskSeries.read(recording)
-    save_mask(path, [series.get(series.steps[-1], layer) for layer in series.layers])
-
-
-def last_density(report: RunReport) -> float:
-    """Returns the mean density of the layers' last masks."""
-    last = dict(zip(report.calls.layer, report.calls.density, strict=True))
-    return sum(last.values()) / len(last)
 
 
 def main(

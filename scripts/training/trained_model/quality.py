@@ -6,9 +6,8 @@ All in one process: a parallel run computes the same attention (see the tests), 
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from scripts.training.trained_model.side_by_side import save_side_by_side
 from scripts.training.trained_model.small_model import (
     MEASURED_HERE,
     PROMPTS,
-    Video,
     generate,
     load_pipeline,
     psnr,
@@ -80,32 +78,17 @@ def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
         for source in options.sources:
             for setting in SETTINGS[source][:: options.every]:
                 sparse, watched = generate(pipeline, prompt, seed, options.steps, blocks(setting, options.block))
-                yield _row(source, setting, (prompt, seed), watched.density, sparse, dense, options.steps)
-
-
-def of_other_sources(file: Path, sources: list[str]) -> list[Row]:
-    """The rows of an earlier run's CSV whose sources are not measured again."""
-    if not file.is_file():
-        return []
-    kinds = {one.name: {"int": int, "float": float, "str": str}[str(one.type)] for one in fields(Row)}
-    with file.open(newline="", encoding="utf-8") as lines:
-        rows = [Row(**{name: kinds[name](value) for name, value in line.items()}) for line in csv.DictReader(lines)]
-    return [row for row in rows if row.source not in sources]
-
-
-def _row(
-    source: str, setting: dict[str, Any], job: tuple[str, int], density: float, sparse: Video, dense: Video, steps: int
-) -> Row:
-    return Row(
-        source,
-        _in_words(setting),
-        *job,
-        density,
-        psnr(sparse.frames, dense.frames),
-        ssim(sparse.frames, dense.frames),
-        relative_l1(sparse.latents, dense.latents),
-        steps,
-    )
+                yield Row(
+                    source=source,
+                    setting=_in_words(setting),
+                    prompt=prompt,
+                    seed=seed,
+                    density=watched.density,
+                    psnr=psnr(sparse.frames, dense.frames),
+                    ssim=ssim(sparse.frames, dense.frames),
+                    relative_l1=relative_l1(sparse.latents, dense.latents),
+                    steps=options.steps,
+                )
 
 
 def _in_words(setting: dict[str, Any]) -> str:
@@ -173,14 +156,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="denoising steps")
     parser.add_argument("--block", type=int, default=16, help="tokens to a side of a block")
     parser.add_argument("--every", type=int, default=1, help="take only each n-th setting of a source")
-    parser.add_argument("--sources", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="others' rows are kept")
+    parser.add_argument("--sources", nargs="+", choices=SETTINGS, default=list(SETTINGS), help="of masks")
     parser.add_argument("--frames", action="store_true", help="make the frames alone")
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder for the CSV and the PNGs")
     options = parser.parse_args()
     pipeline = load_pipeline()
     if not options.frames:
-        kept = of_other_sources(options.out / "quality.csv", options.sources)
-        QUALITY.publish([*kept, *measure(pipeline, options)], options.out)
+        QUALITY.publish(list(measure(pipeline, options)), options.out)
     save_frames(options.out / "quality-frames.png", pipeline, options)
 
 

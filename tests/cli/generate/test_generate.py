@@ -56,19 +56,10 @@ def check_video(folder: Path, latents: torch.Tensor, ranks: int) -> None:
     assert float((made - latents).abs().max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "start",
-    [
-        functools.partial(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
-        # an interpreter for the command, which is torchrun as well, and for each rank
-        pytest.param(functools.partial(subprocess.run, capture_output=True, text=True), marks=pytest.mark.long),
-    ],
-    ids=["forked", "really started"],
-)
-def test_from_yaml_to_mp4(tmp_path, expected, start):
+def test_from_yaml_to_mp4(tmp_path, expected):
     # CogVideoX's size has heads enough: 6 on 2 ranks. In Wan's, blocks of 32 leave ragged ends.
     line = command("tiny-cogvideox", tmp_path / "ball.mp4", "--nproc", 2, "--report", tmp_path / "report")
-    done = start(line)
+    done = run(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stderr
     check_video(tmp_path, expected("cogvideox"), 2)
     assert {path.name for path in tmp_path.iterdir()} == {"ball.mp4", "report"}

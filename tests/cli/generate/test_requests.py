@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -18,11 +16,10 @@ from dbsp_cli.generate.loras import Lora
 from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
-from dbsp_cli.tiny_models import make_tiny, trained_weights, unknown_words
+from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_writer import save_mask
-from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.table import TINY_MODELS
 from dbsp_core.sources import SpargeSource
 from dbsp_core.sources.spec import mask_values
@@ -39,11 +36,6 @@ def decided(folder: Path, info: RankInfo = RankInfo(), **given: object) -> Gener
 
 
 class TestPrompts:
-    def test_an_empty_prompt_is_a_prompt(self, tmp_path):
-        assert decided(tmp_path, prompt="").config.generate.prompt == ""
-        by_setting = decided(tmp_path, prompt=None, changes=(*SIZE, "generate.prompt=''"))
-        assert [output.prompt for output in by_setting.outputs] == [""]
-
     @pytest.mark.parametrize(("encoding", "end"), [("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-16-be", "\r")])
     def test_a_file_has_a_prompt_on_each_line_which_ends_as_systems_end_it(self, tmp_path, encoding, end):
         prompts = ["a red ball", "one\u2028prompt", "and\u0085another", "with\va tab\x0c\x1d", "ein Bär"]
@@ -52,28 +44,6 @@ class TestPrompts:
         (tmp_path / "p.txt").write_bytes(content)
         made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
         assert [output.prompt for output in made.outputs] == [prompt.strip() for prompt in prompts]
-
-    @pytest.mark.parametrize(
-        ("prompt", "unknown"),
-        [
-            ("a red ball bounces over a blue checkered floor", None),
-            ("a purple dog bounces, over a dog", "purple, dog, ,"),
-            ("A red ball", "A"),
-        ],
-    )
-    def test_words_that_a_model_cannot_know_are_named(self, tmp_path, prompt, unknown):
-        copy = tmp_path / "mine" / "tokenizer"
-        copy.mkdir(parents=True)
-        shutil.copy(trained_weights() / "tokenizer" / "tokenizer.json", copy)
-        expected = None
-        if unknown:
-            expected = f"this model has never seen these words of the prompt: {unknown}; use a, ball, behind, blue"
-        for folder in (trained_weights(), tmp_path / "mine"):
-            said = unknown_words(folder, prompt)
-            assert (said and said[: len(expected or "")]) == expected
-        assert unknown_words(tmp_path, prompt) is None
-        warnings = decided(tmp_path, config="tiny-wan-trained", prompt=prompt, videos=2, out="{seed}.mp4").warnings
-        assert len(warnings) == (unknown is not None)
 
 
 class TestSettings:
@@ -113,25 +83,8 @@ class TestTwoTransformers:
         self.asked(tmp_path, f"transformer_2.mask={tmp_path}/right.safetensors")
         with pytest.raises(UserError, match=r"^--set transformer_2.mask: mask file .*wrong.safetensors is for"):
             self.asked(tmp_path, f"transformer_2.mask={tmp_path}/wrong.safetensors")
-        with pytest.raises(UserError, match=r"^--set transformer_2.kernel: kernel '\w+' cannot be used here"):
-            self.asked(tmp_path, f"transformer_2.kernel={'cpu' if torch.cuda.is_available() else 'sparge'}")
         (said,) = self.asked(tmp_path, "transformer_2.dense_schedule.first_steps=9").warnings
         assert "makes all 1 steps dense" in said
-
-    def test_guidance_of_the_first_is_the_second_s_unless_that_has_its_own(self, tmp_path):
-        usual = GenerateSettings(guidance_scale=4.0, guidance_scale_2=3.0, **dict.fromkeys(("height", "width"), 64))
-        usual = replace(usual, num_frames=9)
-        scales = [
-            (filled.guidance_scale, filled.guidance_scale_2)
-            for filled in (GenerateSettings(**given).filled(usual) for given in GUIDANCE)
-        ]
-        assert scales == [(4.0, 3.0), (1.0, None), (1.0, 2.0), (4.0, 2.0)]
-        assert self.asked(tmp_path, "generate.guidance_scale_2=2").config.generate.guidance_scale_2 == 2
-        with pytest.raises(UserError, match=r"^--set generate.guidance_scale_2: .*guidance_scale_2=2.0 is for models"):
-            decided(tmp_path, changes=(*SIZE, "generate.guidance_scale_2=2"))
-
-
-GUIDANCE = ({}, {"guidance_scale": 1.0}, {"guidance_scale": 1.0, "guidance_scale_2": 2.0}, {"guidance_scale_2": 2.0})
 
 
 class TestVideos:
@@ -300,10 +253,6 @@ class TestPaths:
         with pytest.raises(UserError, match="is a file"):
             decided(tmp_path, RankInfo(rank=0, world=2), report=tmp_path / "file")
 
-    def test_nothing_is_made_by_looking(self, tmp_path):
-        decided(tmp_path, out=str(tmp_path / "a" / "ball.mp4"), report=tmp_path / "b" / "report")
-        assert list(tmp_path.iterdir()) == []
-
     def test_masks_are_not_recorded_over_the_video_a_file_or_older_ones(self, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
         for name, message in (
@@ -348,25 +297,6 @@ class TestUsersFolder:
         assert by_option.model == by_setting.model == str(folder / "wan")
         with pytest.raises(UserError, match=f"--model {folder}/won: neither a model that"):
             decided(folder, config=None, model="~/won")
-
-    def test_options_of_the_command_are_read_so(self, folder, dbsp, mistake):
-        asked = ("generate", "--config", "tiny-wan", "--prompt", "x", "--nproc", "1", "--dry-run")
-        sizes = [part for size in SIZE for part in ("--set", size)]
-        code, out, _ = dbsp(*asked, *sizes, "--out=~/v.mp4", "--report=~/r")
-        assert code == 0
-        assert f"# {folder}/v.mp4: seed 42, 'x'\n" in out
-        assert f"\nreport: {folder}/r\n" in out
-        for option in ("--report", "--image", "--video"):
-            said = f"{option}'?: path '' is empty; give the name of a file or folder, or leave it out"
-            assert re.search(said, mistake(*asked, *sizes, option, ""))
-
-
-@pytest.mark.parametrize(("gpu", "model", "said"), [(False, WAN, 1), (True, WAN, 0), (False, "tiny-wan", 0)])
-def test_a_published_model_on_a_cpu_is_warned_of(tmp_path, monkeypatch, gpu, model, said):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
-    warnings = decided(tmp_path, config="tiny-wan" if model == "tiny-wan" else None, model=model, changes=()).warnings
-    expected = f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out"
-    assert [line for line in warnings if "no GPU" in line] == [expected] * said
 
 
 def test_a_folder_in_a_file_is_relative_to_the_file(tmp_path, monkeypatch):
