@@ -115,15 +115,6 @@ def test_fault_is_found_by_the_comparison(pool, fault):
         assert not results["balanced"][2] <= 1e-2
 
 
-def test_every_row_has_an_owner_and_stays_in_its_ring_row_if_balanced():
-    plan = load_method().plan_balanced
-    source = np.arange(24) * 4 // 24
-    assert (plan(np.full((1, 24), 3), source, 1, 4) == source).all()
-    owner = plan(np.random.default_rng(0).integers(0, 9, (6, 24)), source, 2, 2)
-    assert set(owner.flat) == {0, 1, 2, 3}
-    assert (plan(np.zeros((6, 24), int), source, 2, 2) // 2 == source // 2).all()
-
-
 def test_whole_heads_are_kept_if_they_balance():
     work = np.repeat([[4], [2], [3], [3], [1], [5]], 10, axis=1)
     owner = load_method().plan_balanced(work, np.arange(10) * 2 // 10, 2, 1)

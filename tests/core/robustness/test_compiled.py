@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch._dynamo
 
 from dbsp_core import BlockMask, DualBalancedAttention, SequenceGroup, dual_balanced_attention, make_plan
-from dbsp_core.utils.process import not_compiled
 from tests.support.attention_cases import Case, Inputs
 from tests.support.oracle import largest_difference
 
 CASE = Case("U1R2", heads=2, tokens=120)
 
 
-def compiled(rank: int, world: int, what: str) -> tuple[float, list[int]]:
+def compiled(rank: int, world: int) -> tuple[float, list[int]]:
     """Returns how far a compiled function is from itself uncompiled, and the graphs after each of three calls."""
     given = Inputs.from_case(CASE, rank)
     q, k, v = given.local
-    function = FUNCTIONS[what](given.mask, given)
+    function = _with_the_library(given.mask, given)
     torch._dynamo.reset()
     graphs: list[int] = [0]
 
@@ -53,31 +51,8 @@ def _with_the_library(mask: BlockMask, given: Inputs) -> Function:
     return function
 
 
-def _with_nested_calls(mask: BlockMask, given: Inputs) -> Function:
-    """Returns a function that calls another one from within what is not compiled."""
-    compiling: list[bool] = []
-
-    def inner(q: torch.Tensor) -> torch.Tensor:
-        compiling.append(torch.compiler.is_compiling())
-        return q * 3
-
-    @not_compiled
-    def outer(q: torch.Tensor, *, times: int) -> torch.Tensor:
-        assert not any(compiling)
-        return inner(q) * times
-
-    return lambda q, k, v: outer(q * 2, times=4) + 1
-
-
-FUNCTIONS = {
-    "library": _with_the_library,
-    "nested": _with_nested_calls,
-}
-
-
-@pytest.mark.parametrize("what", FUNCTIONS)
-def test_compiled_function_equals_itself_uncompiled(pool, what):
-    for difference, graphs in pool(2).run(compiled, what):
+def test_compiled_function_equals_itself_uncompiled(pool):
+    for difference, graphs in pool(2).run(compiled):
         assert difference <= 1e-6
         assert graphs[0] >= 1, "what is around it is compiled"
         assert graphs[0] == graphs[1] == graphs[2], "and once"

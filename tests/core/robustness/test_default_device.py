@@ -38,8 +38,6 @@ SPARGE = {"source": "sparge", "cdf": 0.5}
 @pytest.mark.parametrize(
     ("settings", "debug"),
     [
-        ({"mask": {"source": "dense"}}, ""),
-        ({"mask": {"source": "svg"}}, ""),
         ({"mask": {"source": "synthetic"}}, ""),
         ({"mask": SPARGE, "dense_schedule": {"first_steps": 1}}, ""),
         ({"mask": SPARGE}, "1"),
