@@ -12,7 +12,7 @@ import torch
 
 from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, available, choose_kernel
 from dbsp_kernels.backends import fa4, flashinfer, sparge
-from dbsp_kernels.errors import UserError, install_command
+from dbsp_kernels.errors import UserError
 from dbsp_kernels.triton import launch
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error
 from tests.support.interpreter import interpreted
@@ -78,17 +78,9 @@ class TestWhatIsNotThere:
         [
             ("sparge", (12, 0), KernelRequirements(), r"compute capability 8.0, .*, 9.0; cuda has 12.0"),
             ("fa4", (9, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
-            ("fa4", (10, 0), KernelRequirements((128, 128), 128), r"blocks of 256×128, not 128×128"),
-            ("flashinfer", (10, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
             ("flashinfer", (12, 0), KernelRequirements((128, 128), 128), r"blocks of 64×64, not 128×128"),
             ("flashinfer", (12, 0), KernelRequirements((64, 64), 64), r"head dims 128, not 64"),
             ("flashinfer", (9, 0), KernelRequirements((64, 64), 128), r"10.0, 10.3, 12.0, 12.1; cuda has 9.0"),
-            (
-                "fa4",
-                (12, 0),
-                KernelRequirements((128, 128), 128),
-                r"compute capability 9.0, 10.0, 10.3; cuda has 12.0",
-            ),
         ],
     )
     @pytest.mark.usefixtures("installed")
@@ -148,19 +140,15 @@ class TestFlashInfer:
     def test_blocks_with_counts_and_lengths_equal_the_reference(self, monkeypatch, block, module, function):
         """Uses a stub with the function's documented layout, which leaves NaN in rows without blocks."""
 
-        def stub(
-            q, k, v, *, q2k_block_index, q2k_block_nums, block_sparse_num, block_sizes, softmax_scale, return_lse
-        ):
-            assert q.shape == (1, 9 * block, 1, 16)
-            assert k.shape == v.shape == (1, 6 * block, 1, 16)
+        def stub(q, k, v, *, q2k_block_index, q2k_block_nums, block_sizes, **options):
+            assert (q.shape, k.shape, v.shape) == ((1, 9 * block, 1, 16), *[(1, 6 * block, 1, 16)] * 2)
             assert (q2k_block_index.shape, q2k_block_nums.shape) == ((1, 1, 9, 6), (1, 1, 9))
             assert all(t.is_contiguous() for t in (q, k, v, q2k_block_index, q2k_block_nums, block_sizes))
-            assert (softmax_scale, return_lse, block_sparse_num) == (16**-0.5, True, 1)
+            assert options == {"softmax_scale": 16**-0.5, "return_lse": True, "block_sparse_num": 1}
             tables = q2k_block_index[0, 0], q2k_block_nums[0, 0], block_sizes
             blocks = [t.view(-1, block, 16) for t in (q, k, v)]
             out, lse = Packed(*blocks, *tables).attend("reference")
-            out[q2k_block_nums[0, 0] == 0] = torch.nan
-            lse[q2k_block_nums[0, 0] == 0] = torch.nan
+            out[tables[1] == 0] = lse[tables[1] == 0] = torch.nan
             past = torch.arange(block) >= block_sizes[:, None]
             assert (blocks[2][past] == 0).all()  # 0 times NaN would be NaN
             return out.view(q.shape), lse.view(1, 1, -1)
@@ -181,53 +169,27 @@ class TestFlashInfer:
         torch.testing.assert_close(lse, expected_lse.float())
         assert (out[p.kv_count == 0] == 0).all()
 
-    def test_nothing_to_attend_to_calls_nothing(self):
-        p = packed(rows=3, block_q=64, block_k=64)
-        out, lse = flashinfer.flashinfer_attention(inputs_of(replace(p, kv_index=p.kv_index[:, :0])))
-        assert (out == 0).all()
-        assert (lse == -torch.inf).all()
-
-    def test_incomplete_installation_is_unavailable(self, monkeypatch, tmp_path):
-        (tmp_path / "flashinfer").mkdir()
-        (tmp_path / "flashinfer/__init__.py").touch()
-        monkeypatch.syspath_prepend(tmp_path)
-        assert (
-            f"no block-sparse attention with counts; {install_command('flashinfer')}" in flashinfer.why_unavailable()
-        )
-        (tmp_path / "flashinfer/cute_dsl/sparse").mkdir(parents=True)
-        (tmp_path / "flashinfer/cute_dsl/sparse/bsa_attn_sm120.py").touch()
-        assert flashinfer.why_unavailable() is None
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        for capability, missing in (((12, 0), False), ((10, 0), True)):
-            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_, one=capability: one)
-            assert ("--no-deps quack-kernels" in str(flashinfer.why_unavailable())) == missing
-
 
 RING = KernelRequirements((64, 64), 128, lse=True, ragged_rows=True, tokens=1000)
 HEADS = KernelRequirements((128, 64), 128, tokens=1000)
 TRAINING = KernelRequirements((128, 128), 128, lse=True, ragged_rows=True, tokens=1000, backward=True)
 NARROW = KernelRequirements((64, 64), 8, lse=True, ragged_rows=True, tokens=1000)
-ODD_BLOCKS = KernelRequirements((32, 48), 64, lse=True, tokens=1000)
 
 SUPPORTED = [
     (None, torch.float32, RING, "cpu reference"),
     (None, torch.float64, TRAINING, "cpu reference"),
     ((8, 0), torch.float16, RING, "triton reference triton-int8"),
-    ((8, 0), torch.float32, RING, "triton reference triton-int8"),
     ((8, 0), torch.bfloat16, HEADS, "triton reference sparge triton-int8"),
     ((8, 0), torch.bfloat16, TRAINING, "triton reference"),
     ((9, 0), torch.bfloat16, RING, "triton reference triton-int8"),
     ((9, 0), torch.bfloat16, replace(RING, blocks=(128, 128)), "triton reference fa4 triton-int8"),
     ((9, 0), torch.bfloat16, HEADS, "triton reference triton-int8"),
     ((9, 0), torch.bfloat16, replace(HEADS, blocks=(64, 128)), "triton reference sparge triton-int8"),
-    ((9, 0), torch.bfloat16, TRAINING, "triton reference"),
     ((9, 0), torch.bfloat16, NARROW, "triton reference triton-int8"),
-    ((9, 0), torch.bfloat16, ODD_BLOCKS, "triton reference triton-int8"),
     ((10, 0), torch.bfloat16, replace(RING, blocks=(256, 128)), "triton reference fa4 triton-int8"),
     ((10, 0), torch.bfloat16, replace(RING, blocks=(128, 128)), "triton reference flashinfer triton-int8"),
     ((12, 0), torch.bfloat16, RING, "triton reference flashinfer triton-int8"),
     ((12, 0), torch.bfloat16, NARROW, "triton reference triton-int8"),
-    ((12, 0), torch.bfloat16, TRAINING, "triton reference"),
 ]
 """Compute capability (None: the CPU), dtype, what is asked for, and the kernels that support it, best first."""
 
@@ -255,15 +217,6 @@ def test_kernels_that_support_a_request_are_found_best_first(monkeypatch, capabi
 
 
 @pytest.mark.usefixtures("installed")
-def test_auto_on_cuda_without_triton_raises_and_names_the_package(monkeypatch):
-    missing = {"triton": None}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: missing.get(name, object()))
-    monkeypatch.setitem(KERNELS, "triton", replace(KERNELS["triton"], why_unavailable=launch.why_unavailable))
-    with pytest.raises(UserError, match=r"triton is not installed; run `pip install triton`"):
-        choose_kernel("auto", "cuda", torch.bfloat16)
-
-
-@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("version", [(3, 2), (3, 4)])
 def test_auto_on_cuda_with_an_old_triton_raises_and_names_the_torch(monkeypatch, version):
     """Triton 3.2 and 3.3, of torch 2.6 and 2.7, made the first attention raise ModuleNotFoundError."""
@@ -272,13 +225,7 @@ def test_auto_on_cuda_with_an_old_triton_raises_and_names_the_torch(monkeypatch,
         monkeypatch.setitem(KERNELS, name, replace(KERNELS[name], why_unavailable=why_unavailable))
     monkeypatch.setattr("importlib.metadata.version", lambda package: "4.0.0")
     said = rf"Triton 3.{version[1]} is older than 3.5; install torch 2.9 or newer"
-    for name in ("auto", "triton", "fa4"):
+    for name in ("auto", "triton", "fa4"):  # and never the reference
         with pytest.raises(UserError, match=said):
             choose_kernel(name, "cuda", torch.bfloat16)
-
-
-@pytest.mark.usefixtures("installed")
-def test_auto_on_cuda_never_takes_the_reference(monkeypatch):
-    with pytest.raises(UserError, match=r"finds no kernel for torch.float64 on cuda \(triton: .*\); use reference$"):
-        choose_kernel("auto", "cuda", torch.float64)
-    assert choose_kernel("reference", "cuda", torch.float64).name == "reference"
+    assert choose_kernel("reference", "cuda", torch.bfloat16).name == "reference"

@@ -123,21 +123,6 @@ def _settled() -> tuple[int, int]:
     return now
 
 
-def unequal_numbers_of_groups(rank: int, world: int) -> list[list[int]]:
-    """Gives a rank one more group, and destroys a group between the making of two auxiliary groups."""
-    own = dist.new_group([0], use_local_synchronization=True) if rank == 0 else None
-    group = dist.new_group(list(range(world)), timeout=timedelta(seconds=60))
-    passing = dist.new_group(list(range(world)))
-    ranks = SequenceGroup.from_group(group)
-    found = ranks.control().gather_integers([rank])
-    dist.destroy_process_group(passing)
-    found += ranks.auxiliary("another").gather_integers([rank])
-    dist.destroy_process_group(group)
-    if own is not None:
-        dist.destroy_process_group(own)
-    return found
-
-
 def outside(rank: int, world: int) -> str:
     """Returns the error of the last rank, which is in no group."""
     group = dist.new_group(list(range(world - 1)))
@@ -203,10 +188,6 @@ def test_group_of_each_job_leaves_no_group_or_descriptor(pool):
     for (groups, descriptors), *later in pool(2).run(jobs, 3):
         assert all(one[0] == groups for one in later), later
         assert max(one[1] for one in later) <= descriptors + 2, "gloo closes its own when it gets to it"
-
-
-def test_unequal_numbers_of_groups_are_supported(pool):
-    assert pool(2).run(unequal_numbers_of_groups) == [[[0], [1]] * 2] * 2
 
 
 def test_rank_outside_the_group_raises(pool):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
+from dbsp_core import Strategy
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.planning.planners import PLANNERS
@@ -19,7 +19,6 @@ from dbsp_core.sources import (
     SOURCES,
     CallableSource,
     DenseSource,
-    FileSource,
     MaskRequest,
     RadialSource,
     SpargeSource,
@@ -227,12 +226,6 @@ class TestMaskSpellings:
         assert second.mask == expected
         parts = DbspConfig(mask={"source": "union", "of": ["dense", mask]}).mask.of
         assert parts[1:] == parts_of(expected)
-
-    def test_mask_file_is_read_alone_and_under_mask(self, tmp_path):
-        file = tmp_path / "masks.safetensors"
-        save_mask(file, BlockMask(torch.ones(2, 2, 2, dtype=torch.bool), BlockGrid(100, 0, 50, 50)))
-        for path in (file, str(file)):
-            assert DbspConfig.load(path).mask == DbspConfig(mask=path).mask == FileSource(str(file))
 
     def test_yaml_and_set_accept_a_mask_in_words(self, tmp_path):
         path = tmp_path / "my.yaml"

@@ -16,7 +16,7 @@ from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
-from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource
+from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import Session
 from tests.support.generators import examples, random_bits
@@ -197,14 +197,3 @@ class TestRuns:
             expected = self.DRIFTING.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
             assert torch.equal(recording.mask(1, moment).bits, expected.bits)
         assert len(list(tmp_path.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's
-
-    @pytest.mark.usefixtures("debug")
-    def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, threads, tmp_path):
-        settings = {"mask": SpargeSource(16, 8, cdf=0.7, similarity=-1.0), "record": str(tmp_path)}
-        assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == MOMENTS
-        assert recording.recorded_layers == (0, 1)
-        masks = [recording.mask(layer, moment) for layer in range(2) for moment in MOMENTS]
-        assert all(mask.heads == 6 and 0 < mask.density <= 1 for mask in masks)
-        assert len({mask.fingerprint for mask in masks}) > 2

@@ -142,7 +142,6 @@ def assert_fails_identically(pool, message, function, *args):
         ({"strategy": "U1R3"}, (1,), "the strategy differs on rank(s) [1]"),
         ({"strategy": "U2R1"}, (1,), "rank(s) [1]: strategy U2R1 needs 2·1 = 2 GPUs"),
     ],
-    ids=str,
 )
 def test_arguments_that_do_not_fit(pool, options, culprits, message):
     assert_fails_identically(pool, message, call, options, culprits)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
-from dbsp_core.runtime import chunk_attention
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, Strategy, make_plan
 from dbsp_core.runtime.tables import build_tables, dense_spans_of, table_layout
 from dbsp_kernels import DensePart
 from tests.support.attention_cases import Case, Inputs, random_owners, with_tables
@@ -159,34 +156,3 @@ def test_dense_heads_apart_give_the_reference(threads, case):
         assert any(has_some), heads
         assert len(shapes) == sum(parts), "one call a part and chunk, for any batch"
         assert {shape[0] for shape in shapes} == {case.batch}
-
-
-@pytest.mark.parametrize("heads", [(0, 1), (0,)])
-@pytest.mark.parametrize("sequences", [1, 2])
-@pytest.mark.parametrize("later_chunks", [False, True])
-def test_dense_rows_of_the_first_chunk_are_written_in_the_dtype_of_the_result(heads, sequences, later_chunks):
-    """Nothing is to be merged with: neither in float32 nor from zeros."""
-    grids = [BlockGrid.uniform(tokens, 16) for tokens in (96, 48)[:sequences]]
-    every = BlockMask.packed([BlockMask.dense(2, grid) for grid in grids])
-    mask, tokens = with_dense_heads(every, heads), sum(grid.tokens for grid in grids)
-    full = [torch.randn(2, 2, tokens, 16).bfloat16() for _ in range(3)]
-    layout = SequenceLayout.named("contiguous", mask.grid, Strategy.parse("U1R1"))
-    attention = DualBalancedAttention.prepare(make_plan(mask, "U1R1"), mask, layout, SequenceGroup.from_group())
-    (table,) = build_tables(attention.prepared.table_layout, mask, dense_spans_of(mask, CUDA))
-    q, k, v = (t.unflatten(2, (-1, 16)).flatten(1, 2) for t in full)  # [B, H · nq, Bq, D]
-    dtype = torch.float32 if later_chunks else torch.bfloat16
-    kernel = attention.prepared.kernel_for(("cpu", torch.bfloat16, 16, False))
-    with dense_rows_on_the_cpu() as shapes, patch.object(chunk_attention, "merge_into") as merge:
-        out, lse = chunk_attention._attend(
-            None, q.flatten(0, 1), torch.stack((k, v)), table, 0.25, kernel, None, dtype, later_chunks, check=True
-        )
-    assert len(shapes) == sequences
-    assert not merge.called
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    assert out.is_contiguous()
-    assert lse.is_contiguous()
-    first = 0
-    for part in mask.parts:
-        here = slice(first, first := first + part.grid.tokens)
-        expected = dense_attention(*(t[:, :, here] for t in full), part, queries=torch.arange(part.grid.tokens))
-        assert largest_difference(out.view(2, 2, tokens, 16)[:, :, here], expected) <= 3e-2

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
@@ -203,11 +202,3 @@ def test_ranks_skip_only_if_all_agree():
         return [session.all_agree(answer) for answer in (True, rank == 0, False)]
 
     assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
-
-
-def test_second_transformer_uses_its_own_settings():
-    settings = {"mask": KNOWN, "transformer_2": {"mask": PREDICTED}}
-    sessions = [EngineSession(*ALONE, settings, transformer=name) for name in ("transformer", "transformer_2")]
-    assert [session.session.config.mask for session in sessions] == [
-        DbspConfig.load(mask).mask for mask in (KNOWN, PREDICTED)
-    ]

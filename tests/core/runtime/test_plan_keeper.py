@@ -207,15 +207,6 @@ class TestPredictedMasks:
         assert keeper.statistics.plans == sum(is_new for _, is_new in found)
         assert keeper.statistics.rho_sum == sum(use.counted.rho for use in replayed)
 
-    def test_statistics_are_of_rho_in_use_not_of_the_plans_made(self, keeper):
-        self.plans(keeper, [FIRST, ABOVE, ABOVE])
-        keeper.settle()
-        found = keeper.statistics
-        assert (found.calls, found.plans, found.counted) == (3, 2, 3)
-        assert found.rho_sum == 1.0 + 1.375 + 9 / 8
-        assert found.worst_rho == 1.375
-        assert keeper.last_used(0).rho == 9 / 8
-
     def test_call_with_other_heads_plans_at_once(self, keeper):
         """Switches guidance off between two calls, while counts of more heads are being copied."""
         self.plans(keeper, [FIRST, ABOVE])

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,12 +55,6 @@ class TestFile:
 
     def masks(self, count):
         return [BlockMask(random_bits(3, self.GRID, seed), self.GRID) for seed in range(count)]
-
-    def test_each_layer_gets_its_own_mask(self, path):
-        masks = self.masks(2)
-        save_mask(path, masks)
-        for layer, mask in enumerate(masks):
-            assert torch.equal(FileSource(path).mask(replace(REQUEST, layer=layer)).bits, mask.bits)
 
     @pytest.mark.parametrize("change", [{"heads": 4}, {"thw": (3, 4, 6)}, {"text_tokens": 8}, {"text_tokens": 0}])
     def test_file_for_another_request_raises_with_its_name(self, path, change):
