@@ -29,13 +29,6 @@ class TestInt8Exchange:
         assert model == leaves * (3 * 256 + 256)
         assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
 
-    def test_int8_adds_an_exchange_of_the_mean_and_a_pass_of_reading(self):
-        shape = AttentionShape(1, 8, 128)
-        waits = [predict(plan, shape, machine(exchange_latency_s=1.0)).exchange_s for plan in self.plans("U2R1")]
-        assert waits == [2, 3]
-        packs = [predict(plan, shape, machine(pack_bytes_per_s=1.0)).pack_s for plan in self.plans("U2R1")]
-        assert packs[1] - packs[0] == 4096 * 8 // 2 * (3 * 132 + 256)
-
 
 class TestCompute:
     def test_kv_steps_of_a_rank_take_the_time_of_its_blocks(self):
@@ -103,11 +96,6 @@ class TestBytes:
         compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
         assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
         assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
-
-    def test_ring_with_local_rows_exchanges_nothing_before_its_first_kernel(self):
-        plan, _, _ = a_plan("U1R4", "contiguous")
-        assert predict(plan, shape_of(plan), machine(exchange_bytes_per_s=1.0)).exchange_s == 0
-        assert predict(plan, shape_of(plan), machine(pack_bytes_per_s=1.0)).pack_s > 0
 
 
 KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}

@@ -76,14 +76,6 @@ def test_chosen_strategy_is_predicted_to_be_fastest(seed):
     assert predict(plan, SHAPE, chooser.hardware, NODE, LAYOUT).total_s <= min(seconds) + 1e-9
 
 
-def test_slow_exchanges_or_rings_change_the_choice():
-    mask = mask_of(0)
-    dear_rings = selector(p2p_latency_s=1.0)
-    assert dear_rings.choose(planned(mask), SHAPE, None).strategy == Strategy(4, 1)
-    dear_exchanges = selector(exchange_bytes_per_s=1e3)
-    assert dear_exchanges.choose(planned(mask), SHAPE, None).strategy.ring > 1
-
-
 def test_strategy_in_use_is_kept_for_a_small_loss(monkeypatch):
     mask = mask_of(1)
     plans = {s: planned(mask)(s) for s in Strategy.all_for(4)}

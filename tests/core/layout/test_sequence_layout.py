@@ -59,22 +59,6 @@ def test_segments_tile_every_block_with_runs_that_lie_together(problem):
         ]
 
 
-def test_contiguous_keeps_token_order_and_pads_the_last_ranks():
-    # 10 tokens on 4 ranks: shards of 3, the last rank has one token and two slots of padding.
-    layout = SequenceLayout.contiguous(10, 4)
-    assert layout.shard == 3
-    assert layout.rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
-    assert layout.local.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
-
-
-def test_striped_assigns_blocks_to_ring_ranks_one_after_another():
-    # 8 blocks of 4 on U2R2: even blocks are ring rank 0's (ranks 0 and 1), odd blocks ring rank 1's (2 and 3).
-    grid = BlockGrid.uniform(32, 4)
-    layout = SequenceLayout.striped(grid, Strategy(2, 2))
-    assert (layout.rank // 2).tolist() == (np.arange(32) // 4 % 2).tolist()
-    assert layout.tokens_at(0)[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
-
-
 def test_striped_assigns_the_coarser_blocks_so_that_none_is_cut():
     layout = SequenceLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
     assert layout.rank.tolist() == (np.arange(32) // 8 % 2).tolist()

@@ -62,28 +62,13 @@ def order_index(*values):
 
 NAMES = {"orders": "thw,hwt"}
 BAD_FORMS = {
-    "with pooled keys": (
-        {},
-        {"pooled_keys": "true"},
-        "pooled_keys of skipped blocks are not computed",
-    ),
-    "with a number of 5,000 digits": ({}, {"tokens": "1" * 5000}, r"tokens has '1+… \(5,002 char"),
     "without the tensor": ({"bits": ones(2)}, {}, r"needs one tensor, 'mask' or 'packed', got \['bits'\]"),
-    "without heads": ({"mask": ones(0)}, {}, "none of them 0"),
     "without metadata": ({}, dict.fromkeys(METADATA), "lacks metadata tokens, text_tokens, block_q, block_k"),
     "absurd numbers": ({}, {"tokens": str(10**15), "thw": None}, "makes 250000000000001×"),
-    "packed too wide": ({"packed": ones(2)}, {}, "does not fit its metadata"),
-    "five dimensions, no groups": ({"mask": ones(1, 1, 2)}, {}, "need metadata groups"),
     "groups, four dimensions": ({"mask": ones(1, 2)}, {"groups": "0-9"}, "expected uint8 .* of shape .groups"),
     "groups with a gap": ({"mask": ones(2, 1, 2)}, {"groups": "0-4,6-9"}, "bad metadata.*must start at step 5"),
-    "thw of two": ({}, {"thw": "2,3"}, "bad metadata.*three numbers"),
     "several orders, no index": ({}, NAMES, "tensor 'orders' must be"),
     "an order index too large": ({"mask": ones(2), "orders": order_index(0, 2)}, NAMES, "tensor 'orders' must be"),
-    "an order index of float8": (
-        {"mask": ones(2), "orders": torch.zeros(2).to(torch.float8_e4m3fn)},
-        NAMES,
-        "tensor 'orders' is F8_E4M3 and must be uint8",
-    ),
     "countless orders": (
         {"mask": ones(2), "orders": order_index(0, 1)},
         {"orders": ",".join(["thw"] * 100_000)},
@@ -120,25 +105,6 @@ def test_values_other_than_0_and_1_raise(path):
     with pytest.raises(ValueError, match="must be 0 or 1, found 2") as raised:
         MaskFile(path).layer(0)
     assert str(path) in str(raised.value)
-
-
-class TestSaving:
-    MASK = BlockMask.dense(2, GRID)
-
-    @pytest.mark.parametrize(
-        ("masks", "groups", "message"),
-        [
-            ([[MASK], [MASK, MASK]], "0-4,5-9", "same number of layers"),
-            ([[MASK]], "0-4,5-9", "need 2 lists of masks"),
-            ([[MASK]], None, "need groups"),
-            ([MASK, a_mask(heads=4)], None, "same grid and number of heads"),
-            ([MASK, BlockMask.dense(2, BlockGrid.uniform(64, 16))], None, "same grid and number of heads"),
-        ],
-    )
-    def test_masks_that_don_t_go_together_raise(self, path, masks, groups, message):
-        with pytest.raises(ValueError, match=message):
-            save_mask(path, masks, groups=groups)
-        assert not path.exists()
 
 
 @st.composite

@@ -93,15 +93,6 @@ def test_reused_plan_has_the_metrics_of_the_new_mask(strategy, data, seed):
         assert (reused.moved, reused.plan_ms) == (plan.moved, 0.0)
 
 
-def test_plan_without_comparison_has_no_baseline():
-    mask = BlockMask.dense(2, BlockGrid.uniform(64, 16))
-    plan = make_plan(mask, "U2R1", compare=False)
-    assert np.isnan([plan.rho_before, plan.rho_bound]).all()
-    with pytest.raises(RuntimeError, match="without comparing"):
-        _ = plan.compared
-    assert plan.counted(mask).compared[1].sum() == plan.work.sum()
-
-
 def test_contiguous_plan_equals_one_by_hand():
     # 8 tokens in blocks of 2 on U1R2 with a causal mask: rows need 1, 2, 3, 4 blocks. Rank 0 has rows 0, 1 and does 3,
     # rank 1 does 7: ρ_s = 7 / (10 / 2) = 1.4.

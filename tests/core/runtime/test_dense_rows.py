@@ -131,16 +131,7 @@ CASES = [
     Case("U3R1", heads=5, tokens=224, seed=2),  # a head is split
     Case("U4R1", heads=5, batch=2, block_k=32, seed=3),
     Case("U2R2", planner="random", heads=4, batch=2, seed=4),
-    Case(
-        "U1R4",
-        heads=3,
-        thw=(3, 5, 9),
-        tokens=135,
-        orders=("tile:2x2x4",),
-        whole_tiles=True,
-        dtype=torch.float64,
-        seed=5,
-    ),
+    Case("U1R4", thw=(3, 5, 9), tokens=135, orders=("tile:2x2x4",), whole_tiles=True, dtype=torch.float64, seed=5),
 ]
 HEADS = [(0, 1, 2, 3, 4), (0, 2), (1, 2, 4)]
 

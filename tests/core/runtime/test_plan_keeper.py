@@ -222,31 +222,29 @@ class TestPredictedMasks:
         assert self.plans(keeper, [ABOVE]) == [NEW]
 
 
-class TestLateCounts:
-    def test_ranks_with_late_counts_change_plans_at_the_same_call(self, pool):
-        """Delays the copies of ranks differently."""
-        answers = pool(3).run(plans_with_late_counts, False)
-        assert all(answer == answers[0] for answer in answers)
-        assert len(set(answers[0])) > 3, "masks must ask for new plans"
-
-    def test_ranks_that_did_not_wait_would_part(self, pool):
-        answers = pool(3).run(plans_with_late_counts, True)
-        assert answers[0] != answers[1]
+def test_ranks_with_late_counts_change_plans_at_the_same_call(pool):
+    """Delays the copies of ranks differently; ranks that did not wait would part."""
+    answers = pool(3).run(plans_with_late_counts, False)
+    assert all(answer == answers[0] for answer in answers)
+    assert len(set(answers[0])) > 3, "masks must ask for new plans"
+    hasty = pool(3).run(plans_with_late_counts, True)
+    assert hasty[0] != hasty[1]
 
 
-@pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])
-@pytest.mark.parametrize(("fault", "message"), [("raises", "no planner today"), ("differs", "the plan differs on")])
+@pytest.mark.parametrize(
+    ("world", "odd", "fault", "message"),
+    [(2, 0, "raises", "no planner today"), (3, 2, "differs", "the plan differs on")],
+)
 def test_faulty_planner_on_one_rank_raises_on_all_at_the_same_call(pool, world, odd, fault, message):
     for raised in pool(world).run(planner_that_goes_wrong, odd, fault):
         assert [bool(text) for text in raised] == [False, False, True, False], raised
         assert message in raised[2]
 
 
-@pytest.mark.parametrize("steps", [4, 8])
-def test_generation_begins_with_the_plans_of_the_last_one(pool, steps):
+def test_generation_begins_with_the_plans_of_the_last_one(threads):
     for threshold in (1.02, 9.0):
-        for seen in pool(2).run(two_generations, steps, threshold):
+        for seen in threads(2).run(two_generations, 4, threshold):
             above = [True, *(rho > threshold for _, rho, _ in seen[:-1])]
-            above[steps] = False
+            above[4] = False
             assert [new for new, *_ in seen] == above
             assert all(same or new for new, _, same in seen)

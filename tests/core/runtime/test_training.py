@@ -10,7 +10,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_core.masks.grid import Video
-from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import UserError
 from tests.support.oracle import largest_difference
 from tests.support.settings import session_of
@@ -127,17 +126,6 @@ def retained_graph(rank: int, world: int, reentrant: bool, between: int = 0) -> 
     return largest_difference(grad_of(q), first)
 
 
-def executors_alive(rank: int, world: int) -> tuple[int, int]:
-    """Executors that are left after four steps of training without checkpoints, and those that the session keeps."""
-    before = _alive(PreparedAttention)  # an earlier test's, if something keeps it
-    training = Training()
-    for seed in range(4):
-        training.gradient(seed)
-    gc.collect()
-    own = [one for size in training.session._sizes.values() for one in size._prepared.values()]
-    return len(_alive(PreparedAttention)) - len(before), len(own)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_turned_on_later_gives_equal_gradients(threads, reentrant):
     assert max(threads(2).run(checkpointing_turned_on_later, reentrant)) <= 1e-5
@@ -152,8 +140,3 @@ def test_second_backward_on_a_retained_graph_gives_equal_gradients(threads):
 def test_retained_graph_after_another_pass_raises(threads):
     for rejection in threads(2).run(retained_graph, False, 1):
         assert "2 forward passes of different sizes or masks wait for backward, or have retained graphs" in rejection
-
-
-def test_executors_of_earlier_passes_are_freed(pool):
-    for alive, own in pool(2).run(executors_alive):
-        assert alive == own == 2

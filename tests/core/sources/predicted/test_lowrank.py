@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from dbsp_cli.mask_tools.fit import fit_projections, fit_recording
-from dbsp_core import BlockGrid, SequenceGroup, SequenceLayout
+from dbsp_core import BlockGrid
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.sources import LocalQK, LowRankSource, MaskRequest, RecordQKSource
@@ -49,20 +48,10 @@ def predict_with_fitted(rank: int, world: int, case: LowRankCase, fault: str, fo
     if rank == 1 and fault in ("other file", "broken file"):
         path = str(Path(folder) / fault.partition(" ")[0])
     mask = {"source": "lowrank", "path": path, "topk": 0.3}
-    session = session_of({"mask": mask}, f"U1R{world}", case.heads, 4 if fault == "layer" else 1)
+    session = session_of({"mask": mask}, f"U1R{world}", case.heads)
     head_dim = 8 if fault == "head_dim" else case.head_dim
     q = torch.ones(1, case.heads, session.begin(Video(case.thw)).shard, head_dim)
-    session.attend(3 if fault == "layer" else 0, q, q, q)
-
-
-def predict_with_another_group_before(rank: int, world: int, case: LowRankCase, other: str) -> None:
-    """Predicts on each rank in a group of its own, and then on all ranks together."""
-    source = replace(case, path=other if rank == 1 else case.path).source
-    own = [dist.new_group([one]) for one in range(world)][rank]
-    order = SequenceLayout.contiguous(case.request.tokens, 1)
-    tokens = local_tokens(rank, world, case, Strategy(1, world))
-    source.mask(case.request, LocalQK(*case.tensors(), order, SequenceGroup.from_group(own), tokens.scale))
-    source.mask(case.request, tokens)
+    session.attend(0, q, q, q)
 
 
 HEADS, HEAD_DIM, RANK = 5, 16, 6
@@ -75,19 +64,6 @@ def fit(folder: Path, case: LowRankCase, rank: int) -> str:
     recorder.write()
     fit_recording([folder], folder / "fitted.safetensors", rank)
     return str(folder / "fitted.safetensors")
-
-
-def test_moments_are_summed_in_float32_under_autocast(tmp_path):
-    case = LowRankCase()
-    q, k = case.tensors()
-    recorder = RecordQKSource(32, 16, path=str(tmp_path))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        recorder.mask(replace(case.request, layers=1), LocalQK.alone(q, k))
-    recorder.write()
-    moments = load_file(tmp_path / "moments-0.safetensors")
-    for name, tensor in (("query.0", q), ("key.0", k)):
-        exact = torch.einsum("bhnd,bhne->hde", tensor.double(), tensor.double()) / (len(tensor) * tensor.shape[2])
-        torch.testing.assert_close(moments[name].double(), exact, atol=1e-6, rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +154,6 @@ class TestMistakes:
         ("fault", "message"),
         [
             ("head_dim", "has heads of size 16 and layers [0], layer 0 of the model has size 8"),
-            ("layer", "is for 1 layers of 5 heads, the model has 4 of 5"),
             ("other file", "differs on rank(s) [1]"),
             ("broken file", "rank(s) [1]: "),
         ],
@@ -187,9 +162,3 @@ class TestMistakes:
         save_file({name: one * 2 for name, one in load_file(fitted).items()}, tmp_path / "other")
         (tmp_path / "broken").write_text("hello")
         assert_all_raise(pool, 3, message, predict_with_fitted, LowRankCase(path=fitted), fault, str(tmp_path))
-
-    def test_each_group_finds_out_whether_its_files_differ(self, pool, fitted, tmp_path):
-        other = str(tmp_path / "other")
-        save_file({name: one * 2 for name, one in load_file(fitted).items()}, other)
-        message, case = "the fitted file differs on rank(s) [1]", LowRankCase(path=fitted)
-        assert_all_raise(pool, 3, message, predict_with_another_group_before, case, other)
