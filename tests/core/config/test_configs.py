@@ -15,7 +15,6 @@ from dbsp_core.models.signature import ModelSignature, token_grid
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
-from dbsp_diffusers.resolve import describe_mask
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
@@ -43,12 +42,6 @@ def request_of(config: DbspConfig) -> MaskRequest:
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
 
 
-def with_dense_masks(name: str) -> DbspConfig:
-    """Returns a shipped configuration without its mask's file."""
-    settings = read_settings(FILES[name], "configuration file")
-    return DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
-
-
 def with_images(video: GenerateSettings, identity: ModelSignature) -> GenerateSettings:
     least, _ = identity.images
     return replace(video, **dict.fromkeys(("image", "last_image")[:least], "frame.png"))
@@ -56,8 +49,6 @@ def with_images(video: GenerateSettings, identity: ModelSignature) -> GenerateSe
 
 @pytest.mark.parametrize("name", FILES)
 def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
-    text = FILES[name].read_text()
-    assert text.startswith("# "), "says what it is"
     monkeypatch.chdir(tmp_path)
     settings = read_settings(FILES[name], "configuration file")
     if settings.values["mask"]["source"] == "paro":
@@ -71,8 +62,7 @@ def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
     grid = config.mask.grid(request)
     assert grid.tokens == request.tokens
     if config.mask.changes == "per_call":
-        assert grid.nq > 4
-        assert grid.nk > 4
+        assert min(grid.nq, grid.nk) > 4
         return
     mask = config.mask.mask(request)
     assert round(mask.density, 3) == DENSITY[name]
@@ -86,7 +76,8 @@ def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_shipped_file_is_rejected_for_other_models(name):
-    config = with_dense_masks(name)
+    settings = read_settings(FILES[name], "configuration file")
+    config = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))  # masks need no file
     assert name.startswith(config.model)
     # models with the same sizes as others
     known = config.model.removesuffix("-trained").replace("distilled-i2v", "i2v-a14b")
@@ -103,9 +94,6 @@ def test_known_model_without_a_configuration_has_shipped_settings():
         for known in find_model_spec(model).names:
             config = default_config(signature_of_model(known))
             assert config == DbspConfig.load(f"{model}-sparge")
-    assert describe_mask(config).startswith("sparge:block_q=128,block_k=64,")
-    assert "cdf=0.92,similarity=0.3" in describe_mask(config)
-    assert describe_mask(config).endswith("dense first_steps 5, first_layers 1")
     for unknown in (None, signature_of_model("tiny-wan"), signature_of_model("cogvideox-5b")):
         config = default_config(unknown)
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
@@ -119,11 +107,3 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
         require_video(spec.signature, with_images(spec.video, spec.signature))
         first = {"wan2.1-i2v-14b-480p": "wan2.1-i2v-14b", "wan2.2-distilled-i2v": "wan2.2-i2v-a14b"}
         assert published_model(spec.signature) is MODEL_SPECS[first.get(spec.name, spec.name)]
-
-
-@pytest.mark.parametrize("config", ['{"patch_size": []}', '{"num_layers": "x"}', '{"num_layers": 1e999}', "[]", "{"])
-def test_folder_with_an_invalid_transformer_is_not_a_known_model(tmp_path, config):
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    (tmp_path / "transformer" / "config.json").write_text(config)
-    assert signature_of_model(tmp_path) is None

@@ -15,40 +15,30 @@ from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits
 
 
-class TestInt8Exchange:
-    @staticmethod
-    def plans(strategy: str, tokens: int = 4096, heads: int = 8):
-        grid = BlockGrid.uniform(tokens, 64)
-        mask = BlockMask(np.ones((heads, grid.nq, grid.nk), dtype=bool), grid)
-        return [make_plan(mask, strategy, "contiguous", precision=name) for name in ("model", "int8")]
-
-    def test_int8_shrinks_queries_keys_and_values_alone(self):
-        shape, known = AttentionShape(1, 8, 128), machine(exchange_bytes_per_s=1.0)
-        model, int8 = (predict(plan, shape, known).exchange_s for plan in self.plans("U2R1"))
-        leaves = 4096 * 8 // 4  # tokens of one head
-        assert model == leaves * (3 * 256 + 256)
-        assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
+def test_int8_shrinks_queries_keys_and_values_alone():
+    mask = BlockMask.dense(8, BlockGrid.uniform(4096, 64))
+    plans = (make_plan(mask, "U2R1", "contiguous", precision=name) for name in ("model", "int8"))
+    shape, known = AttentionShape(1, 8, 128), machine(exchange_bytes_per_s=1.0)
+    model, int8 = (predict(plan, shape, known).exchange_s for plan in plans)
+    leaves = 4096 * 8 // 4  # tokens of one head
+    assert model == leaves * (3 * 256 + 256)
+    assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
 
 
-class TestCompute:
-    def test_kv_steps_of_a_rank_take_the_time_of_its_blocks(self):
-        plan, _, _ = a_plan()
-        found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
-        expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
-        assert found.attention_s == pytest.approx(expected.max())
-        assert found.total_s == pytest.approx(expected.max())
-
-    def test_rows_scores_and_merges_are_counted(self):
-        plan, _, _ = a_plan("U1R4")
-        rows = np.bincount(plan.owner.ravel(), minlength=4)
-        shape = shape_of(plan, batch=2)
-        assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
-        found = predict(plan, shape, machine(score_s=1.0)).attention_s
-        assert found == pytest.approx(plan.work.max() * 2 * 256)
-        layout = SequenceLayout.contiguous(plan.grid.tokens, 4)
-        merged = compute_s(plan, traffic_of(plan, layout), shape, machine(merge_bytes_per_s=1.0).constants)
-        assert merged[1:] == pytest.approx(np.tile(12.0 * 2 * rows * 16 * 8, (3, 1)))
-        assert merged[0] == pytest.approx(0)
+def test_blocks_rows_scores_and_merges_are_counted():
+    plan, _, _ = a_plan()
+    found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
+    expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
+    assert (found.attention_s, found.total_s) == pytest.approx((expected.max(), expected.max()))
+    plan, _, _ = a_plan("U1R4")
+    rows = np.bincount(plan.owner.ravel(), minlength=4)
+    shape = shape_of(plan, batch=2)
+    assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
+    assert predict(plan, shape, machine(score_s=1.0)).attention_s == pytest.approx(plan.work.max() * 2 * 256)
+    layout = SequenceLayout.contiguous(plan.grid.tokens, 4)
+    merged = compute_s(plan, traffic_of(plan, layout), shape, machine(merge_bytes_per_s=1.0).constants)
+    assert merged[1:] == pytest.approx(np.tile(12.0 * 2 * rows * 16 * 8, (3, 1)))
+    assert merged[0] == pytest.approx(0)
 
 
 ORDERED = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
@@ -75,9 +65,7 @@ class TestBytes:
             assert route.q_slots == traffic.rows[rank] * 16
             assert route.kv_slots == traffic.blocks[0, rank] * 16
             assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
-            came = np.sum(
-                [exchange.received for exchange in (*route.dispatch_exchanges, *route.fetch_exchanges)], axis=0
-            )
+            came = np.sum([exchange.received for exchange in of_keys], axis=0)
             received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
         assert traffic.kv_received == received / 4
 
@@ -98,17 +86,12 @@ class TestBytes:
         assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
 
 
-KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
-
-
-class TestNodes:
-    def test_bytes_between_nodes_take_the_network(self):
-        plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
-        apart = predict(plan, shape_of(plan), machine(**KNOWN), [0, 0, 1, 1])
-        alone = predict(plan, shape_of(plan), machine(**KNOWN), [0] * 4)
-        sent = 512 / 4 * 8 / 4 * 2 * 4 * 8 * 2  # to the two ranks of the other node
-        assert apart.exchange_s == pytest.approx(sent)
-        assert alone.exchange_s == pytest.approx(sent * 1.5 / 100)
+def test_bytes_between_nodes_take_the_network():
+    plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
+    known = machine(network_latency_s=0.0, network_bytes_per_s=1.0, exchange_bytes_per_s=100.0)
+    apart, alone = (predict(plan, shape_of(plan), known, nodes).exchange_s for nodes in ([0, 0, 1, 1], [0] * 4))
+    sent = 512 / 4 * 8 / 4 * 2 * 4 * 8 * 2  # to the two ranks of the other node
+    assert (apart, alone) == pytest.approx((sent, sent * 1.5 / 100))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
@@ -122,16 +105,13 @@ def test_worse_constant_makes_the_prediction_slower(name):
     assert after > before
 
 
-class TestMistakes:
-    def test_arguments_that_do_not_fit_raise(self):
-        plan, _, _ = a_plan("U2R2")
-        with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
-            predict(plan, replace(shape_of(plan), heads=5), machine())
-        with pytest.raises(ValueError, match="use one of U8R1"):
-            predict(plan, shape_of(plan), machine(), [0] * 8)
-        with pytest.raises(ValueError, match="give the one the plan was made for"):
-            predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
-        with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
-            predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])
-        with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
-            AttentionShape(1, 1, 0)
+def test_arguments_that_do_not_fit_raise():
+    plan, _, _ = a_plan("U2R2")
+    with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
+        predict(plan, replace(shape_of(plan), heads=5), machine())
+    with pytest.raises(ValueError, match="use one of U8R1"):
+        predict(plan, shape_of(plan), machine(), [0] * 8)
+    with pytest.raises(ValueError, match="give the one the plan was made for"):
+        predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
+    with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
+        predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])

@@ -55,10 +55,8 @@ def mask_of(seed: int) -> BlockMask:
     return BlockMask(rng.random((HEADS, GRID.nq, GRID.nk)) < density, GRID)
 
 
-def selector(**constants: float) -> StrategySelector:
-    hardware = load_hardware("a800")
-    hardware = replace(hardware, constants=replace(hardware.constants, **constants))
-    return StrategySelector(candidates(4, GRID), hardware, NODE, LAYOUT)
+def selector() -> StrategySelector:
+    return StrategySelector(candidates(4, GRID), load_hardware("a800"), NODE, LAYOUT)
 
 
 def planned(mask: BlockMask):
@@ -106,10 +104,8 @@ NODES = [0] * 8 + [1] * 8
     ("heads", "nodes", "first", "last"),
     [
         (40, [0] * 8, "U8R1", "U1R8"),
-        (12, [0] * 8, "U8R1", "U1R8"),
         (5, [0] * 8, "U4R2", "U8R1"),
         (40, NODES, "U8R2", "U16R1"),
-        (6, NODES, "U4R4", "U16R1"),
         (40, range(4), "U1R4", "U4R1"),
         (40, [0, 1] * 4, "U1R8", "U8R1"),
         (40, [0, 0, 0, 1, 1, 1], "U3R2", "U6R1"),

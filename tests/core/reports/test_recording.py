@@ -17,6 +17,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
 from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import Session
 from tests.support.generators import examples, random_bits
 
@@ -98,15 +99,6 @@ class TestOneProcess:
         err = capsys.readouterr().err
         assert err.count("\n") == err.count("stopped recording masks") == 1
 
-    def test_generations_are_distinguished_and_the_last_full_one_is_read(self, tmp_path):
-        recorder = new(tmp_path)
-        run(recorder, [(0, 0)], [DenoisingStep()])  # warming up
-        run(recorder, [(i, i) for i in range(6)])
-        run(recorder, [(9, 9)], [DenoisingStep()])  # cut short
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == MOMENTS
-        assert torch.equal(recording.mask(0, DenoisingStep(2, 1)).bits, a_mask(5).bits)
-
     def test_older_recording_is_not_overwritten(self, tmp_path, capsys):
         run(new(tmp_path), [(0, 1)], [DenoisingStep()])
         before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -114,46 +106,31 @@ class TestOneProcess:
         assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
         assert "has a recording already, maybe of another run at this time; give another" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("blocked", ["folder", "write"])
-    def test_failing_disk_stops_the_recording_with_one_warning(self, tmp_path, capsys, monkeypatch, blocked):
-        folder = tmp_path / "r"
-        if blocked == "folder":
-            folder.write_text("a file is where the folder should be")
-        else:
-            full = mock.Mock(side_effect=OSError("No space left on device"))
-            monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
-        run(new(folder), [(10 * i, 10 * i + 1) for i in range(6)])
+    def test_failing_disk_stops_the_recording_with_one_warning(self, tmp_path, capsys, monkeypatch):
+        full = mock.Mock(side_effect=OSError("No space left on device"))
+        monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
+        run(new(tmp_path), [(10 * i, 10 * i + 1) for i in range(6)])
         assert capsys.readouterr().err.count("stopped recording masks") == 1
 
 
-class TestReading:
-    def index(self, folder, **changes):
-        run(new(folder), [(0, 1)], [DenoisingStep()])
-        content = json.loads((folder / INDEX).read_text())
-        (folder / INDEX).write_text(json.dumps(content | changes))
-
-    def test_damaged_files_raise(self, tmp_path):
-        self.index(tmp_path)
-        files = list(tmp_path.glob("*.safetensors"))
-        for file in files:
-            file.write_bytes(file.read_bytes()[:-3])
-        with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, DenoisingStep())
-        for file in files:
-            file.unlink()
-        with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, DenoisingStep())
+def test_damaged_files_raise(tmp_path):
+    run(new(tmp_path), [(0, 1)], [DenoisingStep()])
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="is damaged"):
+        Recording.read(tmp_path).mask(0, DenoisingStep())
+    (tmp_path / INDEX).write_text('{"passes": 3}')
+    with pytest.raises(UserError, match="is no recording of masks"):
+        Recording.read(tmp_path)
 
 
-class TestSettings:
-    def test_settings_of_recording_are_read_from_the_environment(self, monkeypatch):
-        assert DbspConfig().record is None
-        monkeypatch.setenv("DBSP_RECORD", "0")
-        assert RecordSettings.from_environment(DbspConfig().record) == RecordSettings()
-        for name, value in {"": "out", "_EVERY": "5", "_LAYERS": "0,3-4", "_LIMIT": "1.5MiB"}.items():
-            monkeypatch.setenv(f"DBSP_RECORD{name}", value)
-        expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
-        assert RecordSettings.from_environment(DbspConfig().record) == expected
+def test_settings_of_recording_are_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("DBSP_RECORD", "0")
+    assert RecordSettings.from_environment(DbspConfig().record) == RecordSettings()
+    for name, value in {"": "out", "_EVERY": "5", "_LAYERS": "0,3-4", "_LIMIT": "1.5MiB"}.items():
+        monkeypatch.setenv(f"DBSP_RECORD{name}", value)
+    expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
+    assert RecordSettings.from_environment(DbspConfig().record) == expected
 
 
 def recorded(rank: int, world: int, settings: dict[str, Any], strategy: str) -> float:
@@ -162,17 +139,15 @@ def recorded(rank: int, world: int, settings: dict[str, Any], strategy: str) -> 
     return max(session.attend(timestep, thw=(3, 5, 7)) for timestep in (900.0, 600.0, 300.0) for _ in range(2))
 
 
-class TestRuns:
-    DRIFTING = SyntheticSource(density=0.3, drift=0.3, block_q=8, block_k=8)
-
-    @pytest.mark.usefixtures("debug")
-    def test_run_over_ranks_is_recorded_and_unchanged(self, threads, tmp_path):
-        settings = {"mask": self.DRIFTING, "dense_schedule": {"first_layers": 1}, "record": str(tmp_path)}
-        assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == MOMENTS
-        for moment in MOMENTS:
-            assert recording.mask(0, moment).bits.all(), "dense by schedule"
-            expected = self.DRIFTING.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
-            assert torch.equal(recording.mask(1, moment).bits, expected.bits)
-        assert len(list(tmp_path.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's
+@pytest.mark.usefixtures("debug")
+def test_run_over_ranks_is_recorded_and_unchanged(threads, tmp_path):
+    drifting = SyntheticSource(density=0.3, drift=0.3, block_q=8, block_k=8)
+    settings = {"mask": drifting, "dense_schedule": {"first_layers": 1}, "record": str(tmp_path)}
+    assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
+    recording = Recording.read(tmp_path)
+    assert list(recording.passes) == MOMENTS
+    for moment in MOMENTS:
+        assert recording.mask(0, moment).bits.all(), "dense by schedule"
+        expected = drifting.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
+        assert torch.equal(recording.mask(1, moment).bits, expected.bits)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's

@@ -194,11 +194,3 @@ def test_masks_by_step_without_a_step_of_the_engine_are_rejected():
     session.begin(Video(THW), "cpu", timestep=900.0)
     with pytest.raises(UserError, match="depend on the denoising step, which the engine does not say"):
         session.begin(Video(THW), "cpu")
-
-
-def test_ranks_skip_only_if_all_agree():
-    def decided(rank: int, world: int) -> list[bool]:
-        session = EngineSession(SequenceGroup.from_group(), Strategy(1, world), HEADS, LAYERS, KNOWN)
-        return [session.all_agree(answer) for answer in (True, rank == 0, False)]
-
-    assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3

@@ -23,8 +23,6 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import MOST_SIZES
 from dbsp_core.sources import CallableSource, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
-from dbsp_core.sources.head_shares import gather_bits
-from dbsp_core.utils.process import package_versions
 from dbsp_kernels import KERNELS
 from tests.core.runtime.session_cases import HEADS, PREDICTED, THW, WIDTH, Session
 from tests.support.oracle import largest_difference
@@ -85,26 +83,15 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
         "pass": {"cfg_branch": 1},
         "layer": {"layer": 1},
         "scale": {"scale": 2.0},
-        "mask": {"flipped": True},
-        "version": {"version": {"torch": "1.0"}},
     }.get(fault if rank == odd else "", {})
-    given = {"thw": THW, "cfg_branch": 0, "layer": 0, "scale": 1.0, "flipped": False, "version": {}} | changed
-    versions = package_versions() | given["version"]
-
-    def gathered(*arguments: Any) -> torch.Tensor:
-        return gather_bits(*arguments) ^ given["flipped"]
-
+    given = {"thw": THW, "cfg_branch": 0, "layer": 0, "scale": 1.0} | changed
     try:
-        with (
-            mock.patch("dbsp_core.utils.process.package_versions", return_value=versions),
-            mock.patch("dbsp_core.sources.head_shares.gather_bits", gathered),
-        ):
-            session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
-            layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
-            q = torch.zeros(1, HEADS, layout.shard, WIDTH)
-            if rank == odd:
-                q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
-            session.attend(given["layer"], q, q, q, scale=given["scale"])
+        session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
+        layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
+        q = torch.zeros(1, HEADS, layout.shard, WIDTH)
+        if rank == odd:
+            q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
+        session.attend(given["layer"], q, q, q, scale=given["scale"])
     finally:
         dist.barrier()
 
@@ -234,12 +221,9 @@ def test_plans_of_passes_that_cannot_be_distinguished_are_limited(threads):
 
 
 class TestSizes:
-    @pytest.mark.parametrize(
-        "settings", [PREDICTED | {"reuse": 1.10}, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}]
-    )
-    def test_alternating_sizes_keep_their_plans(self, threads, settings):
+    def test_alternating_sizes_keep_their_plans(self, threads):
         passes = [one | {"text_tokens": text} for one in steps(4) for text in (7, 20)]
-        for found in threads(2).run(run_passes, settings, "U2R1", passes, 1):
+        for found in threads(2).run(run_passes, PREDICTED | {"reuse": 1.10}, "U2R1", passes, 1):
             assert (found.worst <= 1e-5, found.plans[-1]) == (True, 2)
 
     def test_cache_keys_of_dropped_sizes_are_dropped(self, threads):
@@ -270,8 +254,6 @@ class TestInputs:
             ("scale", True, "the scale of the scores differs on rank(s) [1]"),
             ("layer", False, "another layer's attention is reached on rank(s) [1]"),
             ("pass", True, "the denoising step or CFG pass differs on rank(s) [1]"),
-            ("mask", True, "the mask differs on rank(s) [1]"),
-            ("version", True, "the version of torch differs on rank(s) [1]"),
         ],
     )
     def test_input_that_differs_on_one_rank_raises_on_all(self, pool, fault, debug, message):
