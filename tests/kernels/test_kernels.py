@@ -116,7 +116,6 @@ def partial(rows):
 MISTAKES = {
     "keys unlike values": (mangled(v=lambda v: v[:-1]), "expected q"),
     "an index for other rows": (mangled(kv_index=lambda t: t[:-1]), r"expected kv_index int32\[5, "),
-    "counts for other rows": (mangled(kv_count=lambda t: t[:-1]), r"kv_count int32\[5\]"),
     "lengths for other blocks": (mangled(kv_len=lambda t: t[:-1]), r"kv_len int32\[6\]"),
     "int64 counts": (mangled(kv_count=lambda t: t.long()), "expected .* int32.* got torch.int64"),
     "values of another dtype": (mangled(v=lambda v: v.half()), "share a dtype"),
@@ -133,12 +132,6 @@ MISTAKES = {
         {"kv_full": torch.ones(5).int()},
     ),
     "a partial result of other rows": (mangled(), "partial must be", {"partial": partial(4)}),
-    "a partial lse in half precision": (
-        mangled(),
-        "partial must be",
-        {"partial": (partial(5)[0], partial(5)[1].half())},
-    ),
-    "a negative index": (mangled(kv_count=full, kv_index=lambda t: -torch.ones_like(t)), "between 0 and 5"),
 }
 
 

@@ -166,22 +166,3 @@ def test_default_blocks_of_every_source_are_compiled_for_every_model():
     shapes = {shape_of(source, model) for source in made for model in models}
     assert shapes <= set(SHIPPED)
     assert {(64, 64, 128), (64, 64, 64), (64, 64, 24), (64, 64, 16)} <= shapes
-
-
-WIDTHS = """
-import re
-from types import SimpleNamespace
-from scripts.checks.machine_code.launches import compiled_launches
-from scripts.checks.machine_code.variants import KERNELS
-for name, case in (("copy", "blocks"), ("copy", "q, k, v"), ("copy-to-both", "")):
-    of = SimpleNamespace(case=case, head_dim=128, dtype="bf16")
-    (compiled,) = compiled_launches(lambda: KERNELS[name].launch(of), 90, "copy_kernel")
-    print(name, sorted(set(re.findall(r"STG[.\\w]*", compiled.sass))))
-"""
-
-
-def test_copies_store_sixteen_bytes_at_a_time():
-    done = run([sys.executable, "-c", WIDTHS], env=without_interpreter(), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    stores = ["['STG.E.128']"] * 3
-    assert [line.partition(" ")[2] for line in done.stdout.splitlines()] == stores, done.stdout

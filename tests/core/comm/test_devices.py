@@ -19,9 +19,8 @@ FRESH = (0, 0)
         ([("cpu", None), ("cpu", None)], FRESH, [0, 1]),
         ([("cpu", None), ("cpu", None)], (3, 2), [3, 2]),
         ([("cpu", "cuda:2"), ("meta", 3)], FRESH, [2, 3]),
-        ([("cpu", "cuda"), ("cpu", "cuda")], FRESH, [0, 1]),
     ],
-    ids=["in another order", "set", "on the CPU", "on the CPU, set", "offloaded", "offloaded, no index"],
+    ids=["in another order", "set", "on the CPU", "on the CPU, set", "offloaded"],
 )
 def test_gpu_of_the_model_becomes_current(pool, devices, current, expected):
     assert pool(2).run(model_device, devices, NCCL, current) == [(gpu, "", []) for gpu in expected]

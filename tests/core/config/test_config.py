@@ -143,37 +143,38 @@ MASKS = {
 }
 
 
-class TestMaskSpellings:
-    @pytest.mark.parametrize(("mask", "expected"), MASKS.values(), ids=MASKS)
-    def test_every_spelling_is_read_alone_and_under_mask(self, mask, expected):
-        assert DbspConfig.load(mask) == DbspConfig(mask=mask) == DbspConfig(mask=expected)
-        second = DbspConfig.load({"transformer_2": {"mask": mask}}).for_transformer("transformer_2")
-        assert second.mask == expected
-        parts = DbspConfig(mask={"source": "union", "of": ["dense", mask]}).mask.of
-        assert parts[1:] == parts_of(expected)
+@pytest.mark.parametrize(("mask", "expected"), MASKS.values(), ids=MASKS)
+def test_every_spelling_is_read_alone_and_under_mask(mask, expected):
+    assert DbspConfig.load(mask) == DbspConfig(mask=mask) == DbspConfig(mask=expected)
+    second = DbspConfig.load({"transformer_2": {"mask": mask}}).for_transformer("transformer_2")
+    assert second.mask == expected
+    parts = DbspConfig(mask={"source": "union", "of": ["dense", mask]}).mask.of
+    assert parts[1:] == parts_of(expected)
 
-    def test_yaml_and_set_accept_a_mask_in_words(self, tmp_path):
-        path = tmp_path / "my.yaml"
-        path.write_text("planner: paper\nmask: sparge:cdf=0.9,block_q=32\n", encoding="utf-8")
-        assert DbspConfig.load(path).mask == SpargeSource(32, cdf=0.9)
-        settings = read_settings(path, "configuration file")
-        changed = settings.changed(["mask"], parse_value("window:window=[1,3,3]", "--set mask"), "--set mask")
-        assert DbspConfig.load(changed).mask == WindowSource(window=(1, 3, 3))
-        with pytest.raises(UserError, match="set 'mask' as a whole"):
-            settings.changed(["mask", "cdf"], 0.8, "--set mask.cdf")
-        path.write_text("planner: paper\nmask: sparge:cdf=3\n", encoding="utf-8")
-        with pytest.raises(UserError, match=r"my\.yaml:2: .*cdf=3"):
-            DbspConfig.load(path)
 
-    def test_function_keeps_its_name_and_makes_the_mask(self):
-        def diagonal(grid, request):
-            return np.eye(grid.nq, grid.nk, dtype=bool)
+def test_yaml_and_set_accept_a_mask_in_words(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("planner: paper\nmask: sparge:cdf=0.9,block_q=32\n", encoding="utf-8")
+    assert DbspConfig.load(path).mask == SpargeSource(32, cdf=0.9)
+    settings = read_settings(path, "configuration file")
+    changed = settings.changed(["mask"], parse_value("window:window=[1,3,3]", "--set mask"), "--set mask")
+    assert DbspConfig.load(changed).mask == WindowSource(window=(1, 3, 3))
+    with pytest.raises(UserError, match="set 'mask' as a whole"):
+        settings.changed(["mask", "cdf"], 0.8, "--set mask.cdf")
+    path.write_text("planner: paper\nmask: sparge:cdf=3\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"my\.yaml:2: .*cdf=3"):
+        DbspConfig.load(path)
 
-        config = DbspConfig.load(diagonal)
-        name = config.to_values()["mask"]["function"]
-        assert name.endswith("test_function_keeps_its_name_and_makes_the_mask.<locals>.diagonal")
-        assert "0x" not in repr(config)
-        assert config.fingerprint == DbspConfig.load(diagonal).fingerprint
-        mask = config.mask.mask(MaskRequest(0, 2, (2, 8, 16)))
-        assert torch.equal(mask.bits, torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
-        assert config != DbspConfig.load(lambda grid, request: None)
+
+def test_function_keeps_its_name_and_makes_the_mask():
+    def diagonal(grid, request):
+        return np.eye(grid.nq, grid.nk, dtype=bool)
+
+    config = DbspConfig.load(diagonal)
+    name = config.to_values()["mask"]["function"]
+    assert name.endswith("test_function_keeps_its_name_and_makes_the_mask.<locals>.diagonal")
+    assert "0x" not in repr(config)
+    assert config.fingerprint == DbspConfig.load(diagonal).fingerprint
+    mask = config.mask.mask(MaskRequest(0, 2, (2, 8, 16)))
+    assert torch.equal(mask.bits, torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
+    assert config != DbspConfig.load(lambda grid, request: None)

@@ -44,46 +44,47 @@ def test_blocks_rows_scores_and_merges_are_counted():
 ORDERED = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
 
 
-class TestBytes:
-    @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
-    @pytest.mark.parametrize("keys", ["all", "needed"])
-    @pytest.mark.parametrize("grid", [BlockGrid.uniform(500, 16), ORDERED], ids=["plain", "token orders"])
-    def test_traffic_equals_what_the_routes_send(self, strategy, keys, grid):
-        mask = BlockMask(random_bits(3, grid, 3), grid)
-        layout = SequenceLayout.named("striped" if keys == "all" else "contiguous", grid, Strategy.parse(strategy))
-        plan = make_plan(mask, strategy, layout=layout, keys=keys)
-        traffic = traffic_of(plan, layout)
-        received = 0
-        for rank in range(4):
-            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
-            of_keys = (*route.dispatch_exchanges, *route.fetch_exchanges)
-            first = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
-            assert first.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
-            sent = np.sum([exchange.sent for exchange in of_keys], axis=0)
-            assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
-            assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
-            assert route.q_slots == traffic.rows[rank] * 16
-            assert route.kv_slots == traffic.blocks[0, rank] * 16
-            assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
-            came = np.sum([exchange.received for exchange in of_keys], axis=0)
-            received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
-        assert traffic.kv_received == received / 4
+@pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
+@pytest.mark.parametrize("keys", ["all", "needed"])
+@pytest.mark.parametrize("grid", [BlockGrid.uniform(500, 16), ORDERED], ids=["plain", "token orders"])
+def test_traffic_equals_what_the_routes_send(strategy, keys, grid):
+    mask = BlockMask(random_bits(3, grid, 3), grid)
+    layout = SequenceLayout.named("striped" if keys == "all" else "contiguous", grid, Strategy.parse(strategy))
+    plan = make_plan(mask, strategy, layout=layout, keys=keys)
+    traffic = traffic_of(plan, layout)
+    received = 0
+    for rank in range(4):
+        route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
+        of_keys = (*route.dispatch_exchanges, *route.fetch_exchanges)
+        first = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
+        assert first.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
+        sent = np.sum([exchange.sent for exchange in of_keys], axis=0)
+        assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
+        assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
+        assert route.q_slots == traffic.rows[rank] * 16
+        assert route.kv_slots == traffic.blocks[0, rank] * 16
+        assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
+        came = np.sum([exchange.received for exchange in of_keys], axis=0)
+        received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
+    assert traffic.kv_received == received / 4
 
-    @pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
-    def test_whole_heads_receive_the_bytes_of_usp(self, strategy):
-        """Expects y − 1/x shards of keys and of values, as in a lockstep ring: (x − 1)/x exchanged, y − 1 rotated."""
-        plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
-        x, y = plan.strategy.ulysses, plan.strategy.ring
-        shard = 8 * 1024 / 8
-        received = traffic_of(plan, layout).keys.sum(axis=0)
-        np.fill_diagonal(received, 0)
-        assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
 
-    def test_chunk_is_fetched_while_the_kernel_runs_on_the_chunk_before(self):
-        """Computes by hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
-        compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
-        assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
-        assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
+@pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
+def test_whole_heads_receive_the_bytes_of_usp(strategy):
+    """Expects y − 1/x shards of keys and of values, as in a lockstep ring: (x − 1)/x exchanged, y − 1 rotated."""
+    plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
+    x, y = plan.strategy.ulysses, plan.strategy.ring
+    shard = 8 * 1024 / 8
+    received = traffic_of(plan, layout).keys.sum(axis=0)
+    np.fill_diagonal(received, 0)
+    assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
+
+
+def test_chunk_is_fetched_while_the_kernel_runs_on_the_chunk_before():
+    """Computes by hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
+    compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
+    assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
+    assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
 
 
 def test_bytes_between_nodes_take_the_network():

@@ -46,71 +46,75 @@ def new(folder, of_model=2, **settings):
     return MaskRecorder(RecordSettings(str(folder), **settings), of_model)
 
 
-class TestOneProcess:
-    @given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=6, max_size=6))
-    @examples(15)
-    def test_masks_are_read_back_and_written_once(self, tmp_path_factory, seeds):
-        folder = tmp_path_factory.mktemp("recording")
-        run(new(folder), seeds)
-        recording = Recording.read(folder)
-        assert list(recording.passes) == MOMENTS
-        for moment, layers in zip(MOMENTS, seeds, strict=True):
-            for layer, seed in enumerate(layers):
-                assert torch.equal(recording.mask(layer, moment).bits, a_mask(seed).bits)
-                assert recording.mask(layer, moment).grid == GRID
-        content = json.loads((folder / INDEX).read_text())
-        distinct = {seed for layers in seeds for seed in layers}
-        assert len(list(folder.glob("*.safetensors"))) == len(distinct)
-        assert content["bytes"] == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
-        assert content["stopped"] is None
+@given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=6, max_size=6))
+@examples(15)
+def test_masks_are_read_back_and_written_once(tmp_path_factory, seeds):
+    folder = tmp_path_factory.mktemp("recording")
+    run(new(folder), seeds)
+    recording = Recording.read(folder)
+    assert list(recording.passes) == MOMENTS
+    for moment, layers in zip(MOMENTS, seeds, strict=True):
+        for layer, seed in enumerate(layers):
+            assert torch.equal(recording.mask(layer, moment).bits, a_mask(seed).bits)
+            assert recording.mask(layer, moment).grid == GRID
+    content = json.loads((folder / INDEX).read_text())
+    distinct = {seed for layers in seeds for seed in layers}
+    assert len(list(folder.glob("*.safetensors"))) == len(distinct)
+    assert content["bytes"] == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    assert content["stopped"] is None
 
-    @pytest.mark.parametrize("lasting", [False, True])
-    def test_recording_has_every_nth_step_and_chosen_layers_alone(self, tmp_path, lasting):
-        run(new(tmp_path, every=2, layers=frozenset({1})), [(10 * i, 10 * i + 1) for i in range(6)], lasting=lasting)
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
-        assert recording.recorded_layers == (1,)
-        assert torch.equal(recording.mask(1, DenoisingStep(2, 1)).bits, a_mask(51).bits)
-        assert len(list(tmp_path.glob("*.safetensors"))) == 4
-        with pytest.raises(ValueError, match=r"no mask of layer 0 at step 2, branch 0; it has layers \[1\]"):
-            recording.mask(0, DenoisingStep(2))
 
-    def test_lasting_mask_of_a_skipped_step_is_recorded_later(self, tmp_path):
-        recorder = new(tmp_path, every=2)
-        for step in range(3):
-            recorder.begin(DenoisingStep(step))
-            for layer in range(2):
-                if step < 2:  # the mask of step 1 goes on to step 2
-                    recorder.mask_made(layer, layer, a_mask(10 * step + layer), True)
-                recorder.mask_used(layer, layer)
-        recording = Recording.read(tmp_path)
-        assert torch.equal(recording.mask(1, DenoisingStep(2)).bits, a_mask(11).bits)
-        assert not recorder._pending
+@pytest.mark.parametrize("lasting", [False, True])
+def test_recording_has_every_nth_step_and_chosen_layers_alone(tmp_path, lasting):
+    run(new(tmp_path, every=2, layers=frozenset({1})), [(10 * i, 10 * i + 1) for i in range(6)], lasting=lasting)
+    recording = Recording.read(tmp_path)
+    assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
+    assert recording.recorded_layers == (1,)
+    assert torch.equal(recording.mask(1, DenoisingStep(2, 1)).bits, a_mask(51).bits)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 4
+    with pytest.raises(ValueError, match=r"no mask of layer 0 at step 2, branch 0; it has layers \[1\]"):
+        recording.mask(0, DenoisingStep(2))
 
-    def test_limit_stops_the_recording_with_one_warning(self, tmp_path, capsys):
-        recorder = new(tmp_path, limit=2000)
-        run(recorder, [(10 * i, 10 * i + 1) for i in range(6)])
-        assert sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) <= 2000
-        recording = Recording.read(tmp_path)
-        assert 0 < len(recording.passes) < 6
-        assert "the limit of 2000 bytes was reached at step" in recording.stopped
-        for number, moment in enumerate(recording.passes):
-            assert torch.equal(recording.mask(1, moment).bits, a_mask(10 * number + 1).bits)
-        err = capsys.readouterr().err
-        assert err.count("\n") == err.count("stopped recording masks") == 1
 
-    def test_older_recording_is_not_overwritten(self, tmp_path, capsys):
-        run(new(tmp_path), [(0, 1)], [DenoisingStep()])
-        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-        run(new(tmp_path), [(2, 3)], [DenoisingStep()])
-        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-        assert "has a recording already, maybe of another run at this time; give another" in capsys.readouterr().err
+def test_lasting_mask_of_a_skipped_step_is_recorded_later(tmp_path):
+    recorder = new(tmp_path, every=2)
+    for step in range(3):
+        recorder.begin(DenoisingStep(step))
+        for layer in range(2):
+            if step < 2:  # the mask of step 1 goes on to step 2
+                recorder.mask_made(layer, layer, a_mask(10 * step + layer), True)
+            recorder.mask_used(layer, layer)
+    recording = Recording.read(tmp_path)
+    assert torch.equal(recording.mask(1, DenoisingStep(2)).bits, a_mask(11).bits)
+    assert not recorder._pending
 
-    def test_failing_disk_stops_the_recording_with_one_warning(self, tmp_path, capsys, monkeypatch):
-        full = mock.Mock(side_effect=OSError("No space left on device"))
-        monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
-        run(new(tmp_path), [(10 * i, 10 * i + 1) for i in range(6)])
-        assert capsys.readouterr().err.count("stopped recording masks") == 1
+
+def test_limit_stops_the_recording_with_one_warning(tmp_path, capsys):
+    recorder = new(tmp_path, limit=2000)
+    run(recorder, [(10 * i, 10 * i + 1) for i in range(6)])
+    assert sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) <= 2000
+    recording = Recording.read(tmp_path)
+    assert 0 < len(recording.passes) < 6
+    assert "the limit of 2000 bytes was reached at step" in recording.stopped
+    for number, moment in enumerate(recording.passes):
+        assert torch.equal(recording.mask(1, moment).bits, a_mask(10 * number + 1).bits)
+    err = capsys.readouterr().err
+    assert err.count("\n") == err.count("stopped recording masks") == 1
+
+
+def test_older_recording_is_not_overwritten(tmp_path, capsys):
+    run(new(tmp_path), [(0, 1)], [DenoisingStep()])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    run(new(tmp_path), [(2, 3)], [DenoisingStep()])
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert "has a recording already, maybe of another run at this time; give another" in capsys.readouterr().err
+
+
+def test_failing_disk_stops_the_recording_with_one_warning(tmp_path, capsys, monkeypatch):
+    full = mock.Mock(side_effect=OSError("No space left on device"))
+    monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
+    run(new(tmp_path), [(10 * i, 10 * i + 1) for i in range(6)])
+    assert capsys.readouterr().err.count("stopped recording masks") == 1
 
 
 def test_damaged_files_raise(tmp_path):

@@ -1,23 +1,10 @@
-"""`torch.set_default_device` is common in scripts; what db-SP has on the host stays there. "meta" represents a GPU."""
+"""`torch.set_default_device` is common in scripts; what db-SP has on the host stays there."""
 
 from __future__ import annotations
 
 import ast
 
-import torch
-
-from dbsp_core import BlockGrid, BlockMask
 from tests.support.repository import ROOT
-
-
-def test_bits_of_a_mask_stay_on_their_device():
-    bits = torch.ones(2, 3, 3, dtype=torch.bool)
-    grid = BlockGrid.uniform(48, 16)
-    with torch.device("meta"):
-        for given in (bits, bits.numpy(), bits.tolist()):
-            assert BlockMask(given, grid).bits.device.type == "cpu"
-    assert BlockMask(bits.to("meta"), grid).bits.is_meta
-
 
 MADE = {
     *("tensor", "as_tensor", "asarray", "zeros", "ones", "full", "empty", "empty_strided", "arange", "range", "eye"),

@@ -16,65 +16,67 @@ from dbsp_core.utils.files import expand_path, require_file, require_file_path, 
 from tests.support.repository import child_environment
 
 
-class TestUserFolder:
-    def test_settings_that_are_paths_expand_a_tilde(self, monkeypatch):
-        monkeypatch.setenv("HOME", "/users/me")
-        settings = {"report": "~/r", "machine": "~/c.yaml", "model": "~/w"}
-        config = DbspConfig.load({**settings, "generate": {"image": "~/a.png", "last_image": "~/b.png"}})
-        given = config.generate
-        found = config.report, config.machine, config.model, given.image, given.last_image
-        assert found == tuple(f"/users/me/{name}" for name in ("r", "c.yaml", "w", "a.png", "b.png"))
+def test_settings_that_are_paths_expand_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/users/me")
+    settings = {"report": "~/r", "machine": "~/c.yaml", "model": "~/w"}
+    config = DbspConfig.load({**settings, "generate": {"image": "~/a.png", "last_image": "~/b.png"}})
+    given = config.generate
+    found = config.report, config.machine, config.model, given.image, given.last_image
+    assert found == tuple(f"/users/me/{name}" for name in ("r", "c.yaml", "w", "a.png", "b.png"))
 
-    @pytest.mark.parametrize(
-        ("path", "message"),
-        [
-            ("", "path '' is empty"),
-            ("a\0b", r"path 'a\\x00b' has a NUL character"),
-            ("~nobody-at-all/x", "path '~nobody-at-all/x' names a home folder that is not known"),
-        ],
-    )
-    def test_path_without_a_name_is_rejected(self, path, message):
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "path '' is empty"),
+        ("a\0b", r"path 'a\\x00b' has a NUL character"),
+        ("~nobody-at-all/x", "path '~nobody-at-all/x' names a home folder that is not known"),
+    ],
+)
+def test_path_without_a_name_is_rejected(path, message):
+    with pytest.raises(UserError, match=message):
+        expand_path(path)
+    for key in ("report", "machine", "model"):
         with pytest.raises(UserError, match=message):
-            expand_path(path)
-        for key in ("report", "machine", "model"):
-            with pytest.raises(UserError, match=message):
-                DbspConfig.load({key: path})
+            DbspConfig.load({key: path})
 
 
-class TestUnreadable:
-    @pytest.mark.parametrize("config", ["a" * 5000, {"mask": {"source": "file", "path": "a" * 5000}}])
-    def test_name_that_is_too_long_is_rejected_in_a_short_line(self, config):
-        with pytest.raises(UserError, match=r"cannot be read \(File name too long\)") as raised:
-            DbspConfig.load(config)
-        assert len(str(raised.value)) < 1500
+@pytest.mark.parametrize("config", ["a" * 5000, {"mask": {"source": "file", "path": "a" * 5000}}])
+def test_name_that_is_too_long_is_rejected_in_a_short_line(config):
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long\)") as raised:
+        DbspConfig.load(config)
+    assert len(str(raised.value)) < 1500
 
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda path: path.mkdir(), "mask file .* is a folder, not a file; fix"),
-            (os.mkfifo, "mask file .* is a pipe or device, not a file; fix"),
-            (lambda path: path.symlink_to("gone"), "mask file .* is a link to gone, which does not exist; fix"),
-            (lambda path: None, "mask file .* does not exist; fix"),
-        ],
-    )
-    def test_folder_pipe_device_or_link_is_named_in_the_error(self, tmp_path, make, message):
-        make(tmp_path / "m")
-        with pytest.raises(UserError, match=message):
-            require_file(tmp_path / "m", "mask file", "fix it so")
 
-    @pytest.mark.parametrize("require", [require_file_path, require_folder_path])
-    def test_output_with_a_name_that_is_too_long_is_rejected(self, tmp_path, require):
-        for path in ("a" * 300, "new/" + "a" * 300, "a" * 300 + "/new", "ä" * 150, "a/" * 2100):
-            with pytest.raises(UserError, match=r"^--out .* cannot be written to \(File name too long\)") as raised:
-                require(tmp_path / path, "--out")
-            assert len(str(raised.value)) < 400
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: path.mkdir(), "mask file .* is a folder, not a file; fix"),
+        (os.mkfifo, "mask file .* is a pipe or device, not a file; fix"),
+        (lambda path: path.symlink_to("gone"), "mask file .* is a link to gone, which does not exist; fix"),
+        (lambda path: None, "mask file .* does not exist; fix"),
+    ],
+)
+def test_folder_pipe_device_or_link_is_named_in_the_error(tmp_path, make, message):
+    make(tmp_path / "m")
+    with pytest.raises(UserError, match=message):
+        require_file(tmp_path / "m", "mask file", "fix it so")
 
-    def test_longest_possible_name_is_written(self, tmp_path):
-        """A temporary name that is made of the file's would be longer than the system allows."""
-        path = tmp_path / "new" / ("a" * 255)
-        require_file_path(path, "--out")
-        write_atomically(path, "content")
-        assert [one.name for one in path.parent.iterdir()] == [path.name]
+
+@pytest.mark.parametrize("require", [require_file_path, require_folder_path])
+def test_output_with_a_name_that_is_too_long_is_rejected(tmp_path, require):
+    for path in ("a" * 300, "new/" + "a" * 300, "a" * 300 + "/new", "ä" * 150, "a/" * 2100):
+        with pytest.raises(UserError, match=r"^--out .* cannot be written to \(File name too long\)") as raised:
+            require(tmp_path / path, "--out")
+        assert len(str(raised.value)) < 400
+
+
+def test_longest_possible_name_is_written(tmp_path):
+    """A temporary name that is made of the file's would be longer than the system allows."""
+    path = tmp_path / "new" / ("a" * 255)
+    require_file_path(path, "--out")
+    write_atomically(path, "content")
+    assert [one.name for one in path.parent.iterdir()] == [path.name]
 
 
 def test_two_results_with_one_path_are_rejected(tmp_path):

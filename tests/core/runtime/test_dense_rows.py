@@ -30,11 +30,10 @@ def with_dense_heads(mask: BlockMask, heads: tuple[int, ...]) -> BlockMask:
     return BlockMask.packed(parts) if len(parts) > 1 else parts[0]
 
 
-def dense_parts(mask: BlockMask, strategy: str, planner: str = "dbsp", rank: int = 0) -> list[tuple[DensePart, ...]]:
-    """Returns the parts of a rank's dense rows, chunk by chunk."""
-    layout = table_layout(make_plan(mask, strategy, planner), rank)
-    tables = build_tables(layout, mask, dense_spans_of(mask, CUDA))
-    return [table.dense.parts if table.dense else () for table in tables]
+def dense_parts(mask: BlockMask) -> tuple[DensePart, ...]:
+    """Returns the parts of the dense rows of one rank without a ring: heads are whole, and follow one another."""
+    (table,) = build_tables(table_layout(make_plan(mask, "U1R1"), 0), mask, dense_spans_of(mask, CUDA))
+    return table.dense.parts if table.dense else ()
 
 
 def covered(starts: range, count: int) -> list[list[int]]:
@@ -55,16 +54,12 @@ def covered(starts: range, count: int) -> list[list[int]]:
     ],
 )
 def test_equal_heads_at_equal_distance_are_one_part(heads, groups, tokens):
-    """On one rank without a ring: heads are whole, and follow one another."""
     grid = BlockGrid.uniform(tokens, 16)
     mask = with_dense_heads(BlockMask(torch.rand(5, grid.nq, grid.nk) < 0.5, grid), heads)
-    (parts,) = dense_parts(mask, "U1R1")
-    assert [covered(part.row_starts, part.rows) for part in parts] == [
-        [list(range(head * grid.nq, (head + 1) * grid.nq)) for head in group] for group in groups
-    ]
-    assert [covered(part.block_starts, part.blocks) for part in parts] == [
-        [list(range(head * grid.nk, (head + 1) * grid.nk)) for head in group] for group in groups
-    ]
+    parts, n = dense_parts(mask), grid.nq
+    every = [[list(range(head * n, (head + 1) * n)) for head in group] for group in groups]
+    assert [covered(part.row_starts, part.rows) for part in parts] == every
+    assert [covered(part.block_starts, part.blocks) for part in parts] == every
     for part in parts:
         assert (part.tokens is None) == (tokens == 96)
         assert part.tokens is None or part.tokens.tolist() == list(range(tokens))
@@ -89,9 +84,8 @@ def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
         assert {rows: blocks for rows, (blocks, _) in found.items()} == {r: s.blocks for r, s in dense.items()}
         for rows, (_, tokens) in found.items():
             real = np.flatnonzero(np.arange(table.block_k) < dense[rows].lengths[:, None])
-            assert (
-                np.arange(dense[rows].lengths.size * table.block_k) if tokens is None else tokens
-            ).tolist() == list(real)
+            every = range(dense[rows].lengths.size * table.block_k)
+            assert list(real) == list(every if tokens is None else tokens.tolist())
         if table.dense:
             inside = np.zeros(len(table.kv_count), dtype=bool)
             for rows in dense:
@@ -103,8 +97,9 @@ def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
 def test_single_token_stays_with_the_block_kernel():
     """cuDNN takes no single key."""
     sequences = [BlockMask.dense(2, BlockGrid.uniform(tokens, 16)) for tokens in (1, 40)]
-    (parts,) = dense_parts(BlockMask.packed(sequences), "U1R1")
-    assert [covered(part.row_starts, part.rows) for part in parts] == [[[1, 2, 3], [5, 6, 7]]]
+    assert [covered(part.row_starts, part.rows) for part in dense_parts(BlockMask.packed(sequences))] == [
+        [[1, 2, 3], [5, 6, 7]]
+    ]
 
 
 def run(rank: int, world: int, case: Case, heads: tuple[int, ...]) -> tuple[float, bool, int]:

@@ -31,7 +31,6 @@ LAYOUTS = {
     "padding on several ranks": EngineLayout(THW, before=7, shard=64),
     "whole text first": EngineLayout(THW, text=7),
     "whole text last": EngineLayout(THW, text=7, text_last=True),
-    "whole text of one token": EngineLayout(THW, text=1, text_last=True),
     "whole text and others": EngineLayout(THW, before=3, after=2, shard=60, text=9, text_last=True),
 }
 PADDING = 3

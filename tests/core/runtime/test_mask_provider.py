@@ -136,14 +136,6 @@ def test_steps_and_cfg_passes_are_inferred_from_what_the_framework_passes(passes
     assert found == [DenoisingStep(*moment) for moment in moments]
 
 
-def test_failed_generation_does_not_change_the_next_ones_steps():
-    now = Progress("first")
-    clock = StepClock(lambda: now)
-    assert [clock.advance(t).step for t in (999, 800)] == [0, 1]
-    now = Progress("second", 4)
-    assert [clock.advance(800).step for _ in range(2)] == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("passes", "generations"),
     [

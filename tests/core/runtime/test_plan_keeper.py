@@ -140,40 +140,25 @@ def keeper():
     return PlanKeeper(1.25, compare=False)
 
 
-class TestKnownMasks:
-    """A plan is made from the mask that it is for, at once."""
+def use_known(keeper, mask):
+    """Uses the plan of a mask that is known, which is made at once."""
+    use = keeper.plan_known(0, mask, plans_on(mask.grid, "U2R1"))
+    keeper.use(0, use)
+    return use
 
-    @staticmethod
-    def use(keeper, key, mask):
-        use = keeper.plan_known(key, mask, plans_on(mask.grid, "U2R1"))
-        keeper.use(key, use)
-        return use
 
-    def test_plan_at_the_threshold_is_kept_with_the_metrics_of_the_new_mask(self, keeper):
-        assert self.use(keeper, 0, FIRST).new
-        use = self.use(keeper, 0, AT_THRESHOLD)
-        assert (use.plan.fingerprint, use.plan.rho, use.new) == (OLD, 1.25, False)
-        assert (keeper.statistics.calls, keeper.statistics.plans) == (2, 1)
-
-    def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(self, keeper):
-        self.use(keeper, 0, FIRST)
-        use = self.use(keeper, 0, ABOVE)
-        assert (use.plan.fingerprint, use.plan.rho, use.new) == (NEW, 9 / 8, True)
-        assert not self.use(keeper, 0, ABOVE).new
-        assert (keeper.statistics.calls, keeper.statistics.plans) == (3, 2)
-
-    @pytest.mark.parametrize(
-        "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
-    )
-    def test_another_grid_or_number_of_heads_needs_a_new_plan(self, keeper, mask):
-        self.use(keeper, 0, FIRST)
-        use = self.use(keeper, 0, mask)
+def test_plan_of_a_known_mask_is_kept_up_to_the_threshold(keeper):
+    assert use_known(keeper, FIRST).new
+    use = use_known(keeper, AT_THRESHOLD)
+    assert (use.plan.fingerprint, use.plan.rho, use.new) == (OLD, 1.25, False)
+    keeper.plan_known(0, ABOVE, plans_on(GRID, "U2R1"))  # which is not used, and so not kept
+    assert use_known(keeper, FIRST).plan.fingerprint == OLD
+    use = use_known(keeper, ABOVE)
+    assert (use.plan.fingerprint, use.plan.rho, use.new) == (NEW, 9 / 8, True)
+    assert not use_known(keeper, ABOVE).new
+    for mask in (mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)):
+        use = use_known(keeper, mask)
         assert (use.plan.grid, use.plan.heads, use.new) == (mask.grid, mask.heads, True)
-
-    def test_plan_that_was_not_used_is_not_kept(self, keeper):
-        self.use(keeper, 0, FIRST)
-        keeper.plan_known(0, ABOVE, plans_on(GRID, "U2R1"))  # and no `use`
-        assert self.use(keeper, 0, FIRST).plan.fingerprint == OLD
 
 
 class TestPredictedMasks:

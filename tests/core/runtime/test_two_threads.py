@@ -76,10 +76,6 @@ def of_session(group: Any, world: int) -> Call:
     return lambda: made.attend(0, q, q, q)
 
 
-def of_making_a_session(group: Any, world: int) -> Call:
-    return lambda: session(group, world)
-
-
 def of_vote(group: Any, world: int) -> Call:
     made = EngineSession(SequenceGroup.from_group(group), Strategy(world, 1), HEADS, 1, "dense")
     return lambda: made.all_agree(True)
@@ -90,7 +86,7 @@ ENTRIES: dict[str, Callable[[Any, int], Call]] = {
     "backward": of_backward,
     "redistribution": of_redistribution,
     "session": of_session,
-    "making a session": of_making_a_session,
+    "making a session": lambda group, world: lambda: session(group, world),
     "vote": of_vote,
 }
 

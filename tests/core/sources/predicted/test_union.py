@@ -45,14 +45,12 @@ def parts_alone(case: UnionCase, request: MaskRequest, q: torch.Tensor, k: torch
 def joined(masks: list[BlockMask], batch: int) -> BlockMask:
     """Returns the union by sample and head, written out."""
     heads = min(mask.heads for mask in masks)
-    bits = torch.stack(
-        [
-            torch.stack([mask.bits[(head + sample * heads) % mask.heads] for mask in masks]).any(dim=0)
-            for sample in range(batch)
-            for head in range(heads)
-        ]
-    )
-    return BlockMask(bits, masks[-1].grid)
+    bits = [
+        torch.stack([mask.bits[(head + sample * heads) % mask.heads] for mask in masks]).any(dim=0)
+        for sample in range(batch)
+        for head in range(heads)
+    ]
+    return BlockMask(torch.stack(bits), masks[-1].grid)
 
 
 def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[float, bool]:
