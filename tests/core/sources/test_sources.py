@@ -77,7 +77,7 @@ def positions_by_block(axis, request):
 
 @given(windows())
 @examples(80)
-def test_block_is_active_iff_the_boxes_of_its_tokens_are_within_the_window(self, problem):
+def test_block_is_active_iff_the_boxes_of_its_tokens_are_within_the_window(problem):
     source, request = problem
     mask = source.mask(request)
     rows, columns = (positions_by_block(axis, request) for axis in (mask.grid.q_axis, mask.grid.k_axis))
