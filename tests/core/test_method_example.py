@@ -3,132 +3,37 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
+import runpy
 import sys
-from types import ModuleType
 
-import numpy as np
 import pytest
-import torch
 
 from tests.support.repository import ROOT
 
 METHOD = ROOT / "examples" / "method.py"
 
 
-def load_method() -> ModuleType:
-    """Returns a new module of the example, so that a fault ends with its case."""
-    spec = importlib.util.spec_from_file_location("method_example", METHOD)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def run_comparison(
-    rank: int, world: int, size: tuple[int, int, int, int], fault: str | None = None
-) -> dict[str, list[float]]:
-    """Returns the example's results for (ulysses, heads, tokens, block), with a fault of `FAULTS` or None."""
-    method = load_method()
-    if fault is not None:
-        FAULTS[fault](method)
-    return method.compare(*size)
-
-
-def _keys_in_another_order(method: ModuleType) -> None:
-    """Reads the tables of chunks by block, while the sources of k and v read them by head."""
-    make_routes = method.make_routes
-
-    def by_block(*arguments):
-        route, chunks = make_routes(*arguments)
-        return route, [(sends, _by_block(receives)) for sends, receives in chunks]
-
-    method.make_routes = by_block
-
-
-def _by_block(receives: list[np.ndarray]) -> list[np.ndarray]:
-    return [pairs[np.lexsort(pairs.T)] for pairs in receives]
-
-
-def _transposed_mask(method: ModuleType) -> None:
-    """Exchanges query and key blocks."""
-    attention = method.attention
-    method.attention = lambda q, kv, mask, *rest: attention(q, kv, mask.swapaxes(1, 2), *rest)
-
-
-def _no_number(method: ModuleType) -> None:
-    """Makes the outputs of the last rank NaN."""
-    attention = method.attention
-
-    def spoiled(*arguments):
-        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-        return attention(*arguments) * (torch.nan if last else 1)
-
-    method.attention = spoiled
-
-
-FAULTS = {
-    "keys in another order": _keys_in_another_order,
-    "transposed mask": _transposed_mask,
-    "no number": _no_number,
-}
-"""Each makes the outputs wrong and leaves the sizes of messages as they are, so that no rank waits for ever."""
-
-
-@pytest.mark.parametrize(("world", "ulysses"), [(4, 4), (4, 2), (4, 1), (3, 3), (3, 1), (2, 1)])
-def test_outputs_equal_dense_attention_and_work_is_balanced(pool, world, ulysses):
-    found = pool(world).run(run_comparison, (ulysses, 5, 790, 16))
-    assert all(results == found[0] for results in found)
-    (before, _, usp_difference), (after, _, difference) = found[0]["plain USP"], found[0]["balanced"]
-    assert max(usp_difference, difference) <= 1e-5
-    assert 1 <= after <= 1.003
-    assert before > 1.03
+def run_comparison(rank: int, world: int, size: tuple[int, int, int, int]) -> dict[str, list[float]]:
+    """Returns the example's results for (ulysses, heads, tokens, block)."""
+    results: dict[str, list[float]] = runpy.run_path(str(METHOD))["compare"](*size)
+    return results
 
 
 @pytest.mark.parametrize(
-    ("world", "size"),
+    ("world", "size", "balanced"),
     [
-        (4, (2, 5, 20, 16)),  # fewer blocks than ranks
-        (4, (4, 1, 203, 16)),  # one head on four columns
-        (4, (4, 3, 203, 32)),
-        (3, (1, 2, 5, 8)),  # one block, shorter than a whole one
-        (2, (2, 3, 100, 16)),
+        *((world, (ulysses, 5, 790, 16), True) for world, ulysses in ((4, 4), (4, 2), (4, 1), (3, 3), (2, 1))),
+        (4, (2, 5, 20, 16), False),  # fewer blocks than ranks
+        (4, (4, 1, 203, 16), False),  # one head on four columns
+        (3, (1, 2, 5, 8), False),  # one block, shorter than a whole one
     ],
 )
-def test_outputs_of_extreme_sizes_equal_dense_attention(pool, world, size):
-    for results in pool(world).run(run_comparison, size):
-        assert max(difference for *_, difference in results.values()) <= 1e-5
-
-
-@pytest.mark.parametrize("ulysses", [4, 2, 1])
-def test_received_bytes_with_equal_heads_equal_the_closed_form(pool, ulysses):
-    heads, tokens, block = 4, 256, 16
-    shard = heads * tokens // 4 * 2 * 32 * 4  # bytes of a rank's k and v, float32
-    for results in pool(4).run(run_comparison, (ulysses, heads, tokens, block)):
-        assert results["plain USP"][1] == (4 // ulysses - 1 / ulysses) * shard
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_fault_is_found_by_the_comparison(pool, fault):
-    for results in pool(4).run(run_comparison, (2, 5, 203, 16), fault):
-        assert not results["balanced"][2] <= 1e-2
-
-
-def test_every_row_has_an_owner_and_stays_in_its_ring_row_if_balanced():
-    plan = load_method().plan_balanced
-    source = np.arange(24) * 4 // 24
-    assert (plan(np.full((1, 24), 3), source, 1, 4) == source).all()
-    owner = plan(np.random.default_rng(0).integers(0, 9, (6, 24)), source, 2, 2)
-    assert set(owner.flat) == {0, 1, 2, 3}
-    assert (plan(np.zeros((6, 24), int), source, 2, 2) // 2 == source // 2).all()
-
-
-def test_whole_heads_are_kept_if_they_balance():
-    work = np.repeat([[4], [2], [3], [3], [1], [5]], 10, axis=1)
-    owner = load_method().plan_balanced(work, np.arange(10) * 2 // 10, 2, 1)
-    assert (owner == owner[:, :1]).all()
-    assert work[owner == 0].sum() == work[owner == 1].sum()
+def test_outputs_equal_dense_attention_and_work_is_balanced(pool, world, size, balanced):
+    found = pool(world).run(run_comparison, size)
+    assert all(results == found[0] for results in found)
+    (before, _, usp_difference), (after, _, difference) = found[0]["plain USP"], found[0]["balanced"]
+    assert max(usp_difference, difference) <= 1e-5
+    assert not balanced or (1 <= after <= 1.003 and before > 1.03)
 
 
 def test_file_is_short_and_needs_only_torch_and_numpy():

@@ -37,7 +37,7 @@ from dbsp_kernels.triton.prediction import (
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from scripts.checks.machine_code.launches import gpu_of
 
-SIZES = (1, 7, 48, 1182)
+SIZES = (1, 7, 48)
 WIDTH, BLOCK, HEADS = 128, 64, 5
 MEANS = (1.0, 2.4, 9.0, 20.0, 40.0, 64.0)
 

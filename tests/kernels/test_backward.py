@@ -25,8 +25,8 @@ def assert_close(found, expected, tolerance):
 @pytest.mark.parametrize("kernel", ["cpu", "reference", "triton"])
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_gradients_of_one_call(kernel, blocks):
-    rows, keys = (5, 6) if max(blocks) < 64 else (3, 4)  # large ones are slow in the interpreter
-    for seed, head_dim in enumerate((16, 24)):
+    rows, keys = (5, 6) if max(blocks) < 64 else (3, 3)  # large ones are slow in the interpreter
+    for seed, head_dim in enumerate((16, 24) if max(blocks) < 64 else (24,)):
         expected, inputs = expected_and_inputs(kinder(packed(rows, keys, *blocks, head_dim=head_dim, seed=seed)))
         with interpreted():
             assert_close(block_attention_backward(inputs, kernel), expected, 2e-5)
@@ -80,9 +80,3 @@ def test_nothing_to_attend_to(kernel, rows, blocks):
     inputs = BackwardInputs(given, torch.ones_like(p.q), torch.zeros_like(p.q), lse, lambda: transposed(p))
     with interpreted():
         assert not any(bool(one.any()) for one in block_attention_backward(inputs, kernel))
-
-
-def test_shapes_that_do_not_go_together():
-    _, inputs = expected_and_inputs(kinder(packed()))
-    with pytest.raises(ValueError, match="expected dout, out"):
-        block_attention_backward(replace(inputs, lse=inputs.lse[:, 1:]), "cpu")

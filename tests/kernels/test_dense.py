@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dbsp_core.runtime import chunk_attention
-from dbsp_kernels import DensePart, attend_dense_part, dense, merge_states
-from dbsp_kernels.triton import merge
-from tests.support.interpreter import interpreted
+from dbsp_kernels import DensePart, attend_dense_part, dense
 
 BATCH, ROWS, BLOCKS, BLOCK, WIDTH, SCALE = 2, 5, 6, 16, 24, 0.3
 LENGTHS = torch.tensor([16, 16, 9, 16, 16, 3]).int()
@@ -22,10 +19,6 @@ class OnCuda(torch.Tensor):
     """A CPU tensor for which `is_cuda` is True."""
 
     is_cuda = True
-
-
-def plain(t: torch.Tensor) -> torch.Tensor:
-    return t.as_subclass(torch.Tensor)
 
 
 def inputs(dtype=torch.float32) -> tuple[torch.Tensor, ...]:
@@ -64,20 +57,16 @@ def fused(monkeypatch):
 
     The checks heed the real flags of `sdpa_kernel`.
     """
-    state = SimpleNamespace(
-        capability=(8, 0), supported=set(NAMES), cudnn_version=91900, calls=[], strides=[], errors={}
-    )
+    state = SimpleNamespace(capability=(8, 0), supported=set(NAMES), cudnn_version=91900, calls=[], errors={})
     aten = torch.ops.aten
 
     def operator(name):
         def run(q, k, v, *options, scale):
             state.calls.append((name, tuple(q.shape), k.shape[2]))
-            state.strides.append((q.stride(), k.stride(), v.stride()))
             if name in state.errors:
                 raise state.errors[name]
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-                *(plain(t).float() for t in (q, k, v)), 0.0, False, scale=scale
-            )[:2]
+            given = (t.as_subclass(torch.Tensor).float() for t in (q, k, v))
+            out, lse, *_ = aten._scaled_dot_product_flash_attention_for_cpu(*given, 0.0, False, scale=scale)
             if name == "cudnn":
                 lse = lse[..., None]
             return out.to(q.dtype), torch.nn.functional.pad(lse, (0, 8)) if name == "efficient" else lse
@@ -90,9 +79,8 @@ def fused(monkeypatch):
     flags = torch.backends.cuda
     monkeypatch.setattr(torch._C, "_can_use_cudnn_attention", check("cudnn", flags.cudnn_sdp_enabled))
     monkeypatch.setattr(torch._C, "_can_use_flash_attention", check("flash", flags.flash_sdp_enabled))
-    monkeypatch.setattr(
-        torch._C, "_can_use_mem_efficient_attention", check("efficient", flags.mem_efficient_sdp_enabled)
-    )
+    efficient = check("efficient", flags.mem_efficient_sdp_enabled)
+    monkeypatch.setattr(torch._C, "_can_use_mem_efficient_attention", efficient)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: state.cudnn_version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: state.capability)
     operators = {f"_scaled_dot_product_{name}_attention": operator(name) for name in NAMES}
@@ -112,7 +100,7 @@ def test_each_fused_kernel_returns_the_attention_of_a_part_in_one_call(fused, na
     for part in parts:
         found = attend_dense_part(*tensors, part, SCALE)
         for one, other in zip(found, expected(*tensors, part), strict=True):
-            torch.testing.assert_close(plain(one).double(), other, atol=2e-2, rtol=0)
+            torch.testing.assert_close(one.double(), other, atol=2e-2, rtol=0)
     assert [called for called, *_ in fused.calls] == [name] * 3, "one of them on a block of zeros"
     assert {shape[1] for _, shape, _ in fused.calls[1:]} == {len(parts[0].row_starts)}
     assert dense.fused_kernel(tensors[0].as_subclass(OnCuda)) == name
@@ -123,10 +111,8 @@ def test_each_fused_kernel_returns_the_attention_of_a_part_in_one_call(fused, na
     [
         ((8, 0), {"flash", "efficient", "cudnn"}, "flash"),
         ((8, 0), {"efficient", "cudnn"}, "efficient"),
-        ((8, 9), {"flash", "cudnn"}, "flash"),
         ((9, 0), {"flash", "efficient", "cudnn"}, "cudnn"),
         ((9, 0), {"flash", "efficient"}, None),
-        ((10, 0), {"flash", "efficient", "cudnn"}, "cudnn"),
         ((10, 3), {"flash", "efficient"}, "flash"),
         ((12, 0), {"flash", "efficient", "cudnn"}, "flash"),
         ((12, 0), {"cudnn"}, None),
@@ -137,11 +123,21 @@ def test_fused_kernel_of_a_gpu_is_one_that_is_faster_than_the_block_kernel(fused
     assert dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda)) == name
 
 
-def test_old_cudnn_is_not_used(fused):
+def test_fused_kernels_that_fail_or_are_not_trusted_are_passed_over(fused):
     """cuDNN up to 9.15 has faults at lengths that are not multiples of 128."""
+    q = inputs(torch.bfloat16)[0].as_subclass(OnCuda)
+    assert dense.fused_kernel(inputs()[0].as_subclass(OnCuda)) is None, "float32"
     fused.capability, fused.cudnn_version = (9, 0), 91500
-    assert dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda)) is None
+    assert dense.fused_kernel(q) is None
     assert fused.calls == []
+    dense._chosen.cache_clear()
+    fused.capability, fused.cudnn_version = (10, 0), 91900
+    fused.errors = {"cudnn": RuntimeError("No valid execution plans built")}
+    assert dense.fused_kernel(q) == "flash"
+    dense._chosen.cache_clear()
+    fused.errors["flash"] = torch.OutOfMemoryError("out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        dense.fused_kernel(q)
 
 
 def test_callers_context_plays_no_role(fused):
@@ -153,18 +149,6 @@ def test_callers_context_plays_no_role(fused):
         assert torch.backends.cuda.math_sdp_enabled()
     assert dense.fused_kernel(q) == "cudnn"
     assert torch.backends.cuda.flash_sdp_enabled()
-
-
-def test_strides_that_cudnn_is_given_do_not_depend_on_other_rows(fused):
-    """It compiles a graph per shape and strides, and a plan moves rows of other heads."""
-    fused.capability, fused.supported = (9, 0), {"cudnn"}
-    q, k, v = (t[:1] for t in inputs(torch.bfloat16))
-    part = DensePart(range(0, 4, 2), 2, range(0, 4, 2), 2, None)
-    for rows, blocks in ((5, 6), (4, 5)):
-        attend_dense_part(
-            q[:, :rows].contiguous(), k[:, :blocks].contiguous(), v[:, :blocks].contiguous(), part, SCALE
-        )
-    assert fused.strides[1] == fused.strides[2]
 
 
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "unsupported"])
@@ -179,32 +163,6 @@ def test_dense_rows_without_a_fused_kernel_use_the_block_kernel(fused, caplog, f
     assert [record.message.startswith("dense heads run on the block kernel") for record in caplog.records] == [True]
 
 
-def test_next_kernel_is_taken_where_the_first_fails(fused):
-    fused.capability, fused.errors = (10, 0), {"cudnn": RuntimeError("No valid execution plans built")}
-    assert dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda)) == "flash"
-
-
-def test_out_of_memory_is_not_hidden_by_the_block_kernel(fused):
-    fused.errors["flash"] = torch.OutOfMemoryError("out of memory")
-    with pytest.raises(torch.OutOfMemoryError):
-        dense.fused_kernel(inputs(torch.bfloat16)[0].as_subclass(OnCuda))
-
-
-def test_float32_on_a_gpu_is_left_to_the_block_kernel(fused):
-    assert dense.fused_kernel(inputs()[0].as_subclass(OnCuda)) is None
-    assert fused.calls == []
-
-
-def test_cudnn_is_given_few_numbers_of_queries():
-    tokens = 1182 * 64
-    sizes = {rows: dense._graph_queries(64 * rows, tokens) for rows in range(1, 1183)}
-    assert all(64 * rows <= size <= 64 * rows * 1.07 or size - 64 * rows < 64 for rows, size in sizes.items())
-    assert len(set(sizes.values())) <= 120
-    near = {dense._graph_queries(64 * rows, tokens) for rows in range(560, 620)}
-    assert len(near) <= 3, "a plan that moves a few rows needs no new graph"
-    assert sizes[1182] == tokens, "a whole head is not padded"
-
-
 @pytest.mark.parametrize("run", [dense._flash, dense._efficient, dense._cudnn])
 @pytest.mark.parametrize("queries", [77, 130])
 def test_operators_of_this_torch_take_our_arguments(run, queries):
@@ -212,35 +170,3 @@ def test_operators_of_this_torch_take_our_arguments(run, queries):
     out, lse = run(q, k, k, SCALE)
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
-
-
-@pytest.mark.parametrize("parts", [ONE_HEAD[1:], TWO_HEADS[:1], TWO_HEADS[1:]], ids=["one", "two", "two apart"])
-@pytest.mark.parametrize("batch", [1, 2])
-def test_dense_rows_are_merged_in_one_launch_per_part_and_item(monkeypatch, batch, parts):
-    """Heads of one item are at equal distance: no reason for several passes over them."""
-    q, k, v = (t[:batch] for t in inputs())
-    before, lse = torch.randn(batch, ROWS, BLOCK, WIDTH), torch.randn(batch, ROWS, BLOCK)
-    lse[:, 3] = -torch.inf
-    running = before.flatten(0, 1).clone(), lse.flatten(0, 1).clone()
-    launches, launch = [], merge.launch
-    monkeypatch.setattr(merge, "launch", lambda *args, **options: (launches.append(args), launch(*args, **options)))
-    monkeypatch.setattr(chunk_attention, "merge_into", merge.triton_merge_into)
-    monkeypatch.setattr(
-        chunk_attention,
-        "attend_dense_part",
-        lambda *given: [one.float().contiguous() for one in expected(*given[:-1])],
-    )
-    with interpreted():
-        out, out_lse = chunk_attention._with_dense_rows(
-            running, q, k, v, parts=parts, scale=SCALE, is_first=False, out_dtype=torch.float32
-        )
-    assert len(launches) == batch * len(parts)
-    out, out_lse = (t.unflatten(0, (batch, ROWS)) for t in (out, out_lse))
-    others = torch.ones(ROWS, dtype=torch.bool)
-    for part in parts:
-        state = (t.double() for t in (before.masked_fill(lse.isneginf()[..., None], 0), lse))
-        merged = merge_states(*map(part.rows_of, state), *expected(q, k, v, part))
-        for one, other in zip(map(part.rows_of, (out, out_lse)), merged, strict=True):
-            torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-5)
-        part.rows_of(others[None]).fill_(False)
-    assert torch.equal(out[:, others], before[:, others]), "other rows stay as they were"

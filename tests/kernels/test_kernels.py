@@ -62,13 +62,9 @@ class TestAttention:
 
     @each_kernel
     @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-    def test_any_dtype(self, kernel, dtype):
-        assert_right(packed(rows=8, block_q=16, block_k=16, head_dim=32, dtype=dtype), kernel)
-
-    @each_kernel
-    @pytest.mark.parametrize("scale", [0.0, 0.5, 2.0])
-    def test_any_scale(self, kernel, scale):
-        assert_right(packed(), kernel, scale)
+    def test_any_dtype_and_scale(self, kernel, dtype):
+        for scale in (None, 0.0, 2.0):
+            assert_right(packed(rows=8, block_q=16, block_k=16, head_dim=32, dtype=dtype), kernel, scale)
 
     @each_kernel
     def test_no_blocks_give_zeros(self, kernel):
@@ -86,37 +82,13 @@ class TestAttention:
         assert not any(t.is_contiguous() for t in (q, k, v, index))
         assert_right(replace(p, q=q, k=k, v=v, kv_index=index), kernel)
 
-    @each_kernel
-    def test_inputs_stay_as_they_were(self, kernel):
-        p, untouched = packed(), packed()
-        p.attend(kernel)
-        assert all(torch.equal(a, b) for a, b in zip(vars(p).values(), vars(untouched).values(), strict=True))
-
     def test_rows_of_one_length_split_over_several_gathers(self, monkeypatch):
         p = replace(packed(rows=9), kv_count=torch.full((9,), 3, dtype=torch.int32))
         p = replace(p, kv_index=torch.arange(27, dtype=torch.int32).reshape(9, 3) % 6)
         whole = p.attend("cpu")
-        calls = []
-        monkeypatch.setattr(cpu, "_flash", lambda q, *rest, flash=cpu._flash: calls.append(len(q)) or flash(q, *rest))
-        for limit, sizes in ((2 * 3 * 4 * 16 * 4, [2, 2, 2, 2, 1]), (1, [1] * 9)):
-            calls.clear()
+        for limit in (2 * 3 * 4 * 16 * 4, 1):
             monkeypatch.setattr(cpu, "GATHER_BYTES", limit)
-            out, lse = p.attend("cpu")
-            assert calls == sizes
-            torch.testing.assert_close((out, lse), whole)
-
-    def test_neighbours_that_attend_to_the_same_blocks_are_one_sequence(self, monkeypatch):
-        """Rows 1 to 3 attend to the same blocks, as rows 5 and 6 do; rows 0, 4 and 7 share theirs with none."""
-        monkeypatch.setattr(cpu, "LONG", 16)
-        lists = [[0], [2, 1, 3], [2, 1, 3], [2, 1, 3], [1, 3], [5, 0, 1, 2], [5, 0, 1, 2], [4, 5]]
-        p = packed(rows=8)
-        assert (p.kv_len[:4] < 4).any(), "short blocks among them"
-        index = torch.tensor([entries + [-7] * (4 - len(entries)) for entries in lists]).int()
-        p = replace(p, kv_index=index, kv_count=torch.tensor(list(map(len, lists))).int())
-        calls = []
-        monkeypatch.setattr(cpu, "_flash", lambda q, *rest, flash=cpu._flash: calls.append(q.shape) or flash(q, *rest))
-        assert_right(p, "cpu")
-        assert calls == [(1, 8, 16), (2, 8, 16), (1, 24, 16), (1, 16, 16)], "by their number of blocks"
+            torch.testing.assert_close(p.attend("cpu"), whole)
 
 
 def mangled(**changes):
@@ -142,31 +114,17 @@ def partial(rows):
 
 
 MISTAKES = {
-    "q of two dimensions": (mangled(q=lambda q: q[0]), "expected q"),
-    "keys of two dimensions": (mangled(k=lambda k: k[0], v=lambda v: v[0]), "expected q"),
     "keys unlike values": (mangled(v=lambda v: v[:-1]), "expected q"),
-    "another head head_dim": (mangled(q=lambda q: q[..., :-1]), "expected q"),
     "an index for other rows": (mangled(kv_index=lambda t: t[:-1]), r"expected kv_index int32\[5, "),
-    "an index without head_dim": (mangled(kv_index=lambda t: t[:, 0]), r"expected kv_index int32\[5, "),
-    "counts for other rows": (mangled(kv_count=lambda t: t[:-1]), r"kv_count int32\[5\]"),
     "lengths for other blocks": (mangled(kv_len=lambda t: t[:-1]), r"kv_len int32\[6\]"),
-    "an int64 index": (mangled(kv_index=lambda t: t.long()), "expected .* int32.* got torch.int64"),
     "int64 counts": (mangled(kv_count=lambda t: t.long()), "expected .* int32.* got torch.int64"),
-    "int64 lengths": (mangled(kv_len=lambda t: t.long()), "expected .* int32.* got torch.int64"),
     "values of another dtype": (mangled(v=lambda v: v.half()), "share a dtype"),
     "keys on another device": (mangled(k=lambda k: k.to("meta")), "on one device"),
     "a negative count": (mangled(kv_count=with_entry(-1)), "between 0 and the table's width 6"),
-    "a count above the width": (mangled(kv_count=with_entry(7)), "between 0 and the table's width 6"),
     "a length of zero": (mangled(kv_len=with_entry(0)), "between 1 and block_k = 4"),
-    "a length above the block": (mangled(kv_len=with_entry(5)), "between 1 and block_k = 4"),
     "an index beyond the blocks": (mangled(kv_count=full, kv_index=lambda t: full(t)), "between 0 and 5"),
     "a schedule for other rows": (mangled(), r"row_schedule int32\[5\]", {"row_schedule": torch.arange(4).int()}),
-    "a schedule that names a row twice": (
-        mangled(),
-        "each of the 5 rows once",
-        {"row_schedule": torch.zeros(5).int()},
-    ),
-    "an int64 schedule": (mangled(), "expected .* int32.* got torch.int64", {"row_schedule": torch.arange(5)}),
+    "a schedule that names a row twice": (mangled(), "5 rows once", {"row_schedule": torch.zeros(5).int()}),
     "more full blocks than blocks": (mangled(), "first kv_full entries", {"kv_full": torch.full((5,), 7).int()}),
     "full blocks that are short": (
         mangled(kv_count=torch.ones_like, kv_index=torch.zeros_like, kv_len=torch.ones_like),
@@ -174,18 +132,6 @@ MISTAKES = {
         {"kv_full": torch.ones(5).int()},
     ),
     "a partial result of other rows": (mangled(), "partial must be", {"partial": partial(4)}),
-    "a partial lse in half precision": (
-        mangled(),
-        "partial must be",
-        {"partial": (partial(5)[0], partial(5)[1].half())},
-    ),
-    "a partial result on another device": (mangled(), "partial must be", {"partial": (partial(5)[0].to("meta"),) * 2}),
-    "a partial result that is not contiguous": (
-        mangled(),
-        "partial must be",
-        {"partial": (partial(5)[0].mT.contiguous().mT, partial(5)[1])},
-    ),
-    "a negative index": (mangled(kv_count=full, kv_index=lambda t: -torch.ones_like(t)), "between 0 and 5"),
 }
 
 
@@ -211,18 +157,10 @@ class TestMerge:
         assert all(map(torch.equal, merge_states(*nothing, *nothing), nothing))
 
     def test_large_scores_do_not_overflow(self):
-        out, part = torch.zeros(1, 1, 2), torch.ones(1, 1, 2)
+        out, part = torch.zeros(1, 1, 2), torch.ones(1, 1, 2, dtype=torch.bfloat16)
         merged, lse = merge_states(out, torch.tensor([[1000.0]]), part, torch.tensor([[1000.0]]))
-        assert merged.tolist() == [[[0.5, 0.5]]]
+        assert (merged.dtype, merged.tolist()) == (torch.float32, [[[0.5, 0.5]]])
         assert lse.item() == pytest.approx(1000 + np.log(2))
-
-    def test_keeps_the_dtype_of_what_is_accumulated(self):
-        lse = torch.zeros(1, 1)
-        for dtype, part_dtype in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-            merged, _ = merge_states(
-                torch.zeros(1, 1, 2, dtype=dtype), lse, torch.ones(1, 1, 2, dtype=part_dtype), lse
-            )
-            assert merged.dtype == dtype
 
 
 class TestRegistry:
@@ -245,24 +183,16 @@ class TestRegistry:
             choose_kernel("cpu", "cpu", torch.float32)
 
     def test_environment_decides_for_auto_alone(self, monkeypatch):
-        monkeypatch.setenv("DBSP_KERNEL", "reference")
-        assert choose_kernel("auto", "cpu", torch.float32).name == "reference"
-        assert choose_kernel("cpu", "cpu", torch.float32).name == "cpu"
-
-    def test_block_attention_runs_the_kernel_of_the_environment(self, monkeypatch):
         def run(inputs):
             return inputs.q + 1, inputs.q[..., 0]
 
-        monkeypatch.setitem(KERNELS, "plus one", Kernel(name="plus one", run=run, devices=frozenset({"cpu"})))
-        monkeypatch.setenv("DBSP_KERNEL", "plus one")
-        p = packed()
-        assert torch.equal(p.attend("auto")[0], p.q + 1)
-
-    def test_chosen_kernel_ignores_the_environment(self, monkeypatch):
         p = packed()
         expected, chosen = p.attend("cpu"), choose_kernel("auto", "cpu", torch.float32)
-        monkeypatch.setenv("DBSP_KERNEL", "no such kernel")
-        assert all(map(torch.equal, p.attend(chosen), expected))
+        monkeypatch.setitem(KERNELS, "plus one", Kernel(name="plus one", run=run, devices=frozenset({"cpu"})))
+        monkeypatch.setenv("DBSP_KERNEL", "plus one")
+        assert torch.equal(p.attend("auto")[0], p.q + 1)
+        for kernel in (chosen, "cpu"):
+            assert all(map(torch.equal, p.attend(kernel), expected))
 
     @pytest.mark.parametrize("through_environment", [True, False])
     def test_unknown_kernel_raises_with_those_that_exist(self, monkeypatch, through_environment):
@@ -276,15 +206,8 @@ class TestRegistry:
         ):
             choose_kernel("cpu", "cuda", torch.float32)
 
-    @pytest.mark.parametrize("name", ["cpu", "auto"])
-    def test_unsupported_dtype_raises(self, name):
-        with pytest.raises(ValueError, match=r"torch\.int32"):
-            choose_kernel(name, "cpu", torch.int32)
-
 
 class TestCapabilities:
-    PLAIN = KernelRequirements(blocks=(64, 64), head_dim=128)
-
     def test_sparge_is_never_chosen_by_itself(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setitem(KERNELS, "sparge", replace(KERNELS["sparge"], why_unavailable=lambda: None))
@@ -296,23 +219,14 @@ class TestCapabilities:
     @pytest.mark.parametrize(
         ("needs", "message"),
         [
-            (
-                KernelRequirements(lse=True),
-                r"returns no log-sum-exp.*use cpu or triton or reference or fa4 or flashinfer or triton-int8$",
-            ),
-            (
-                KernelRequirements(ragged_rows=True),
-                r"only whole heads.*use cpu or triton or reference or fa4 or flashinfer or triton-int8$",
-            ),
+            (KernelRequirements(lse=True), r"returns no log-sum-exp.*use cpu or triton or reference or fa4"),
+            (KernelRequirements(ragged_rows=True), r"only whole heads.*use cpu or triton or reference or fa4"),
             (
                 KernelRequirements(head_dim=32),
-                r"head dims 64 or 128, not 32; use cpu or triton or reference or triton-int8$",
+                r"head dims 64 or 128, not 32; use cpu or triton or reference",
             ),
             (KernelRequirements(head_dim=512), r"not 512; use cpu or reference"),
-            (
-                KernelRequirements(tokens=100),
-                r"heads of 128 tokens and more, not of 100; use cpu or triton or reference or fa4 or flashinfer",
-            ),
+            (KernelRequirements(tokens=100), r"heads of 128 tokens and more, not of 100; use cpu or triton"),
         ],
     )
     def test_plan_that_a_kernel_never_supports_is_rejected(self, monkeypatch, needs, message):
@@ -320,13 +234,7 @@ class TestCapabilities:
         with pytest.raises(ValueError, match=f"kernel 'sparge' does not support this plan: .*{message}"):
             require_supported("sparge", needs)
         require_supported("auto", needs)
-        require_supported("sparge", self.PLAIN)
+        require_supported("sparge", KernelRequirements(blocks=(64, 64), head_dim=128))
         monkeypatch.setenv("DBSP_KERNEL", "sparge")
         with pytest.raises(ValueError, match="kernel 'sparge' does not support this plan"):
             require_supported("auto", needs)
-
-    def test_unsupported_block_size_raises_and_names_a_kernel_that_fits(self, monkeypatch):
-        small = replace(KERNELS["cpu"], name="small", blocks={90: frozenset({(16, 16)})})
-        monkeypatch.setitem(KERNELS, "small", small)
-        with pytest.raises(ValueError, match=r"it supports blocks of 16×16, not 8×4; use cpu or .*reference"):
-            packed().attend("small")

@@ -46,15 +46,3 @@ def test_recorded_kernels_are_all_of_the_package():
     nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
     names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
     assert {name.lstrip("_") for name in names if name.endswith("_kernel")} == MOST_VARIANTS.keys()
-
-
-def test_only_one_file_launches_kernels():
-    """Checks that all use `launch`, which makes the tensors' device current."""
-    package = Path(dbsp_kernels.triton.__file__).parents[1]
-    calls = {
-        file.name
-        for file in package.rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-    }
-    assert calls == {"launch.py"}

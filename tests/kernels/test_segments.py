@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -66,17 +68,8 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     distances = rng.integers(0, 3, count)
     to_token = np.cumsum(length + zeros + distances) - (length + zeros)
     from_token = rng.integers(0, 50, count)
-    table = np.stack(
-        [
-            rng.integers(from_heads, size=count),
-            from_token,
-            rng.integers(to_heads, size=count),
-            to_token,
-            length,
-            zeros,
-        ],
-        axis=1,
-    )
+    from_head, to_head = (rng.integers(heads, size=count) for heads in (from_heads, to_heads))
+    table = np.stack([from_head, from_token, to_head, to_token, length, zeros], axis=1)
     source_shape = [batch, from_heads, 50 + longest, width]
     source = torch.from_numpy(rng.standard_normal(source_shape)).float()
     destination_shape = [batch, to_heads, int((to_token + length + zeros).max(initial=0)) + 2, width]
@@ -85,20 +78,18 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
 
 
 @contextmanager
-def triton_interpreted() -> Iterator[None]:
-    """Runs Triton's kernels in its interpreter."""
+def triton_interpreted() -> Iterator[ModuleType]:
+    """Runs Triton's kernels of exchanges in its interpreter."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("there is a GPU, on which scripts/gpu_suite runs the kernel")
     with interpreted():
-        yield
+        yield importlib.import_module("dbsp_kernels.triton.exchange")
 
 
 def copied_by_triton(sources: list[torch.Tensor], destination: torch.Tensor, segments: list[CopySegments]) -> None:
-    with triton_interpreted():
-        from dbsp_kernels.triton.exchange import triton_copy_segments
-
-        triton_copy_segments(sources, destination, segments)
+    with triton_interpreted() as kernels:
+        kernels.triton_copy_segments(sources, destination, segments)
 
 
 BOTH = st.sampled_from([copy_segments, copied_by_triton])
@@ -167,10 +158,8 @@ def numbers_and_scales(rows: torch.Tensor, width: int) -> tuple[torch.Tensor, to
 def tokens_of(seed: int, *shape: int) -> torch.Tensor:
     """Returns tokens of very different lengths, some all zeros, some with halves to be rounded."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = (
-        torch.randn(shape, generator=generator)
-        * 10.0 ** torch.randint(-6, 6, shape[:-1], generator=generator)[..., None]
-    )
+    sizes = 10.0 ** torch.randint(-6, 6, shape[:-1], generator=generator)
+    tokens = torch.randn(shape, generator=generator) * sizes[..., None]
     tokens.view(-1, shape[-1])[::5] = 0
     halves = tokens.view(-1, shape[-1])[1::5]
     halves.copy_(torch.arange(halves.numel()).view(halves.shape) % 254 - 126.5)
@@ -191,16 +180,10 @@ def test_numbers_and_scales_are_those_of_plain_arithmetic(seed, width):
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_token_that_is_not_finite_is_nan_alone(bad):
     tokens = torch.ones(3, 8)
-    tokens[1, 2] = bad
+    tokens[1, 2], tokens[2] = bad, TINY / 2  # which is too small for a scale
     restored = restore_rows(rows_of_tokens(tokens), 8, torch.float32)
     assert restored.isnan().all(-1).tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("size", [0.0, TINY / 2, 1e-44])
-def test_tokens_too_small_for_a_scale_are_zeros(size):
-    rows = rows_of_tokens(torch.full((2, 8), size))
-    assert not rows.any()
-    assert not restore_rows(rows, 8, torch.float32).any()
+    assert not restored[2].any()
 
 
 @st.composite
@@ -233,10 +216,8 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, by_triton):
         expected[:, 0, to : to + length] = rows_of_tokens(values) if length else 0
     segments = CopySegments.from_columns(columns, CPU)
     if by_triton:
-        with triton_interpreted():
-            from dbsp_kernels.triton.exchange import triton_quantise_segments
-
-            triton_quantise_segments(tokens, buffer, segments.table, segments.mean, less)
+        with triton_interpreted() as kernels:
+            kernels.triton_quantise_segments(tokens, buffer, segments.table, segments.mean, less)
     else:
         quantise_segments(tokens, buffer, segments, less)
     assert buffer.equal(expected)
@@ -252,15 +233,11 @@ def test_one_buffer_is_copied_to_both_destinations(by_triton: bool, batch: int, 
     of_q = np.array([[0, 3, 0, 0, 4, 0], [0, 0, 0, 4, 3, 1]])
     of_kv = np.array([[0, 7, 0, 2, 6, 0], [0, 13, 1, 0, 7, 2]])
     tables = [table[:0] if number == empty else table for number, table in enumerate((of_q, of_kv))]
-    expected = [
-        one_by_one(as_heads(buffer), one, table) for one, table in zip((packed_q, packed_kv), tables, strict=True)
-    ]
+    expected = [one_by_one(as_heads(buffer), *each) for each in zip((packed_q, packed_kv), tables, strict=True)]
     segments = [CopySegments.from_columns(table, CPU) for table in tables]
     if by_triton:
-        with triton_interpreted():
-            from dbsp_kernels.triton.exchange import triton_copy_to_both
-
-            triton_copy_to_both(buffer, [packed_q, packed_kv], segments)
+        with triton_interpreted() as kernels:
+            kernels.triton_copy_to_both(buffer, [packed_q, packed_kv], segments)
     else:
         copy_to_both(buffer, [packed_q, packed_kv], segments)
     assert packed_q.equal(expected[0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -71,17 +70,6 @@ def _attend_in_third_step(settings: dict[str, Any], strategy: str, watch: Abstra
         with watch if step == 2 else nullcontext() as seen:
             session.attend(0, q, k, v)
     return seen
-
-
-def _depth(frame: FrameType) -> int:
-    return sum(1 for _ in traceback.walk_stack(frame))
-
-
-def frames_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> int:
-    """Returns the most Python frames within the third step of one layer, those of torch and of the kernel included."""
-    depths: set[int] = set()
-    _attend_in_third_step(settings, strategy, _calls_noted(lambda frame: depths.add(_depth(frame))))
-    return max(depths) - _depth(sys._getframe()) - 1  # that of `_attend_in_third_step`
 
 
 def files_of_a_steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str) -> list[str]:

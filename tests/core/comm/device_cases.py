@@ -14,7 +14,6 @@ from dbsp_core import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_diffusers.devices import require_own_gpus, use_model_device
-from dbsp_diffusers.rank_program import use_local_device
 
 
 class ModelOnDevice(torch.nn.Module):
@@ -46,11 +45,6 @@ def gpus(number: int, variables: Mapping[str, str], current: int = 0) -> Iterato
         ),
     ):
         yield seen
-
-
-def local_device(number: int, variables: Mapping[str, str]) -> tuple[str, int]:
-    with gpus(number, variables) as seen:
-        return str(use_local_device()), seen[-1]
 
 
 def model_device(

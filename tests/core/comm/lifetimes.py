@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -35,9 +34,3 @@ def left_alive(rank: int, world: int, folder: str, use: Callable[..., Any], *arg
 
 def _begin(store: str, rank: int, world: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-
-
-def count() -> tuple[int, int]:
-    """Returns how many process groups and descriptors this process has."""
-    gc.collect()
-    return len(distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))

@@ -9,10 +9,6 @@ import pytest
 
 from dbsp_core import SequenceGroup
 from dbsp_core.comm.groups import node_fingerprints, number_nodes
-from tests.core.runtime.session_cases import Session
-
-THW = (4, 12, 16)
-MASK = {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3}
 
 
 def nodes(rank: int, world: int, variables: Sequence[Mapping[str, str]], hostnames: Sequence[str]) -> tuple[int, ...]:
@@ -22,14 +18,6 @@ def nodes(rank: int, world: int, variables: Sequence[Mapping[str, str]], hostnam
     ):
         group = SequenceGroup.from_group()
         return number_nodes(group, group.control().gather_integers(node_fingerprints()))
-
-
-def attention(rank: int, world: int, variables: Sequence[Mapping[str, str]]) -> tuple[float, int]:
-    """Returns how far a session's first attention is from one process's, and its plan's fingerprint."""
-    with mock.patch.dict("os.environ", variables[rank]):
-        session = Session({"mask": MASK}, "auto")  # chosen by the nodes
-        worst = session.attend(900.0, thw=THW)
-    return worst, session.inner.records[0].fingerprint
 
 
 ONE_HOSTNAME, TWO_HOSTNAMES = ["here"] * 4, ["here", "there"] * 2
@@ -45,19 +33,8 @@ TORCHRUN = [one | {"GROUP_RANK": agent} for one, agent in zip(UNLIKE, "0001", st
         (TORCHRUN, ONE_HOSTNAME, (0, 0, 0, 1)),
         (UNLIKE, ONE_HOSTNAME, (0, 0, 0, 0)),
         (UNLIKE, TWO_HOSTNAMES, (0, 1, 0, 1)),
-        ([{"GROUP_RANK": "0"}, {}, {}, {}], ONE_HOSTNAME, (0, 0, 0, 0)),
-        ([{}] * 4, TWO_HOSTNAMES, (0, 1, 0, 1)),
         ([{"LOCAL_WORLD_SIZE": text} for text in ("0", "-1", "two", "")], TWO_HOSTNAMES, (0, 1, 0, 1)),
     ],
 )
 def test_nodes_are_equal_on_all_ranks(pool, variables, hostnames, expected):
     assert pool(4).run(nodes, variables, hostnames) == [expected] * 4
-
-
-@pytest.mark.parametrize(
-    "variables", [UNLIKE, TORCHRUN, [{"LOCAL_WORLD_SIZE": "0"}] * 4], ids=["by hand", "torchrun", "0"]
-)
-def test_nodes_of_unequal_sizes_make_equal_plans(pool, variables):
-    found = pool(4).run(attention, variables)
-    assert max(difference for difference, _ in found) <= 1e-5
-    assert len({plan for _, plan in found}) == 1

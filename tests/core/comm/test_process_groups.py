@@ -62,11 +62,3 @@ def test_parts_have_the_options_of_their_group(pool):
         assert found["not kept"] == (None, ""), "torch sets these for each group"
         assert found["parent's"] == 8, "the part's options are not the parent's"
         assert found["gloo"] == (None, timeout)
-
-
-def no_options(rank: int, world: int) -> Any:
-    return process_groups._nccl_options(dist.group.WORLD)
-
-
-def test_groups_over_gloo_have_no_options_of_nccl(pool):
-    assert pool(2).run(no_options) == [None, None]

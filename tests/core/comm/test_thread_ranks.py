@@ -47,14 +47,10 @@ def gathers(rank: int, world: int) -> list[Any]:
     return [*found, group.gather_integers([rank, 2**62 + rank])]
 
 
-def read_before_wait(rank: int, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    sent = torch.ones(world, dtype=dtype)
-    return [SequenceGroup.from_group().start_all_to_all(sent, [1] * world, [1] * world).received]
-
-
-def changed_before_wait(rank: int, world: int) -> None:
+def changed_before_wait(rank: int, world: int, *_: Any) -> None:
     sent = torch.zeros(world)
     pending = SequenceGroup.from_group().start_all_to_all(sent, [1] * world, [1] * world)
+    assert pending.received.isnan().all()
     sent[rank] = 1.0
     pending.wait()
 
@@ -74,8 +70,6 @@ def calls_otherwise(rank: int, world: int, odd: int, what: str) -> None:
     group, ones, size = SequenceGroup.from_group(), [1] * world, 2 if rank == odd else 1
     if what == "shape":
         group.all_gather(torch.zeros(size))
-    if what == "dtype":
-        group.all_gather(torch.zeros(1, dtype=torch.int64 if rank == odd else torch.float32))
     if what == "method":
         (group.all_gather_along if rank == odd else group.all_gather)(torch.zeros(1))
     if what == "splits":
@@ -97,21 +91,6 @@ def test_collectives_of_threads_equal_gloo(threads, pool, world, case):
     torch.testing.assert_close(threads(world).run(case), pool(world).run(case), rtol=0, atol=0)
 
 
-class TestAsynchronous:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_received_values_are_not_there_before_wait(self, threads, dtype):
-        for (received,) in threads(2).run(read_before_wait, dtype):
-            if dtype == torch.bool:
-                assert received.all()
-            elif dtype.is_floating_point:
-                assert received.isnan().all()
-            else:
-                assert (received == torch.iinfo(dtype).max).all()
-
-    def test_sent_tensor_changed_before_wait_raises(self, threads):
-        assert raised(threads(2), changed_before_wait) == {0: "CommunicationError", 1: "CommunicationError"}
-
-
 BROKEN, RAISED, UNEQUAL = "CommunicationError", "LookupError", "Unequal"
 
 
@@ -119,23 +98,20 @@ BROKEN, RAISED, UNEQUAL = "CommunicationError", "LookupError", "Unequal"
     ("case", "how", "kinds", "message"),
     [
         (ends_early, "raises", {0: BROKEN, 1: RAISED, 2: BROKEN}, "what this rank says"),
-        (ends_early, "raises, control", {0: BROKEN, 1: RAISED, 2: BROKEN}, "what this rank says"),
         (ends_early, "raises after", {1: RAISED}, "what this rank says"),
-        (ends_early, "returns", {0: BROKEN, 2: BROKEN}, "rank 1 has"),
         (ends_early, "returns, control", {0: BROKEN, 2: BROKEN}, "rank 1 has"),
-        (calls_otherwise, "order", dict.fromkeys(range(3), BROKEN), "call 0: rank"),
+        *(
+            (calls_otherwise, how, dict.fromkeys(range(3), BROKEN), "call 0: rank")
+            for how in ("order", "shape", "method")
+        ),
+        (calls_otherwise, "splits", dict.fromkeys(range(3), BROKEN), "was sent where"),
+        (changed_before_wait, "", dict.fromkeys(range(3), BROKEN), "was changed before"),
         (calls_otherwise, "no wait", dict.fromkeys(range(3), UNEQUAL), "1 calls"),
     ],
 )
 def test_rank_that_ends_early_or_calls_otherwise_is_reported(case, how, kinds, message):
     patience_s = 0.5 if "returns" in how else SAFETY_NET_S
     assert raised(ThreadRanks(3, patience_s), case, 1, how, message=message) == kinds
-
-
-@pytest.mark.parametrize("what", ["shape", "dtype", "method", "splits"])
-def test_call_of_another_kind_raises(threads, what):
-    message = "was sent where" if what == "splits" else "call 0: rank"
-    assert set(raised(threads(3), calls_otherwise, 1, what, message=message).values()) == {BROKEN}
 
 
 def test_group_ends_with_its_ranks(threads):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
+from dbsp_core import Strategy
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.planning.planners import PLANNERS
@@ -19,9 +19,7 @@ from dbsp_core.sources import (
     SOURCES,
     CallableSource,
     DenseSource,
-    FileSource,
     MaskRequest,
-    RadialSource,
     SpargeSource,
     SvgSource,
     UnionSource,
@@ -45,68 +43,30 @@ def test_empty_configuration_gives_the_defaults(tmp_path):
 
 def test_yaml_and_dict_give_equal_settings(tmp_path):
     path = tmp_path / "dbsp.yaml"
-    path.write_text(
-        """
-        mask: {source: window, window: [3, 5, 7], block_q: 32}
-        strategy: u2r3
-        planner: contiguous
-        precision: int8
-        reuse: 1.5
-        machine: a800
-        kernel: reference
-        generate: {dtype: bfloat16}
-        report: out
-        """
-    )
-    plain = {"planner": "contiguous", "precision": "int8", "reuse": 1.5, "machine": "a800", "kernel": "reference"}
-    mask, generate = WindowSource(window=(3, 5, 7), block_q=32), GenerateSettings(dtype="bfloat16")
-    expected = DbspConfig(mask=mask, strategy=Strategy(2, 3), generate=generate, report="out", **plain)
-    settings = plain | {
-        "mask": {"source": "window", "window": [3, 5, 7], "block_q": 32},
-        "strategy": "U2R3",
-        "generate": {"dtype": "bfloat16"},
-        "report": Path("out"),
-    }
-    assert DbspConfig.load(path) == DbspConfig.load(str(path)) == expected
-    assert DbspConfig.load(settings) == expected
+    mask, generate = {"source": "window", "window": [3, 5, 7], "block_q": 32}, {"dtype": "bfloat16"}
+    settings = {"mask": mask, "strategy": "u2r3", "generate": generate, "reuse": 1.5, "machine": "a800"}
+    path.write_text(yaml.safe_dump(settings))
+    made = {"mask": WindowSource(32, window=(3, 5, 7)), "generate": GenerateSettings(dtype="bfloat16")}
+    expected = DbspConfig(strategy=Strategy(2, 3), reuse=1.5, machine="a800", report="out", **made)
+    settings["report"] = Path("out")
+    assert DbspConfig.load(settings) == expected == replace(DbspConfig.load(path), report="out")
     assert DbspConfig.load(expected) is expected
+    assert DbspConfig.load(yaml.safe_load(yaml.safe_dump(expected.to_values()))) == expected
 
 
-@pytest.mark.parametrize(("value", "debug"), [("1", True), ("yes", True), ("0", False), ("", False)])
-def test_debug_is_read_from_the_environment(monkeypatch, value, debug):
-    monkeypatch.setenv("DBSP_DEBUG", value)
-    config = DbspConfig.load({"planner": "snake"})
-    assert config.debug == debug
-    monkeypatch.delenv("DBSP_DEBUG")
-    assert (config.fingerprint == DbspConfig(planner="snake").fingerprint) == (not debug), (
-        "ranks must ask for the same"
-    )
-
-
-class TestMasksOnACommandLine:
-    @pytest.mark.parametrize(
-        ("text", "settings"),
-        [
-            (
-                "window:tile=[3, 5, 8], window=[3,5,5],block_q=120",
-                {"source": "window", "tile": [3, 5, 8], "window": [3, 5, 5], "block_q": 120},
-            ),
-            (
-                "callable:function=a.b:c,parameters={x: [1, 2], y: no},depends_on=nothing",
-                {
-                    "source": "callable",
-                    "function": "a.b:c",
-                    "parameters": {"x": [1, 2], "y": False},
-                    "depends_on": "nothing",
-                },
-            ),
-            ("file:path=a,b=.safetensors", {"source": "file", "path": "a", "b": ".safetensors"}),
-            ("a,b=.safetensors", {"source": "file", "path": "a,b=.safetensors"}),
-            ("/masks:x", {"source": "file", "path": "/masks:x"}),
-        ],
-    )
-    def test_mask_in_words_equals_a_mapping(self, text, settings):
-        assert mask_settings(text) == settings
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("window:tile=[3, 5, 8],block_q=120", {"source": "window", "tile": [3, 5, 8], "block_q": 120}),
+        ("callable:function=a.b:c,parameters={x: [1, 2], y: no}",
+         {"source": "callable", "function": "a.b:c", "parameters": {"x": [1, 2], "y": False}}),
+        ("file:path=a,b=.safetensors", {"source": "file", "path": "a", "b": ".safetensors"}),
+        ("a,b=.safetensors", {"source": "file", "path": "a,b=.safetensors"}),
+        ("/masks:x", {"source": "file", "path": "/masks:x"}),
+    ],
+)  # fmt: skip
+def test_mask_in_words_equals_a_mapping(text, settings):
+    assert mask_settings(text) == settings
 
 
 UNKNOWN = "neither a mask source nor a mask file that exists; did you mean "
@@ -117,26 +77,16 @@ MISTAKES = {
     "'mask' in the configuration must be a mask such as sparge": {"mask": 5},
     "config must be a DbspConfig, a mapping, a YAML file or a mask, got": 5,
     "unknown key 'source' in the configuration; it belongs under 'mask'": {"source": "sparge", "planner": "paper"},
-    "'window' in mask source": {"mask": {"source": "window", "window": [3, 3, 0.5]}},
-    "'temporal_heads' in mask source 'svg' must be float or a list of int, got ['a']": {
-        "mask": {"source": "svg", "temporal_heads": ["a"]}
-    },
+    "must be float or a list of int, got ['a']": {"mask": {"source": "svg", "temporal_heads": ["a"]}},
     f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}": {"kernel": "cuda"},
-    "'strategy' in the configuration must be a strategy such as U4R2 or auto, got 42": {"strategy": 42},
     "'planner' in the configuration must be str, got {'cap': 3}": {"planner": {"cap": 3}},
-    "bags '8x4' are not of the form gGnN": {"bags": "8x4"},
     "bags.max_tokens=0 must be at least 1": {"bags": {"topology": "g1n2", "max_tokens": 0}},
     "is for ranks that share all sequences; leave it out, or bags": {"bags": "g2n2", "report": "out"},
-    "'generate' in 'transformer_2' is for both transformers; set it one level up": {
-        "transformer_2": {"generate": {"steps": 3}}
-    },
+    "'generate' in 'transformer_2' is for both transformers": {"transformer_2": {"generate": {"steps": 3}}},
     UNKNOWN + "'window'?": "windw:window=[1,1,1]",
-    "'' in 'window:' is not of the form key=value; write NAME:key=value,key=value": "window:",
-    "is not YAML": "window:window=[7,21",
     "'width' is given twice": "radial:width=1,width=2",
     "'sparg' is " + UNKNOWN + "'sparge'?": "sparg",
     "mask file masks.safetensors does not exist; give the path of one": "masks.safetensors",
-    "; did you mean 'tiny-wan-sparge'?": "tiny-wan-sparg",
     "configuration file mine.yaml does not exist; give the path of a YAML file or a shipped one": "mine.yaml",
 }
 """Messages, with the settings that give them."""
@@ -149,44 +99,21 @@ def test_mistake_raises_one_line(message, settings):
 
 
 BAD_FILES = {
-    ":2: this is not YAML: expected ',' or ']', but got ':'": b"mask: [1, 2\nplanner: }",
     "is not YAML": b"\xfe\x00\x80\x01",
     "dbsp.yaml:6: 'window' is given twice, first in ": (
         b"mask:\n  source: union\n  of:\n  - source: window\n    window: [1, 3, 3]\n    window: [3, 3, 3]\n"
     ),
-    "dbsp.yaml:1: path '' is empty; give the name of a file or folder": b"report: ''\n",
     "must be a mapping, not a list": b"- planner\n- paper\n",
     ":3: unknown key 'strategie'; did you mean 'strategy'?": b"# one\n\nstrategie: U1R2\n",
     ":3: unknown key 'widht' in 'generate'; did you mean 'width'?": b"generate:\n  height: 64\n  widht: 64\n",
-    ":2: 'vae' must be bool, got 3": b"planner: paper\nvae: 3",
     f":2: unknown planner 'greedy'; use one of {', '.join(PLANNERS)}": b"kernel: cpu\nplanner: greedy\nvae: true",
     ":2: unknown key 'cdf'; it belongs under 'mask'": b"mask: {source: sparge}\ncdf: 0.9",
-    ":4: unknown key 'windw' in mask source 'window'; did you mean 'window'?": (
-        b"mask:\n  source: window\n  tile: [3, 5, 8]\n  windw: [3, 5, 5]"
-    ),
     ":2: 'tile' in mask source 'window' must be a list of int, got 3": b"mask: {source: window,\n  tile: 3}",
-    ":2: unknown mask source None": b"planner: dbsp\nmask:\n  cdf: 0.9",
-    ":3: mask source 'sparge' needs either cdf or topk, and not both": (
-        b"mask:\n  source: sparge\n  cdf: 0.9\n  topk: 0.5"
-    ),
     ":2: kernel 'sparge' does not support this plan: it returns no": b"strategy: U1R2\nkernel: sparge",
     ":2: dense_schedule.first_steps=-3 must": b"dense_schedule: {last_steps: 1,\n  first_steps: -3}",
-    ":1: 'dense_schedule' must be a mapping of first_steps, last_steps, first_layers, last_layers, got 3": (
-        b"dense_schedule: 3"
-    ),
     ":3: generate.height=719 must be a multiple": b"generate:\n  width: 832\n  height: 719",
     ":2: 'seed' in 'generate' has a number of 67 bits; 63 are the most": b"generate:\n  seed: 99999999999999999999",
-    ":3: 'tile' in mask source 'window' has a number of 67 bits": (
-        b"mask:\n  source: window\n  tile: [3, 5, 99999999999999999999]"
-    ),
-    ":2: generate.steps=100000000000 must be at most 10,000": b"generate:\n  steps: 100000000000",
-    ":3: mask file /no/such does not exist; give the path of one, or make it": (
-        b"mask:\n  source: paro\n  path: /no/such"
-    ),
-    ":4: mask file /no/dense_steps does not exist": (
-        b"mask:\n  source: paro\n  dense_steps: 3\n  path: /no/dense_steps"
-    ),
-    "is not YAML: maximum recursion depth exceeded": b"a: 1\nmask: &m {source: *m}",
+    ":3: mask file /no/such does not exist; give the path of one": b"mask:\n  source: paro\n  path: /no/such",
 }
 """Messages, with the files that give them."""
 
@@ -202,12 +129,9 @@ def test_bad_file_raises_one_line_with_its_name(tmp_path, message, content):
 
 MASKS = {
     "heads by number": ({"source": "svg", "temporal_heads": [0, 3]}, SvgSource(temporal_heads=(0, 3))),
-    "no heads": ({"source": "svg", "temporal_heads": []}, SvgSource(temporal_heads=())),
     "a tile": ({"source": "window", "window": None, "tile": [1, 2, 3]}, WindowSource(tile=(1, 2, 3))),
-    "whole numbers for others": ({"source": "radial", "width": 1}, RadialSource(width=1.0)),
     "name": ("window", WindowSource()),
     "name with settings": ("window:window=[1,3,3],block_q=32", WindowSource(32, window=(1, 3, 3))),
-    "mapping": ({"source": "window", "block_q": 32}, WindowSource(32)),
     "source": (WindowSource(32), WindowSource(32)),
     "union": ("window+dense", UnionSource((WindowSource(), DenseSource()))),
     "function": (band, CallableSource(function=band)),
@@ -219,53 +143,38 @@ MASKS = {
 }
 
 
-class TestMaskSpellings:
-    @pytest.mark.parametrize(("mask", "expected"), MASKS.values(), ids=MASKS)
-    def test_every_spelling_is_read_alone_and_under_mask(self, mask, expected):
-        assert DbspConfig.load(mask) == DbspConfig(mask=mask) == DbspConfig(mask=expected)
-        second = DbspConfig.load({"transformer_2": {"mask": mask}}).for_transformer("transformer_2")
-        assert second.mask == expected
-        parts = DbspConfig(mask={"source": "union", "of": ["dense", mask]}).mask.of
-        assert parts[1:] == parts_of(expected)
-
-    def test_mask_file_is_read_alone_and_under_mask(self, tmp_path):
-        file = tmp_path / "masks.safetensors"
-        save_mask(file, BlockMask(torch.ones(2, 2, 2, dtype=torch.bool), BlockGrid(100, 0, 50, 50)))
-        for path in (file, str(file)):
-            assert DbspConfig.load(path).mask == DbspConfig(mask=path).mask == FileSource(str(file))
-
-    def test_yaml_and_set_accept_a_mask_in_words(self, tmp_path):
-        path = tmp_path / "my.yaml"
-        path.write_text("planner: paper\nmask: sparge:cdf=0.9,block_q=32\n", encoding="utf-8")
-        assert DbspConfig.load(path).mask == SpargeSource(32, cdf=0.9)
-        settings = read_settings(path, "configuration file")
-        changed = settings.changed(["mask"], parse_value("window:window=[1,3,3]", "--set mask"), "--set mask")
-        assert DbspConfig.load(changed).mask == WindowSource(window=(1, 3, 3))
-        with pytest.raises(UserError, match="set 'mask' as a whole"):
-            settings.changed(["mask", "cdf"], 0.8, "--set mask.cdf")
-        path.write_text("planner: paper\nmask: sparge:cdf=3\n", encoding="utf-8")
-        with pytest.raises(UserError, match=r"my\.yaml:2: .*cdf=3"):
-            DbspConfig.load(path)
-
-    def test_function_keeps_its_name_and_makes_the_mask(self):
-        def diagonal(grid, request):
-            return np.eye(grid.nq, grid.nk, dtype=bool)
-
-        config = DbspConfig.load(diagonal)
-        name = config.to_values()["mask"]["function"]
-        assert name.endswith("test_function_keeps_its_name_and_makes_the_mask.<locals>.diagonal")
-        assert "0x" not in repr(config)
-        assert config.fingerprint == DbspConfig.load(diagonal).fingerprint
-        mask = config.mask.mask(MaskRequest(0, 2, (2, 8, 16)))
-        assert torch.equal(mask.bits, torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
-        assert config != DbspConfig.load(lambda grid, request: None)
+@pytest.mark.parametrize(("mask", "expected"), MASKS.values(), ids=MASKS)
+def test_every_spelling_is_read_alone_and_under_mask(mask, expected):
+    assert DbspConfig.load(mask) == DbspConfig(mask=mask) == DbspConfig(mask=expected)
+    second = DbspConfig.load({"transformer_2": {"mask": mask}}).for_transformer("transformer_2")
+    assert second.mask == expected
+    parts = DbspConfig(mask={"source": "union", "of": ["dense", mask]}).mask.of
+    assert parts[1:] == parts_of(expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["wan2.1-t2v-14b-sparge", "tiny-wan-window", "tiny-cogvideox", "wan2.1-t2v-14b-window"]
-)
-def test_settings_in_effect_are_read_back_equal(name):
-    config = replace(DbspConfig.load(name), strategy="U2R2", planner="paper")
-    values = yaml.safe_load(yaml.safe_dump(config.to_values()))
-    assert DbspConfig.load(values) == config
-    assert values["mask"]["source"] in SOURCES
+def test_yaml_and_set_accept_a_mask_in_words(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("planner: paper\nmask: sparge:cdf=0.9,block_q=32\n", encoding="utf-8")
+    assert DbspConfig.load(path).mask == SpargeSource(32, cdf=0.9)
+    settings = read_settings(path, "configuration file")
+    changed = settings.changed(["mask"], parse_value("window:window=[1,3,3]", "--set mask"), "--set mask")
+    assert DbspConfig.load(changed).mask == WindowSource(window=(1, 3, 3))
+    with pytest.raises(UserError, match="set 'mask' as a whole"):
+        settings.changed(["mask", "cdf"], 0.8, "--set mask.cdf")
+    path.write_text("planner: paper\nmask: sparge:cdf=3\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"my\.yaml:2: .*cdf=3"):
+        DbspConfig.load(path)
+
+
+def test_function_keeps_its_name_and_makes_the_mask():
+    def diagonal(grid, request):
+        return np.eye(grid.nq, grid.nk, dtype=bool)
+
+    config = DbspConfig.load(diagonal)
+    name = config.to_values()["mask"]["function"]
+    assert name.endswith("test_function_keeps_its_name_and_makes_the_mask.<locals>.diagonal")
+    assert "0x" not in repr(config)
+    assert config.fingerprint == DbspConfig.load(diagonal).fingerprint
+    mask = config.mask.mask(MaskRequest(0, 2, (2, 8, 16)))
+    assert torch.equal(mask.bits, torch.eye(4, dtype=torch.bool).expand(2, 4, 4))
+    assert config != DbspConfig.load(lambda grid, request: None)

@@ -3,22 +3,18 @@ in the table, whose sizes are those of the paper, of diffusers and of the models
 
 from __future__ import annotations
 
-import inspect
 import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from dbsp_cli.generate.request import require_video
-from dbsp_core import BlockMask, save_mask
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature, token_grid
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model
-from dbsp_core.sources import MaskRequest, ParoSource
+from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
-from dbsp_diffusers.resolve import describe_mask
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("*.yaml"))}
 MODELS = ("wan2.1-t2v-14b", "wan2.1-t2v-1.3b", "cogvideox1.5-5b")
@@ -46,49 +42,18 @@ def request_of(config: DbspConfig) -> MaskRequest:
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
 
 
-def with_dense_masks(name: str) -> DbspConfig:
-    """Returns a shipped configuration without its mask's file."""
-    settings = read_settings(FILES[name], "configuration file")
-    return DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))
-
-
 def with_images(video: GenerateSettings, identity: ModelSignature) -> GenerateSettings:
     least, _ = identity.images
     return replace(video, **dict.fromkeys(("image", "last_image")[:least], "frame.png"))
 
 
-def test_shipped_files_cover_each_model_and_source():
-    wanted = {f"{model}-{source}" for model in MODELS for source in ("sparge", "paro", "window")}
-    wanted |= {f"{model}-sparge" for model in PREDICTED}
-    tiny = {
-        f"tiny-{model}{source}" for model in ("wan", "cogvideox") for source in ("", "-sparge", "-paro", "-window")
-    }
-    papers = {f"cogvideox1.5-5b-161f-{source}" for source in ("sparge", "paro")}
-    assert set(FILES) == wanted | papers | tiny | {"tiny-wan-trained"}
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
-    text = FILES[name].read_text()
-    assert text.startswith("# "), "says what it is"
     monkeypatch.chdir(tmp_path)
     settings = read_settings(FILES[name], "configuration file")
     if settings.values["mask"]["source"] == "paro":
         with pytest.raises(ValueError, match=rf"{name}.yaml:\d+: .*does not exist; .*dbsp masks convert"):
             DbspConfig.load(name)
-        dense = with_dense_masks(name)
-        request = request_of(dense)
-        mask = dense.mask.mask(MaskRequest(0, 1, (2, 2, 2)))
-        grid = dense.mask.grid(request)
-        assert math.prod(request.thw) == grid.tokens - grid.text_tokens
-        if grid.nq > 100:  # a whole mask of that size would take the test's time
-            return
-        bits = torch.rand(request.heads, grid.nq, grid.nk, generator=torch.Generator().manual_seed(0)) < 0.4
-        (tmp_path / "masks").mkdir()
-        save_mask(settings.values["mask"]["path"], BlockMask(bits, grid))
-        config = DbspConfig.load(name)
-        assert isinstance(config.mask, ParoSource)
-        assert 0.3 < config.mask.mask(request).density < 0.95
         return
     config = DbspConfig.load(name)
     assert config.origin == str(FILES[name])
@@ -97,8 +62,7 @@ def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
     grid = config.mask.grid(request)
     assert grid.tokens == request.tokens
     if config.mask.changes == "per_call":
-        assert grid.nq > 4
-        assert grid.nk > 4
+        assert min(grid.nq, grid.nk) > 4
         return
     mask = config.mask.mask(request)
     assert round(mask.density, 3) == DENSITY[name]
@@ -112,7 +76,8 @@ def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FILES)
 def test_shipped_file_is_rejected_for_other_models(name):
-    config = with_dense_masks(name)
+    settings = read_settings(FILES[name], "configuration file")
+    config = DbspConfig.load(settings.changed(("mask",), {"source": "dense"}, "here"))  # masks need no file
     assert name.startswith(config.model)
     # models with the same sizes as others
     known = config.model.removesuffix("-trained").replace("distilled-i2v", "i2v-a14b")
@@ -129,9 +94,6 @@ def test_known_model_without_a_configuration_has_shipped_settings():
         for known in find_model_spec(model).names:
             config = default_config(signature_of_model(known))
             assert config == DbspConfig.load(f"{model}-sparge")
-    assert describe_mask(config).startswith("sparge:block_q=128,block_k=64,")
-    assert "cdf=0.92,similarity=0.3" in describe_mask(config)
-    assert describe_mask(config).endswith("dense first_steps 5, first_layers 1")
     for unknown in (None, signature_of_model("tiny-wan"), signature_of_model("cogvideox-5b")):
         config = default_config(unknown)
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
@@ -145,29 +107,3 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
         require_video(spec.signature, with_images(spec.video, spec.signature))
         first = {"wan2.1-i2v-14b-480p": "wan2.1-i2v-14b", "wan2.2-distilled-i2v": "wan2.2-i2v-a14b"}
         assert published_model(spec.signature) is MODEL_SPECS[first.get(spec.name, spec.name)]
-
-
-def test_models_agree_with_the_pipelines_defaults():
-    """Compares with the defaults of diffusers' pipelines and with their documented examples."""
-    diffusers = pytest.importorskip("diffusers")
-    for spec in MODEL_SPECS.values():
-        video = spec.video
-        if spec.name.startswith("wan2.2"):  # settings of its own repository, which the pipelines don't repeat
-            continue
-        call = inspect.signature(getattr(diffusers, spec.pipeline).__call__).parameters
-        assert call["guidance_scale"].default == video.guidance_scale
-        assert call["num_inference_steps"].default == video.steps
-        examples = inspect.getsource(inspect.getmodule(getattr(diffusers, spec.pipeline)))
-        if video.negative_prompt:
-            assert video.negative_prompt in examples
-            if spec.pipeline == "WanPipeline":
-                assert f"{video.flow_shift} for {video.height}P" in examples
-            assert call["num_frames"].default == video.num_frames
-
-
-@pytest.mark.parametrize("config", ['{"patch_size": []}', '{"num_layers": "x"}', '{"num_layers": 1e999}', "[]", "{"])
-def test_folder_with_an_invalid_transformer_is_not_a_known_model(tmp_path, config):
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')
-    (tmp_path / "transformer" / "config.json").write_text(config)
-    assert signature_of_model(tmp_path) is None

@@ -26,7 +26,7 @@ def test_shipped_file_has_a_source_for_each_constant(name):
     assert hardware.gpus_per_node == 8
     record = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text())
     assert record["notes"]
-    assert ("versions" in record) == ("date" in record) == hardware.measured == name.startswith("cpu")
+    assert ("date" in record) == (name in ("cpu-demo", "h200")), "only what was measured has a date"
 
 
 def test_written_file_is_read_back_equal(tmp_path):
@@ -63,21 +63,14 @@ def sparge(**constants):
 MISTAKES = {
     "unknown key 'devise'.*did you mean 'device'": {"devise": "x"},
     "unknown key 'flop_per_s' in 'constants'.*did you mean 'flops_per_s'": constants(flop_per_s=1.0),
-    "'constants' lacks row_s; add .* or measure again with: torchrun .* -m dbsp_cli bench MODEL": constants(
-        row_s=None
-    ),
+    "'constants' lacks row_s; add .* or measure again with: torchrun": constants(row_s=None),
     "the file lacks sources": {"sources": None},
     "'flops_per_s' in .* must be float, got '1e9'; write 1.0e\\+9": constants(flops_per_s="1e9"),
     "yaml:[0-9]+: hardware constant flops_per_s=nan must be positive": constants(flops_per_s=float("nan")),
-    "row_s=-1.0 must not be negative": constants(row_s=-1),
     "overlap=2.0 must lie between 0 and 1": constants(overlap=2),
     "network_latency_s and network_bytes_per_s go together": constants(network_latency_s=None),
-    "yaml:1: 'constants' must be a mapping": {"constants": [1]},
     "yaml:[0-9]+: gpus_per_node=0 must be a number of GPUs": {"gpus_per_node": 0},
-    "must be a mapping of kernels": {"kernels": [1]},
-    "sparge in 'kernels' must be a mapping of source": {"kernels": {"sparge": 5}},
     "lacks source": {"kernels": {"sparge": {"flops_per_s": 5e14}}},
-    "unknown key .pack_bytes_per_s. in .sparge.": sparge(pack_bytes_per_s=1.0),
 }
 
 
@@ -87,37 +80,29 @@ def test_mistake_raises_with_a_fix(tmp_path, message):
         load_hardware(changed(tmp_path, MISTAKES[message]))
 
 
-def test_unknown_name_raises_with_the_known_names():
-    with pytest.raises(ValueError, match="no hardware 'a900'; use a800, b200, cpu-demo, h100, h20, h200, h800"):
-        load_hardware("a900")
+def test_constants_of_a_kernel_override_those_of_the_machine(tmp_path):
+    hardware = load_hardware(changed(tmp_path, sparge(flops_per_s=5e14, score_s=1e-12), "h100"))
+    merged = hardware.with_kernel("sparge")
+    assert (merged.constants.flops_per_s, merged.constants.score_s) == (5e14, 1e-12)
+    assert merged.constants.launch_s == hardware.constants.launch_s
+    assert (merged.sources["flops_per_s"], merged.sources["launch_s"]) == ("fitted", "assumed")
+    assert hardware.with_kernel("triton") == hardware
 
 
-class TestKernels:
-    def test_constants_of_a_kernel_override_those_of_the_machine(self, tmp_path):
-        hardware = load_hardware(changed(tmp_path, sparge(flops_per_s=5e14, score_s=1e-12), "h200"))
-        merged = hardware.with_kernel("sparge")
-        assert (merged.constants.flops_per_s, merged.constants.score_s) == (5e14, 1e-12)
-        assert merged.constants.launch_s == hardware.constants.launch_s
-        assert (merged.sources["flops_per_s"], merged.sources["launch_s"]) == ("fitted", "assumed")
-        assert hardware.with_kernel("triton") == hardware
-        save_hardware(tmp_path / "again.yaml", hardware)
-        assert load_hardware(tmp_path / "again.yaml") == hardware
-
-    def test_rate_of_a_kernel_depends_on_its_blocks(self, tmp_path):
-        kernels = {"fa4": {"flops_by_blocks": {"128x128": 5e14, "64x64": 2e14}, "source": "measured"}}
-        given = {"kernels": kernels, "exact_kernels": ["fa4", "triton"]}
-        hardware = load_hardware(changed(tmp_path, given, "h200"))
-        fa4 = hardware.with_kernel("fa4")
-        assert hardware.with_kernel("auto") == fa4, "the fastest"
-        assert hardware.with_kernel("triton") == hardware
-        assert [fa4.at_blocks(size, size).flops_per_s for size in (128, 64)] == [5e14, 2e14]
-        assert fa4.at_blocks(128, 64) == hardware.constants == hardware.at_blocks(128, 128)
-        assert fa4.fingerprint != hardware.fingerprint
-        save_hardware(tmp_path / "again.yaml", hardware)
-        assert load_hardware(tmp_path / "again.yaml") == hardware
-        grid = BlockGrid.uniform(1024, 64)
-        plan = make_plan(BlockMask.dense(2, grid), "U1R1")
-        slow, fast = (predict(plan, AttentionShape(1, 2, 64), one).attention_s for one in (fa4, hardware))
-        assert slow > fast
-        slow, fast = (sequence_cost(LayerSize(2, 64, 1e6), one, 64, 64).block_s for one in (fa4, hardware))
-        assert slow > fast
+def test_rate_of_a_kernel_depends_on_its_blocks(tmp_path):
+    kernels = {"fa4": {"flops_by_blocks": {"128x128": 5e14, "64x64": 2e14}, "source": "measured"}}
+    given = {"kernels": kernels, "exact_kernels": ["fa4", "triton"]}
+    hardware = load_hardware(changed(tmp_path, given, "h100"))
+    fa4 = hardware.with_kernel("fa4")
+    assert hardware.with_kernel("auto") == fa4, "the fastest"
+    assert hardware.with_kernel("triton") == hardware
+    assert [fa4.at_blocks(size, size).flops_per_s for size in (128, 64)] == [5e14, 2e14]
+    assert fa4.at_blocks(128, 64) == hardware.constants == hardware.at_blocks(128, 128)
+    assert fa4.fingerprint != hardware.fingerprint
+    save_hardware(tmp_path / "again.yaml", hardware)
+    assert load_hardware(tmp_path / "again.yaml") == hardware
+    plan = make_plan(BlockMask.dense(2, BlockGrid.uniform(1024, 64)), "U1R1")
+    slow, fast = (predict(plan, AttentionShape(1, 2, 64), one).attention_s for one in (fa4, hardware))
+    assert slow > fast
+    slow, fast = (sequence_cost(LayerSize(2, 64, 1e6), one, 64, 64).block_s for one in (fa4, hardware))
+    assert slow > fast

@@ -15,112 +15,84 @@ from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits
 
 
-class TestInt8Exchange:
-    @staticmethod
-    def plans(strategy: str, tokens: int = 4096, heads: int = 8):
-        grid = BlockGrid.uniform(tokens, 64)
-        mask = BlockMask(np.ones((heads, grid.nq, grid.nk), dtype=bool), grid)
-        return [make_plan(mask, strategy, "contiguous", precision=name) for name in ("model", "int8")]
-
-    def test_int8_shrinks_queries_keys_and_values_alone(self):
-        shape, known = AttentionShape(1, 8, 128), machine(exchange_bytes_per_s=1.0)
-        model, int8 = (predict(plan, shape, known).exchange_s for plan in self.plans("U2R1"))
-        leaves = 4096 * 8 // 4  # tokens of one head
-        assert model == leaves * (3 * 256 + 256)
-        assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
-
-    def test_int8_adds_an_exchange_of_the_mean_and_a_pass_of_reading(self):
-        shape = AttentionShape(1, 8, 128)
-        waits = [predict(plan, shape, machine(exchange_latency_s=1.0)).exchange_s for plan in self.plans("U2R1")]
-        assert waits == [2, 3]
-        packs = [predict(plan, shape, machine(pack_bytes_per_s=1.0)).pack_s for plan in self.plans("U2R1")]
-        assert packs[1] - packs[0] == 4096 * 8 // 2 * (3 * 132 + 256)
+def test_int8_shrinks_queries_keys_and_values_alone():
+    mask = BlockMask.dense(8, BlockGrid.uniform(4096, 64))
+    plans = (make_plan(mask, "U2R1", "contiguous", precision=name) for name in ("model", "int8"))
+    shape, known = AttentionShape(1, 8, 128), machine(exchange_bytes_per_s=1.0)
+    model, int8 = (predict(plan, shape, known).exchange_s for plan in plans)
+    leaves = 4096 * 8 // 4  # tokens of one head
+    assert model == leaves * (3 * 256 + 256)
+    assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
 
 
-class TestCompute:
-    def test_kv_steps_of_a_rank_take_the_time_of_its_blocks(self):
-        plan, _, _ = a_plan()
-        found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
-        expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
-        assert found.attention_s == pytest.approx(expected.max())
-        assert found.total_s == pytest.approx(expected.max())
-
-    def test_rows_scores_and_merges_are_counted(self):
-        plan, _, _ = a_plan("U1R4")
-        rows = np.bincount(plan.owner.ravel(), minlength=4)
-        shape = shape_of(plan, batch=2)
-        assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
-        found = predict(plan, shape, machine(score_s=1.0)).attention_s
-        assert found == pytest.approx(plan.work.max() * 2 * 256)
-        layout = SequenceLayout.contiguous(plan.grid.tokens, 4)
-        merged = compute_s(plan, traffic_of(plan, layout), shape, machine(merge_bytes_per_s=1.0).constants)
-        assert merged[1:] == pytest.approx(np.tile(12.0 * 2 * rows * 16 * 8, (3, 1)))
-        assert merged[0] == pytest.approx(0)
+def test_blocks_rows_scores_and_merges_are_counted():
+    plan, _, _ = a_plan()
+    found = predict(plan, shape_of(plan, batch=3), machine(flops_per_s=1e9, launch_s=0.5))
+    expected = 0.5 * plan.strategy.ring + 3 * (4 * 16 * 16 * 8 / 1e9) * plan.work
+    assert (found.attention_s, found.total_s) == pytest.approx((expected.max(), expected.max()))
+    plan, _, _ = a_plan("U1R4")
+    rows = np.bincount(plan.owner.ravel(), minlength=4)
+    shape = shape_of(plan, batch=2)
+    assert predict(plan, shape, machine(row_s=1.0)).total_s == 4 * 2 * rows.max()
+    assert predict(plan, shape, machine(score_s=1.0)).attention_s == pytest.approx(plan.work.max() * 2 * 256)
+    layout = SequenceLayout.contiguous(plan.grid.tokens, 4)
+    merged = compute_s(plan, traffic_of(plan, layout), shape, machine(merge_bytes_per_s=1.0).constants)
+    assert merged[1:] == pytest.approx(np.tile(12.0 * 2 * rows * 16 * 8, (3, 1)))
+    assert merged[0] == pytest.approx(0)
 
 
 ORDERED = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
 
 
-class TestBytes:
-    @pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
-    @pytest.mark.parametrize("keys", ["all", "needed"])
-    @pytest.mark.parametrize("grid", [BlockGrid.uniform(500, 16), ORDERED], ids=["plain", "token orders"])
-    def test_traffic_equals_what_the_routes_send(self, strategy, keys, grid):
-        mask = BlockMask(random_bits(3, grid, 3), grid)
-        layout = SequenceLayout.named("striped" if keys == "all" else "contiguous", grid, Strategy.parse(strategy))
-        plan = make_plan(mask, strategy, layout=layout, keys=keys)
-        traffic = traffic_of(plan, layout)
-        received = 0
-        for rank in range(4):
-            route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
-            of_keys = (*route.dispatch_exchanges, *route.fetch_exchanges)
-            first = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
-            assert first.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
-            sent = np.sum([exchange.sent for exchange in of_keys], axis=0)
-            assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
-            assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
-            assert route.q_slots == traffic.rows[rank] * 16
-            assert route.kv_slots == traffic.blocks[0, rank] * 16
-            assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
-            came = np.sum(
-                [exchange.received for exchange in (*route.dispatch_exchanges, *route.fetch_exchanges)], axis=0
-            )
-            received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
-        assert traffic.kv_received == received / 4
-
-    @pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
-    def test_whole_heads_receive_the_bytes_of_usp(self, strategy):
-        """Expects y − 1/x shards of keys and of values, as in a lockstep ring: (x − 1)/x exchanged, y − 1 rotated."""
-        plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
-        x, y = plan.strategy.ulysses, plan.strategy.ring
-        shard = 8 * 1024 / 8
-        received = traffic_of(plan, layout).keys.sum(axis=0)
-        np.fill_diagonal(received, 0)
-        assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
-
-    def test_chunk_is_fetched_while_the_kernel_runs_on_the_chunk_before(self):
-        """Computes by hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
-        compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
-        assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
-        assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
-
-    def test_ring_with_local_rows_exchanges_nothing_before_its_first_kernel(self):
-        plan, _, _ = a_plan("U1R4", "contiguous")
-        assert predict(plan, shape_of(plan), machine(exchange_bytes_per_s=1.0)).exchange_s == 0
-        assert predict(plan, shape_of(plan), machine(pack_bytes_per_s=1.0)).pack_s > 0
+@pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
+@pytest.mark.parametrize("keys", ["all", "needed"])
+@pytest.mark.parametrize("grid", [BlockGrid.uniform(500, 16), ORDERED], ids=["plain", "token orders"])
+def test_traffic_equals_what_the_routes_send(strategy, keys, grid):
+    mask = BlockMask(random_bits(3, grid, 3), grid)
+    layout = SequenceLayout.named("striped" if keys == "all" else "contiguous", grid, Strategy.parse(strategy))
+    plan = make_plan(mask, strategy, layout=layout, keys=keys)
+    traffic = traffic_of(plan, layout)
+    received = 0
+    for rank in range(4):
+        route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
+        of_keys = (*route.dispatch_exchanges, *route.fetch_exchanges)
+        first = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
+        assert first.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()
+        sent = np.sum([exchange.sent for exchange in of_keys], axis=0)
+        assert sent.tolist() == (traffic.queries[rank] + 2 * traffic.keys.sum(axis=0)[rank]).tolist()
+        assert list(route.combine_exchange.received) == traffic.queries[rank].tolist()
+        assert route.q_slots == traffic.rows[rank] * 16
+        assert route.kv_slots == traffic.blocks[0, rank] * 16
+        assert list(route.fetched_blocks) == traffic.blocks[1:, rank].tolist()
+        came = np.sum([exchange.received for exchange in of_keys], axis=0)
+        received += came.sum() - came[rank] - traffic.queries[:, rank].sum() + traffic.queries[rank, rank]
+    assert traffic.kv_received == received / 4
 
 
-KNOWN = {"network_latency_s": 0.0, "network_bytes_per_s": 1.0, "exchange_bytes_per_s": 100.0}
+@pytest.mark.parametrize("strategy", ["U8R1", "U4R2", "U2R4", "U1R8"])
+def test_whole_heads_receive_the_bytes_of_usp(strategy):
+    """Expects y − 1/x shards of keys and of values, as in a lockstep ring: (x − 1)/x exchanged, y − 1 rotated."""
+    plan, _, layout = a_plan(strategy, "contiguous", heads=8, tokens=1024, layout_name="contiguous")
+    x, y = plan.strategy.ulysses, plan.strategy.ring
+    shard = 8 * 1024 / 8
+    received = traffic_of(plan, layout).keys.sum(axis=0)
+    np.fill_diagonal(received, 0)
+    assert received.sum(axis=0).tolist() == [(y - 1 / x) * shard] * 8
 
 
-class TestNodes:
-    def test_bytes_between_nodes_take_the_network(self):
-        plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
-        apart = predict(plan, shape_of(plan), machine(**KNOWN), [0, 0, 1, 1])
-        alone = predict(plan, shape_of(plan), machine(**KNOWN), [0] * 4)
-        sent = 512 / 4 * 8 / 4 * 2 * 4 * 8 * 2  # to the two ranks of the other node
-        assert apart.exchange_s == pytest.approx(sent)
-        assert alone.exchange_s == pytest.approx(sent * 1.5 / 100)
+def test_chunk_is_fetched_while_the_kernel_runs_on_the_chunk_before():
+    """Computes by hand: kernels of 1, 4, 1 and 1 s; transfers of 1, 1 and 3 s."""
+    compute, transfers = np.array([[1.0], [4.0], [1.0], [1.0]]), (1.0, 1.0, 3.0)
+    assert attention_s(compute, transfers, 1.0) == 1 + 4 + 3 + 1
+    assert attention_s(compute, transfers, 0.0) == 7 + 5, "where nothing hides, all is added up"
+
+
+def test_bytes_between_nodes_take_the_network():
+    plan, _, _ = a_plan("U4R1", "contiguous", heads=8)
+    known = machine(network_latency_s=0.0, network_bytes_per_s=1.0, exchange_bytes_per_s=100.0)
+    apart, alone = (predict(plan, shape_of(plan), known, nodes).exchange_s for nodes in ([0, 0, 1, 1], [0] * 4))
+    sent = 512 / 4 * 8 / 4 * 2 * 4 * 8 * 2  # to the two ranks of the other node
+    assert (apart, alone) == pytest.approx((sent, sent * 1.5 / 100))
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
@@ -134,16 +106,13 @@ def test_worse_constant_makes_the_prediction_slower(name):
     assert after > before
 
 
-class TestMistakes:
-    def test_arguments_that_do_not_fit_raise(self):
-        plan, _, _ = a_plan("U2R2")
-        with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
-            predict(plan, replace(shape_of(plan), heads=5), machine())
-        with pytest.raises(ValueError, match="use one of U8R1"):
-            predict(plan, shape_of(plan), machine(), [0] * 8)
-        with pytest.raises(ValueError, match="give the one the plan was made for"):
-            predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
-        with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
-            predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])
-        with pytest.raises(ValueError, match="head_dim=0 must be at least 1"):
-            AttentionShape(1, 1, 0)
+def test_arguments_that_do_not_fit_raise():
+    plan, _, _ = a_plan("U2R2")
+    with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
+        predict(plan, replace(shape_of(plan), heads=5), machine())
+    with pytest.raises(ValueError, match="use one of U8R1"):
+        predict(plan, shape_of(plan), machine(), [0] * 8)
+    with pytest.raises(ValueError, match="give the one the plan was made for"):
+        predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
+    with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
+        predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])

@@ -55,10 +55,8 @@ def mask_of(seed: int) -> BlockMask:
     return BlockMask(rng.random((HEADS, GRID.nq, GRID.nk)) < density, GRID)
 
 
-def selector(**constants: float) -> StrategySelector:
-    hardware = load_hardware("a800")
-    hardware = replace(hardware, constants=replace(hardware.constants, **constants))
-    return StrategySelector(candidates(4, GRID), hardware, NODE, LAYOUT)
+def selector() -> StrategySelector:
+    return StrategySelector(candidates(4, GRID), load_hardware("a800"), NODE, LAYOUT)
 
 
 def planned(mask: BlockMask):
@@ -74,14 +72,6 @@ def test_chosen_strategy_is_predicted_to_be_fastest(seed):
         for s in Strategy.all_for(4)
     ]
     assert predict(plan, SHAPE, chooser.hardware, NODE, LAYOUT).total_s <= min(seconds) + 1e-9
-
-
-def test_slow_exchanges_or_rings_change_the_choice():
-    mask = mask_of(0)
-    dear_rings = selector(p2p_latency_s=1.0)
-    assert dear_rings.choose(planned(mask), SHAPE, None).strategy == Strategy(4, 1)
-    dear_exchanges = selector(exchange_bytes_per_s=1e3)
-    assert dear_exchanges.choose(planned(mask), SHAPE, None).strategy.ring > 1
 
 
 def test_strategy_in_use_is_kept_for_a_small_loss(monkeypatch):
@@ -114,10 +104,8 @@ NODES = [0] * 8 + [1] * 8
     ("heads", "nodes", "first", "last"),
     [
         (40, [0] * 8, "U8R1", "U1R8"),
-        (12, [0] * 8, "U8R1", "U1R8"),
         (5, [0] * 8, "U4R2", "U8R1"),
         (40, NODES, "U8R2", "U16R1"),
-        (6, NODES, "U4R4", "U16R1"),
         (40, range(4), "U1R4", "U4R1"),
         (40, [0, 1] * 4, "U1R8", "U8R1"),
         (40, [0, 0, 0, 1, 1, 1], "U3R2", "U6R1"),

@@ -59,28 +59,10 @@ def test_segments_tile_every_block_with_runs_that_lie_together(problem):
         ]
 
 
-def test_contiguous_keeps_token_order_and_pads_the_last_ranks():
-    # 10 tokens on 4 ranks: shards of 3, the last rank has one token and two slots of padding.
-    layout = SequenceLayout.contiguous(10, 4)
-    assert layout.shard == 3
-    assert layout.rank.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
-    assert layout.local.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
-
-
-def test_striped_assigns_blocks_to_ring_ranks_one_after_another():
-    # 8 blocks of 4 on U2R2: even blocks are ring rank 0's (ranks 0 and 1), odd blocks ring rank 1's (2 and 3).
-    grid = BlockGrid.uniform(32, 4)
-    layout = SequenceLayout.striped(grid, Strategy(2, 2))
-    assert (layout.rank // 2).tolist() == (np.arange(32) // 4 % 2).tolist()
-    assert layout.tokens_at(0)[0].tolist() == [0, 1, 2, 3, 8, 9, 10, 11]
-
-
-def test_striped_assigns_the_coarser_blocks_so_that_none_is_cut():
+def test_layouts_by_hand():
+    # The coarser blocks are striped, so that none is cut.
     layout = SequenceLayout.striped(BlockGrid(32, 0, block_q=2, block_k=8), Strategy(1, 2))
     assert layout.rank.tolist() == (np.arange(32) // 8 % 2).tolist()
-
-
-def test_text_stream_is_sharded_before_or_after_the_video():
     # 5 text tokens on 2 ranks: 3 + 2 and one of padding; 6 video tokens: 3 + 3.
     layout = SequenceLayout.named("contiguous", BlockGrid(11, 5, 4, 4), Strategy(2, 1), streams="first")
     assert [a.tolist() for a in layout.tokens_at(0)] == [[0, 1, 2, 5, 6, 7], [0, 1, 2, 3, 4, 5]]
@@ -107,13 +89,10 @@ def test_bad_layouts_raise(rank, local, world):
         SequenceLayout(np.array(rank), np.array(local), world, shard=2)
 
 
-@pytest.mark.parametrize("streams", [[[0, 1, 1]], [[0, 1], [1, 2]], [[0, 1, 3]]])
-def test_streams_that_do_not_hold_every_token_once_raise(streams):
-    with pytest.raises(ValueError, match="sequence layout"):
-        SequenceLayout.from_streams([np.array(stream) for stream in streams], 2)
-
-
-def test_unknown_layout_or_no_ranks_raise():
+def test_unknown_layout_no_ranks_or_streams_without_every_token_once_raise():
+    for streams in ([[0, 1, 1]], [[0, 1], [1, 2]], [[0, 1, 3]]):
+        with pytest.raises(ValueError, match="sequence layout"):
+            SequenceLayout.from_streams([np.array(stream) for stream in streams], 2)
     with pytest.raises(ValueError, match=r"'diagonal'; use one of contiguous, striped$"):
         SequenceLayout.named("diagonal", BlockGrid.uniform(8, 4), Strategy(1, 1))
     with pytest.raises(ValueError, match="at least one rank, got 0"):

@@ -93,16 +93,7 @@ def test_reused_plan_has_the_metrics_of_the_new_mask(strategy, data, seed):
         assert (reused.moved, reused.plan_ms) == (plan.moved, 0.0)
 
 
-def test_plan_without_comparison_has_no_baseline():
-    mask = BlockMask.dense(2, BlockGrid.uniform(64, 16))
-    plan = make_plan(mask, "U2R1", compare=False)
-    assert np.isnan([plan.rho_before, plan.rho_bound]).all()
-    with pytest.raises(RuntimeError, match="without comparing"):
-        _ = plan.compared
-    assert plan.counted(mask).compared[1].sum() == plan.work.sum()
-
-
-def test_contiguous_plan_equals_one_by_hand():
+def test_contiguous_and_paper_plans_equal_those_by_hand():
     # 8 tokens in blocks of 2 on U1R2 with a causal mask: rows need 1, 2, 3, 4 blocks. Rank 0 has rows 0, 1 and does 3,
     # rank 1 does 7: ρ_s = 7 / (10 / 2) = 1.4.
     mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
@@ -114,12 +105,8 @@ def test_contiguous_plan_equals_one_by_hand():
     ]
     assert plan.work.tolist() == [3, 7]
     assert (plan.rho, plan.moved) == (1.4, 0.0)
-
-
-def test_paper_plan_equals_one_by_hand():
     # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 locally: 4 − 3 > 0, moves to rank 0;
     # 2 locally: 3 − 2 < 4, stays; 1 locally: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
-    mask = BlockMask(np.tri(4, dtype=bool)[None], BlockGrid.uniform(8, 2))
     plan = make_plan(mask, "U1R2", "paper")
     assert plan.owner.tolist() == [[0, 0, 0, 1]]
     assert plan.work.tolist() == [6, 4]
@@ -127,37 +114,23 @@ def test_paper_plan_equals_one_by_hand():
     assert plan.moved == 0.25
 
 
-class TestErrors:
-    GRID = BlockGrid.uniform(64, 16)
-    MASK = BlockMask.dense(2, GRID)
-
-    def test_mask_of_another_size_raises(self):
-        plan = make_plan(self.MASK, "U2R1")
-        with pytest.raises(ValueError, match="the plan has 2 heads, the mask 3; make a plan for this mask"):
-            plan.counted(BlockMask.dense(3, self.GRID))
-        other = BlockMask.dense(2, BlockGrid.uniform(64, 8))
-        with pytest.raises(ValueError, match=r"the plan is on .*, the mask on .*; make a plan for this mask"):
-            plan.counted(other)
-        with pytest.raises(ValueError, match=r"row counts of shape \(2, 5\) do not fit a plan of 2 heads of 4 query"):
-            plan.counted(np.ones((2, 5), dtype=np.int64))
-        assert not plan.fits(other)
-
-    @pytest.mark.parametrize("planner", PLANNERS)
-    def test_more_ring_ranks_than_blocks_leave_ranks_idle(self, planner):
-        plan = make_plan(self.MASK, "U1R5", planner)
+def test_more_ring_ranks_than_blocks_leave_ranks_idle():
+    for planner in PLANNERS:
+        plan = make_plan(BlockMask.dense(2, BlockGrid.uniform(64, 16)), "U1R5", planner)
         assert plan.work.sum() == 2 * 4 * 4
         assert len(plan.chunks.blocks_for(4)) == 5
 
-    @pytest.mark.parametrize(
-        "layout",
-        [
-            SequenceLayout.contiguous(63, 2),
-            SequenceLayout.contiguous(64, 4),
-            SequenceLayout.striped(GRID, Strategy(1, 3)),
-        ],
-    )
-    def test_layout_of_another_size_raises(self, layout):
-        with pytest.raises(
-            ValueError, match=f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit"
-        ):
-            make_plan(self.MASK, "U2R1", layout=layout)
+
+def test_mask_or_layout_of_another_size_raises():
+    mask, other = (BlockMask.dense(2, BlockGrid.uniform(64, block)) for block in (16, 8))
+    plan = make_plan(mask, "U2R1")
+    assert not plan.fits(other)
+    with pytest.raises(ValueError, match="the plan has 2 heads, the mask 3; make a plan for this mask"):
+        plan.counted(BlockMask.dense(3, mask.grid))
+    with pytest.raises(ValueError, match=r"the plan is on .*, the mask on .*; make a plan for this mask"):
+        plan.counted(other)
+    with pytest.raises(ValueError, match=r"row counts of shape \(2, 5\) do not fit a plan of 2 heads of 4 query"):
+        plan.counted(np.ones((2, 5), dtype=np.int64))
+    for tokens, world in ((63, 2), (64, 4)):
+        with pytest.raises(ValueError, match=f"sequence layout of {tokens} tokens on {world} ranks does not fit"):
+            make_plan(mask, "U2R1", layout=SequenceLayout.contiguous(tokens, world))

@@ -29,43 +29,34 @@ def loads(plan: SequencePlan, cost: np.ndarray) -> np.ndarray:
     return np.bincount(plan.bag, cost, len(plan.topology.ranks)) / plan.topology.ranks
 
 
-class TestTopology:
-    @pytest.mark.parametrize(
-        ("text", "world", "ranks"),
-        [
-            ("g1n2+g2n1+g4n1", 8, [1, 1, 2, 4]),
-            ("g1n2+g2n1+g4n1", 16, [1, 1, 2, 4, 1, 1, 2, 4]),
-            ("G8N4", 32, [8, 8, 8, 8]),
-            ("g2n1 + g1n1", 3, [2, 1]),
-        ],
-    )
-    def test_unit_of_bags_is_repeated_over_the_cluster(self, text, world, ranks):
-        topology = BagTopology.parse(text, world)
-        assert topology.ranks.tolist() == ranks
-        assert topology.world == world
-        assert topology.first_rank.tolist() == [sum(ranks[:bag]) for bag in range(len(ranks))]
-        assert topology.bag_of_rank.tolist() == [bag for bag, size in enumerate(ranks) for _ in range(size)]
-        assert BagTopology.parse(str(topology), world) == topology
+@pytest.mark.parametrize(
+    ("text", "world", "ranks"),
+    [
+        ("g1n2+g2n1+g4n1", 16, [1, 1, 2, 4, 1, 1, 2, 4]),
+        ("G8N4", 32, [8, 8, 8, 8]),
+        ("g2n1 + g1n1", 3, [2, 1]),
+    ],
+)
+def test_unit_of_bags_is_repeated_over_the_cluster(text, world, ranks):
+    topology = BagTopology.parse(text, world)
+    assert (topology.ranks.tolist(), topology.world) == (ranks, world)
+    assert topology.first_rank.tolist() == [sum(ranks[:bag]) for bag in range(len(ranks))]
+    assert topology.bag_of_rank.tolist() == [bag for bag, size in enumerate(ranks) for _ in range(size)]
+    assert BagTopology.parse(str(topology), world) == topology
 
-    @pytest.mark.parametrize("text", ["", "g8", "g8n", "8n4", "g0n4", "g8n0", "g8n4,g4n8", "g8n4+"])
-    def test_other_text_is_rejected(self, text):
+
+def test_other_topologies_are_rejected():
+    for text in ("", "g8", "g8n", "8n4", "g0n4", "g8n0", "g8n4,g4n8", "g8n4+"):
         with pytest.raises(UserError, match=r"not of the form gGnN.*for example g8n4"):
             BagTopology.parse(text, 32)
-
-    def test_unit_that_does_not_divide_the_ranks_raises_with_those_that_fit(self):
-        with pytest.raises(
-            UserError, match="units of 32 ranks, which do not divide 12; 12 fit g1n12, g2n6, g3n4, g4n3"
-        ):
-            BagTopology.parse("g8n4", 12)
+    with pytest.raises(UserError, match="units of 32 ranks, which do not divide 12; 12 fit g1n12, g2n6, g3n4, g4n3"):
+        BagTopology.parse("g8n4", 12)
 
 
 def test_cost_is_whole_picoseconds_of_tokens_and_blocks():
     cost = SequenceCost(2e-9, 3e-12)
     found = cost.picoseconds(np.array([5, 1]), np.array([7, 0]))
     assert (found.dtype, found.tolist()) == (np.int64, [10021, 2000])
-    pair = gamma_corrected(width=3072, gamma=0.4, flops_per_s=1e15)
-    n = np.array([4096])
-    assert pair.picoseconds(n, n**2)[0] == pytest.approx((24 * 4096 * 3072**2 + 0.4 * 4 * 4096**2 * 3072) / 1e3, abs=1)
     for wrong in ({"token_s": 0.0}, {"block_s": -1e-9}, {"token_s": float("nan")}):
         with pytest.raises(UserError, match=r"must lie between 0 and 1 s"):
             replace(cost, **wrong)
@@ -146,15 +137,6 @@ def test_rank_holds_at_most_max_tokens(case, spare):
     assert plan.runs.by_rank(topology.world).max() <= most
 
 
-def test_large_costs_do_not_overflow():
-    tokens = np.array([1000, 900, 500, 400, 100, 90, 80, 70])
-    plans = [
-        plan_sequences(cost, tokens, np.arange(8), BagTopology.parse("g1n1+g2n1+g5n1", 8))
-        for cost in (tokens, tokens * 10**15)
-    ]
-    assert np.array_equal(plans[0].bag, plans[1].bag)
-
-
 @pytest.mark.parametrize("gamma", [0.2, 0.4, 1.6])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
@@ -171,7 +153,6 @@ def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
     ("values", "message"),
     [
         ({"tokens": [], "cost": [], "loader": []}, "there are no sequences"),
-        ({"tokens": [5, 0, 5]}, "at least one token"),
         ({"loader": [0, 1, 8]}, "loaded by ranks 0 to 8, but bags g2n4 have ranks 0 to 7"),
         (
             {"max_tokens": 30},

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_cli.mask_tools.recording import Recording
-from dbsp_core import BlockGrid, BlockMask, SequenceGroup
+from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.reports.mask_recorder import INDEX, MaskRecorder, RecordSettings
-from dbsp_core.sources import MaskRequest, SpargeSource, SyntheticSource
+from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import Session
 from tests.support.generators import examples, random_bits
@@ -46,135 +46,95 @@ def new(folder, of_model=2, **settings):
     return MaskRecorder(RecordSettings(str(folder), **settings), of_model)
 
 
-class TestOneProcess:
-    @given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=6, max_size=6))
-    @examples(15)
-    def test_masks_are_read_back_and_written_once(self, tmp_path_factory, seeds):
-        folder = tmp_path_factory.mktemp("recording")
-        run(new(folder), seeds)
-        recording = Recording.read(folder)
-        assert list(recording.passes) == MOMENTS
-        for moment, layers in zip(MOMENTS, seeds, strict=True):
-            for layer, seed in enumerate(layers):
-                assert torch.equal(recording.mask(layer, moment).bits, a_mask(seed).bits)
-                assert recording.mask(layer, moment).grid == GRID
-        content = json.loads((folder / INDEX).read_text())
-        distinct = {seed for layers in seeds for seed in layers}
-        assert len(list(folder.glob("*.safetensors"))) == len(distinct)
-        assert content["bytes"] == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
-        assert content["stopped"] is None
-
-    @pytest.mark.parametrize("lasting", [False, True])
-    def test_recording_has_every_nth_step_and_chosen_layers_alone(self, tmp_path, lasting):
-        run(new(tmp_path, every=2, layers=frozenset({1})), [(10 * i, 10 * i + 1) for i in range(6)], lasting=lasting)
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
-        assert recording.recorded_layers == (1,)
-        assert torch.equal(recording.mask(1, DenoisingStep(2, 1)).bits, a_mask(51).bits)
-        assert len(list(tmp_path.glob("*.safetensors"))) == 4
-        with pytest.raises(ValueError, match=r"no mask of layer 0 at step 2, branch 0; it has layers \[1\]"):
-            recording.mask(0, DenoisingStep(2))
-
-    def test_lasting_mask_of_a_skipped_step_is_recorded_later(self, tmp_path):
-        recorder = new(tmp_path, every=2)
-        for step in range(3):
-            recorder.begin(DenoisingStep(step))
-            for layer in range(2):
-                if step < 2:  # the mask of step 1 goes on to step 2
-                    recorder.mask_made(layer, layer, a_mask(10 * step + layer), True)
-                recorder.mask_used(layer, layer)
-        recording = Recording.read(tmp_path)
-        assert torch.equal(recording.mask(1, DenoisingStep(2)).bits, a_mask(11).bits)
-        assert not recorder._pending
-
-    def test_limit_stops_the_recording_with_one_warning(self, tmp_path, capsys):
-        recorder = new(tmp_path, limit=2000)
-        run(recorder, [(10 * i, 10 * i + 1) for i in range(6)])
-        assert sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) <= 2000
-        recording = Recording.read(tmp_path)
-        assert 0 < len(recording.passes) < 6
-        assert "the limit of 2000 bytes was reached at step" in recording.stopped
-        for number, moment in enumerate(recording.passes):
-            assert torch.equal(recording.mask(1, moment).bits, a_mask(10 * number + 1).bits)
-        err = capsys.readouterr().err
-        assert err.count("\n") == err.count("stopped recording masks") == 1
-
-    def test_generations_are_distinguished_and_the_last_full_one_is_read(self, tmp_path):
-        recorder = new(tmp_path)
-        run(recorder, [(0, 0)], [DenoisingStep()])  # warming up
-        run(recorder, [(i, i) for i in range(6)])
-        run(recorder, [(9, 9)], [DenoisingStep()])  # cut short
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == MOMENTS
-        assert torch.equal(recording.mask(0, DenoisingStep(2, 1)).bits, a_mask(5).bits)
-
-    def test_older_recording_is_not_overwritten(self, tmp_path, capsys):
-        run(new(tmp_path), [(0, 1)], [DenoisingStep()])
-        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-        run(new(tmp_path), [(2, 3)], [DenoisingStep()])
-        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-        assert "has a recording already, maybe of another run at this time; give another" in capsys.readouterr().err
-
-    @pytest.mark.parametrize("blocked", ["folder", "write"])
-    def test_failing_disk_stops_the_recording_with_one_warning(self, tmp_path, capsys, monkeypatch, blocked):
-        folder = tmp_path / "r"
-        if blocked == "folder":
-            folder.write_text("a file is where the folder should be")
-        else:
-            full = mock.Mock(side_effect=OSError("No space left on device"))
-            monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
-        run(new(folder), [(10 * i, 10 * i + 1) for i in range(6)])
-        assert capsys.readouterr().err.count("stopped recording masks") == 1
+@given(seeds=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=6, max_size=6))
+@examples(15)
+def test_masks_are_read_back_and_written_once(tmp_path_factory, seeds):
+    folder = tmp_path_factory.mktemp("recording")
+    run(new(folder), seeds)
+    recording = Recording.read(folder)
+    assert list(recording.passes) == MOMENTS
+    for moment, layers in zip(MOMENTS, seeds, strict=True):
+        for layer, seed in enumerate(layers):
+            assert torch.equal(recording.mask(layer, moment).bits, a_mask(seed).bits)
+            assert recording.mask(layer, moment).grid == GRID
+    content = json.loads((folder / INDEX).read_text())
+    distinct = {seed for layers in seeds for seed in layers}
+    assert len(list(folder.glob("*.safetensors"))) == len(distinct)
+    assert content["bytes"] == sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    assert content["stopped"] is None
 
 
-class TestReading:
-    def index(self, folder, **changes):
-        run(new(folder), [(0, 1)], [DenoisingStep()])
-        content = json.loads((folder / INDEX).read_text())
-        (folder / INDEX).write_text(json.dumps(content | changes))
-
-    @pytest.mark.parametrize(
-        "changes",
-        [
-            {"passes": 3},
-            {"layers": None},
-            {"passes": [{"step": 0}]},
-        ],
-    )
-    def test_bad_index_raises_one_line(self, tmp_path, changes):
-        self.index(tmp_path, **changes)
-        with pytest.raises(UserError, match="is no recording of masks"):
-            Recording.read(tmp_path)
-
-    def test_damaged_files_raise(self, tmp_path):
-        self.index(tmp_path)
-        files = list(tmp_path.glob("*.safetensors"))
-        for file in files:
-            file.write_bytes(file.read_bytes()[:-3])
-        with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, DenoisingStep())
-        for file in files:
-            file.unlink()
-        with pytest.raises(ValueError, match="is damaged"):
-            Recording.read(tmp_path).mask(0, DenoisingStep())
+@pytest.mark.parametrize("lasting", [False, True])
+def test_recording_has_every_nth_step_and_chosen_layers_alone(tmp_path, lasting):
+    run(new(tmp_path, every=2, layers=frozenset({1})), [(10 * i, 10 * i + 1) for i in range(6)], lasting=lasting)
+    recording = Recording.read(tmp_path)
+    assert list(recording.passes) == [m for m in MOMENTS if m.step != 1]
+    assert recording.recorded_layers == (1,)
+    assert torch.equal(recording.mask(1, DenoisingStep(2, 1)).bits, a_mask(51).bits)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 4
+    with pytest.raises(ValueError, match=r"no mask of layer 0 at step 2, branch 0; it has layers \[1\]"):
+        recording.mask(0, DenoisingStep(2))
 
 
-class TestSettings:
-    def test_settings_of_recording_are_read_from_the_environment(self, monkeypatch):
-        assert DbspConfig().record is None
-        monkeypatch.setenv("DBSP_RECORD", "0")
-        assert RecordSettings.from_environment(DbspConfig().record) == RecordSettings()
-        for name, value in {"": "out", "_EVERY": "5", "_LAYERS": "0,3-4", "_LIMIT": "1.5MiB"}.items():
-            monkeypatch.setenv(f"DBSP_RECORD{name}", value)
-        expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
-        assert RecordSettings.from_environment(DbspConfig().record) == expected
+def test_lasting_mask_of_a_skipped_step_is_recorded_later(tmp_path):
+    recorder = new(tmp_path, every=2)
+    for step in range(3):
+        recorder.begin(DenoisingStep(step))
+        for layer in range(2):
+            if step < 2:  # the mask of step 1 goes on to step 2
+                recorder.mask_made(layer, layer, a_mask(10 * step + layer), True)
+            recorder.mask_used(layer, layer)
+    recording = Recording.read(tmp_path)
+    assert torch.equal(recording.mask(1, DenoisingStep(2)).bits, a_mask(11).bits)
+    assert not recorder._pending
 
-    def test_bad_environment_logs_a_warning_and_records_nothing(self, monkeypatch, capsys):
-        monkeypatch.setenv("DBSP_RECORD_LIMIT", "plenty")
-        recorder = MaskRecorder.from_environment("out", SequenceGroup(0, 1), 2)
-        assert not recorder.active
-        assert not recorder.counts_steps
-        assert "size 'plenty' is not of the form '2GiB'" in capsys.readouterr().err
+
+def test_limit_stops_the_recording_with_one_warning(tmp_path, capsys):
+    recorder = new(tmp_path, limit=2000)
+    run(recorder, [(10 * i, 10 * i + 1) for i in range(6)])
+    assert sum(p.stat().st_size for p in tmp_path.glob("*.safetensors")) <= 2000
+    recording = Recording.read(tmp_path)
+    assert 0 < len(recording.passes) < 6
+    assert "the limit of 2000 bytes was reached at step" in recording.stopped
+    for number, moment in enumerate(recording.passes):
+        assert torch.equal(recording.mask(1, moment).bits, a_mask(10 * number + 1).bits)
+    err = capsys.readouterr().err
+    assert err.count("\n") == err.count("stopped recording masks") == 1
+
+
+def test_older_recording_is_not_overwritten(tmp_path, capsys):
+    run(new(tmp_path), [(0, 1)], [DenoisingStep()])
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    run(new(tmp_path), [(2, 3)], [DenoisingStep()])
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert "has a recording already, maybe of another run at this time; give another" in capsys.readouterr().err
+
+
+def test_failing_disk_stops_the_recording_with_one_warning(tmp_path, capsys, monkeypatch):
+    full = mock.Mock(side_effect=OSError("No space left on device"))
+    monkeypatch.setattr("dbsp_core.reports.mask_recorder.write_atomically", full)
+    run(new(tmp_path), [(10 * i, 10 * i + 1) for i in range(6)])
+    assert capsys.readouterr().err.count("stopped recording masks") == 1
+
+
+def test_damaged_files_raise(tmp_path):
+    run(new(tmp_path), [(0, 1)], [DenoisingStep()])
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="is damaged"):
+        Recording.read(tmp_path).mask(0, DenoisingStep())
+    (tmp_path / INDEX).write_text('{"passes": 3}')
+    with pytest.raises(UserError, match="is no recording of masks"):
+        Recording.read(tmp_path)
+
+
+def test_settings_of_recording_are_read_from_the_environment(monkeypatch):
+    monkeypatch.setenv("DBSP_RECORD", "0")
+    assert RecordSettings.from_environment(DbspConfig().record) == RecordSettings()
+    for name, value in {"": "out", "_EVERY": "5", "_LAYERS": "0,3-4", "_LIMIT": "1.5MiB"}.items():
+        monkeypatch.setenv(f"DBSP_RECORD{name}", value)
+    expected = RecordSettings("out", 5, frozenset({0, 3, 4}), 3 * 2**19)
+    assert RecordSettings.from_environment(DbspConfig().record) == expected
 
 
 def recorded(rank: int, world: int, settings: dict[str, Any], strategy: str) -> float:
@@ -183,28 +143,15 @@ def recorded(rank: int, world: int, settings: dict[str, Any], strategy: str) -> 
     return max(session.attend(timestep, thw=(3, 5, 7)) for timestep in (900.0, 600.0, 300.0) for _ in range(2))
 
 
-class TestRuns:
-    DRIFTING = SyntheticSource(density=0.3, drift=0.3, block_q=8, block_k=8)
-
-    @pytest.mark.usefixtures("debug")
-    def test_run_over_ranks_is_recorded_and_unchanged(self, threads, tmp_path):
-        settings = {"mask": self.DRIFTING, "dense_schedule": {"first_layers": 1}, "record": str(tmp_path)}
-        assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == MOMENTS
-        for moment in MOMENTS:
-            assert recording.mask(0, moment).bits.all(), "dense by schedule"
-            expected = self.DRIFTING.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
-            assert torch.equal(recording.mask(1, moment).bits, expected.bits)
-        assert len(list(tmp_path.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's
-
-    @pytest.mark.usefixtures("debug")
-    def test_masks_made_from_queries_and_keys_are_recorded_in_every_pass(self, threads, tmp_path):
-        settings = {"mask": SpargeSource(16, 8, cdf=0.7, similarity=-1.0), "record": str(tmp_path)}
-        assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
-        recording = Recording.read(tmp_path)
-        assert list(recording.passes) == MOMENTS
-        assert recording.recorded_layers == (0, 1)
-        masks = [recording.mask(layer, moment) for layer in range(2) for moment in MOMENTS]
-        assert all(mask.heads == 6 and 0 < mask.density <= 1 for mask in masks)
-        assert len({mask.fingerprint for mask in masks}) > 2
+@pytest.mark.usefixtures("debug")
+def test_run_over_ranks_is_recorded_and_unchanged(threads, tmp_path):
+    drifting = SyntheticSource(density=0.3, drift=0.3, block_q=8, block_k=8)
+    settings = {"mask": drifting, "dense_schedule": {"first_layers": 1}, "record": str(tmp_path)}
+    assert max(threads(3).run(recorded, settings, "U1R3")) <= 1e-5
+    recording = Recording.read(tmp_path)
+    assert list(recording.passes) == MOMENTS
+    for moment in MOMENTS:
+        assert recording.mask(0, moment).bits.all(), "dense by schedule"
+        expected = drifting.mask(MaskRequest(1, 6, (3, 5, 7), step=moment.step))
+        assert torch.equal(recording.mask(1, moment).bits, expected.bits)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 + 3  # branches share masks, steps the dense layer's

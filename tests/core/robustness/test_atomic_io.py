@@ -16,22 +16,17 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-@pytest.mark.parametrize(("umask", "expected"), [(0o077, 0o600), (0o002, 0o664), (0o022, 0o644)])
-def test_new_file_has_the_mode_of_the_umask(tmp_path, umask, expected):
-    before = os.umask(umask)
+@pytest.mark.parametrize(("umask", "expected"), [(0o077, 0o600), (0o002, 0o664)])
+def test_new_file_has_the_mode_of_the_umask_and_a_replaced_one_its_own(tmp_path, umask, expected):
+    file, before = tmp_path / "report.json", os.umask(umask)
     try:
-        write_atomically(tmp_path / "report.json", "a prompt")
+        write_atomically(file, "a prompt")
     finally:
         os.umask(before)
-    assert mode(tmp_path / "report.json") == expected
-
-
-def test_replaced_file_keeps_its_mode(tmp_path):
-    file = tmp_path / "report.json"
-    file.write_text("old")
-    file.chmod(0o600)
+    assert mode(file) == expected
+    file.chmod(0o640)
     write_atomically(file, "new")
-    assert (file.read_text(), mode(file)) == ("new", 0o600)
+    assert (file.read_text(), mode(file)) == ("new", 0o640)
 
 
 def test_link_is_kept_and_its_target_replaced(tmp_path):

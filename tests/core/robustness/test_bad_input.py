@@ -42,10 +42,10 @@ def local_inputs(rank: int, world: int) -> list[torch.Tensor]:
     return [torch.randn(1, HEADS, n_local, WIDTH) for _ in range(3)]
 
 
-def call(rank: int, world: int, options: dict[str, Any]) -> None:
-    """Runs one attention with settings that may not fit."""
-    options = {"strategy": f"U{world}R1", **options}
-    dual_balanced_attention(*local_inputs(rank, world), a_mask(), **options)
+def call(rank: int, world: int, options: dict[str, Any], culprits: tuple[int, ...] = (0, 1, 2)) -> None:
+    """Runs one attention, on some ranks with arguments that may not fit."""
+    arguments = {"mask": a_mask(), "strategy": f"U{world}R1"} | (options if rank in culprits else {})
+    dual_balanced_attention(*local_inputs(rank, world), **arguments)
 
 
 def call_where_one_rank_differs(rank: int, world: int, culprit: int, fault: str) -> None:
@@ -92,41 +92,26 @@ UNFIT: dict[str, tuple[Callable[[Attend, torch.Tensor], object], str]] = {
         "q, k, v must be of one dtype, got bfloat16, float32, float32; cast them to one",
     ),
     "batch": (lambda attend, q: attend(*[q[:0]] * 3), "are empty; skip this call"),
+    "turned": (
+        lambda attend, q: attend(*[q.transpose(1, 2)] * 3),
+        "looks like [batch, tokens, heads, D]: transpose(1, 2)",
+    ),
     "width": (lambda attend, q: attend(*[q[..., :0]] * 3), "are empty; skip this call"),
-}
-OTHER_SHAPES = {
-    "turned": lambda attend, q: attend(*[q.transpose(1, 2)] * 3),
-    "fewer heads": lambda attend, q: attend(*[q[:, :2]] * 3),
 }
 
 
 def call_with_unfit_inputs(rank: int, world: int, where: str, fault: str, culprits: list[int]) -> None:
-    """Runs the function's, an executor's or a session's attention with unsupported inputs on some ranks."""
+    """Runs an executor's or a session's attention with unsupported inputs on some ranks."""
     attend, q = _attention(where, rank, world)
-    if rank not in culprits:
-        attend(q, q, q)
-    elif fault in UNFIT:
+    if rank in culprits:
         UNFIT[fault][0](attend, q)
     else:
-        OTHER_SHAPES[fault](attend, q)
-
-
-def call_inside_a_transform(rank: int, world: int) -> None:
-    """Runs a session's whole forward pass inside a transform, as when a transformer is differentiated."""
-    session = session_of(PREDICTED, f"U1R{world}", HEADS)
-
-    def loss(scale: torch.Tensor) -> torch.Tensor:
-        q = torch.ones(1, HEADS, session.begin(Video((2, 10, 10)), timestep=900.0).shard, WIDTH) * scale
-        return session.attend(0, q, q, q).sum()
-
-    torch.func.grad(loss)(torch.ones(()))
+        attend(q, q, q)
 
 
 def _attention(where: str, rank: int, world: int) -> tuple[Attend, torch.Tensor]:
     """Returns an attention that was not called yet, and a tensor that it takes."""
     mask, q = a_mask(), local_inputs(rank, world)[0]
-    if where == "function":
-        return lambda q, k, v: dual_balanced_attention(q, k, v, mask, f"U{world}R1"), q
     if where == "executor":
         layout = SequenceLayout.contiguous(TOKENS, world)
         plan = make_plan(mask, Strategy(1, world), layout=layout)
@@ -134,18 +119,6 @@ def _attention(where: str, rank: int, world: int) -> tuple[Attend, torch.Tensor]
     session = session_of(PREDICTED, f"U1R{world}", HEADS)
     layout = session.begin(Video((2, 10, 10)), timestep=900.0)
     return lambda q, k, v: session.attend(0, q, k, v), torch.randn(1, HEADS, layout.shard, WIDTH)
-
-
-def call_with_other_arguments(rank: int, world: int, what: str) -> None:
-    """Calls attention with another mask or strategy on rank 1."""
-    mask, strategy = a_mask(), f"U{world}R1"
-    given: dict[str, tuple[Any, Any]] = {
-        "bits": (mask.bits, strategy),
-        "another strategy": (mask, f"U1R{world}"),
-        "too few ranks": (mask, "U2R1"),
-    }
-    chosen = given[what] if rank == 1 else (mask, strategy)
-    dual_balanced_attention(*local_inputs(rank, world), *chosen)
 
 
 WORLD = 3
@@ -157,17 +130,21 @@ def assert_fails_identically(pool, message, function, *args):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "culprits", "message"),
     [
-        ({"strategy": "U2R2"}, "strategy U2R2 needs 2·2 = 4 GPUs but there are 3; use one of U3R1, U1R3"),
+        ({"strategy": "U2R2"}, (0, 1, 2), "strategy U2R2 needs 2·2 = 4 GPUs but there are 3; use one of U3R1, U1R3"),
         (
             {"kernel": "sparge", "strategy": "U1R3"},
-            "kernel 'sparge' does not support this plan: it returns no log-sum-exp",
+            (0, 1, 2),
+            "kernel 'sparge' does not support this plan: it returns",
         ),
+        ({"mask": a_mask().bits}, (1,), "rank(s) [1]: mask must be a BlockMask, got a Tensor"),
+        ({"strategy": "U1R3"}, (1,), "the strategy differs on rank(s) [1]"),
+        ({"strategy": "U2R1"}, (1,), "rank(s) [1]: strategy U2R1 needs 2·1 = 2 GPUs"),
     ],
 )
-def test_settings_that_do_not_fit(pool, options, message):
-    assert_fails_identically(pool, message, call, options)
+def test_arguments_that_do_not_fit(pool, options, culprits, message):
+    assert_fails_identically(pool, message, call, options, culprits)
 
 
 @pytest.mark.parametrize(
@@ -189,42 +166,13 @@ def test_fault_that_one_rank_sees_is_rejected_on_all(pool, culprit, fault, messa
     assert_fails_identically(pool, message.format(culprit), call_where_one_rank_differs, culprit, fault)
 
 
-@pytest.mark.parametrize("where", ["function", "executor", "session"])
+@pytest.mark.parametrize("where", ["executor", "session"])
 @pytest.mark.parametrize("fault", UNFIT)
 def test_unsupported_inputs_are_rejected(pool, where, fault):
     """Alternates between all ranks and one rank."""
     culprits = [[0, 1, 2], [1]][(len(where) + list(UNFIT).index(fault)) % 2]
-    said = UNFIT[fault][1] if len(culprits) == WORLD else f"rank(s) {culprits}: q, k"
+    said = UNFIT[fault][1] if len(culprits) == WORLD else f"rank(s) {culprits}: q"
     assert_fails_identically(pool, said, call_with_unfit_inputs, where, fault, culprits)
-
-
-@pytest.mark.parametrize(
-    ("where", "shape", "message"),
-    [
-        ("function", "turned", "q, k, v are [batch, heads, tokens, D]"),
-        ("executor", "turned", "this looks like [batch, tokens, heads, D]: transpose(1, 2)"),
-        ("session", "turned", "this looks like [batch, tokens, heads, D]: transpose(1, 2)"),
-        ("function", "fewer heads", "the plan has 3 heads"),
-    ],
-)
-def test_inputs_of_another_shape_are_rejected(pool, where, shape, message):
-    assert_fails_identically(pool, message, call_with_unfit_inputs, where, shape, [0, 1, 2])
-
-
-def test_forward_pass_inside_a_transform_raises(pool):
-    assert_fails_identically(pool, TRANSFORM, call_inside_a_transform)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("bits", "rank(s) [1]: mask must be a BlockMask, got a Tensor"),
-        ("another strategy", "the strategy differs on rank(s) [1]"),
-        ("too few ranks", "rank(s) [1]: strategy U2R1 needs 2·1 = 2 GPUs"),
-    ],
-)
-def test_other_mask_or_strategy_on_one_rank_is_rejected(pool, what, message):
-    assert_fails_identically(pool, message, call_with_other_arguments, what)
 
 
 NO_STRATEGY = "a strategy is needed here, of the form UxRy, for example U4R2 for 8 GPUs; "
@@ -234,10 +182,8 @@ NO_STRATEGY = "a strategy is needed here, of the form UxRy, for example U4R2 for
     ("mask", "strategy", "options", "message"),
     [
         (a_mask().bits, "U2R1", {}, "got a Tensor; make one of these bits: BlockMask(bits, BlockGrid.uniform("),
-        (a_mask().bits.numpy(), "U2R1", {}, "mask must be a BlockMask, got a ndarray; make one of these bits"),
         ("U2R1", a_mask(), {}, "mask must be a BlockMask, got a str; the mask comes first, then the strategy"),
         (a_mask(), 8, {}, NO_STRATEGY + "got 8"),
-        (a_mask(), None, {}, NO_STRATEGY + "got a NoneType"),
         (a_mask(), " Auto", {}, NO_STRATEGY + "'auto' is a setting of sessions"),
         (a_mask(), "U2R1", {"precision": "in8"}, "cannot be 'in8': use one of model, int8; did you mean 'int8'"),
         (a_mask(), "U2R1", {"keys": "neded"}, "keys cannot be 'neded'; use one of all, needed; did you mean 'needed'"),

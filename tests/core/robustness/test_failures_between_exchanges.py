@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -12,8 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, Strategy, make_plan
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import Video
 from tests.support.outcomes import said
 from tests.support.settings import session_of
@@ -83,7 +81,14 @@ def attend(session: Any, seed: int, gradients: bool = False) -> torch.Tensor:
 
 
 def run(
-    rank: int, world: int, settings: dict[str, Any], strategy: str, step: str, odd: int, before: int, gradients: bool
+    rank: int,
+    world: int,
+    step: str,
+    settings: dict[str, Any],
+    strategy: str,
+    odd: int,
+    before: int = 0,
+    gradients: bool = False,
 ) -> tuple[str, bool]:
     """Attends `before` times, then with a fault, then without; returns what the fault said, and whether all is right.
 
@@ -98,16 +103,14 @@ def run(
     return answer, bool(torch.allclose(*again, atol=1e-6))
 
 
-def check(threads: Any, step: str, target: str, *args: Any) -> None:
+def check(threads: Any, step: str, target: str, settings: dict[str, Any], strategy: str, odd: int, *how: Any) -> None:
     with failing(step, target):
-        odd = args[2]
-        for answer, right in threads(2).run(run, args[0], args[1], step, odd, *args[3:]):
+        for answer, right in threads(2).run(run, step, settings, strategy, odd, *how):
             assert answer == f"ValueError: rank(s) [{odd}]: MemoryError: no room for {step}"
             assert right
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+@pytest.mark.parametrize(("strategy", "odd"), [("U2R1", 0), ("U1R2", 1)])
 @pytest.mark.parametrize(
     ("settings", "step", "target"),
     [
@@ -117,40 +120,16 @@ def check(threads: Any, step: str, target: str, *args: Any) -> None:
     ids=lambda value: value if isinstance(value, str) else value["mask"]["source"],
 )
 def test_failure_in_the_first_attention_is_raised_on_all_ranks(threads, settings, strategy, step, target, odd):
-    check(threads, step, target, settings, strategy, odd, 0, False)
+    check(threads, step, target, settings, strategy, odd)
 
 
 @pytest.mark.parametrize("step", ["planner", "routes"])
 def test_failure_of_a_new_plan_is_raised_on_all_ranks(threads, step):
     settings = SPARGE | {"reuse": 1.0}  # a new plan at every call
-    check(threads, step, {**PREDICTED, **BOTH}[step], settings, "U2R1", 1, 3, False)
+    check(threads, step, {**PREDICTED, **BOTH}[step], settings, "U2R1", 1, 3)
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+@pytest.mark.parametrize(("strategy", "odd"), [("U2R1", 1), ("U1R2", 0)])
 @pytest.mark.parametrize("step", BACKWARD)
 def test_failure_in_the_first_backward_is_raised_on_all_ranks(threads, strategy, step, odd):
     check(threads, step, BACKWARD[step], WINDOW, strategy, odd, 0, True)
-
-
-def executor(rank: int, world: int, step: str, odd: int) -> tuple[str, str]:
-    """Returns what is said where a step of an executor fails on one rank, and then where none does."""
-    grid = BlockGrid(64, 0, 16, 16)
-    mask = BlockMask.dense(HEADS, grid)
-    layout = SequenceLayout.contiguous(64, world)
-    plan = make_plan(mask, Strategy(world, 1), layout=layout)
-    q = torch.randn(1, HEADS, layout.shard, WIDTH)
-    call: Callable[[], Any] = lambda: DualBalancedAttention.prepare(  # noqa: E731
-        plan, mask, layout, SequenceGroup.from_group()
-    )(q, q, q)
-    with fault(step, rank, odd):
-        answer = said(call)
-    return answer, said(call)
-
-
-@pytest.mark.parametrize("step", BOTH)
-def test_failure_of_an_executor_is_raised_on_all_ranks(threads, step):
-    with failing(step, BOTH[step]):
-        for answer, again in threads(2).run(executor, step, 1):
-            assert answer == f"ValueError: rank(s) [1]: MemoryError: no room for {step}"
-            assert again == "nothing"

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import time
 from contextlib import closing
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dbsp_core.runtime.chunk_attention
 from dbsp_core import SequenceGroup
@@ -33,19 +31,6 @@ def die_in_the_middle(rank: int, world: int, settings: dict[str, Any], strategy:
             os._exit(1)
         session.attend(0, q, q, q)
     session.reuse  # noqa: B018  waits for what is being planned
-
-
-def make_a_group_that_one_rank_does_not_come_to(rank: int, world: int) -> str:
-    """Returns what the others are given"""
-    group = SequenceGroup.from_group(dist.new_group(timeout=timedelta(seconds=1)))
-    message = ""
-    try:
-        if rank != 0:
-            group.control()
-    except RuntimeError as error:
-        message = str(error)
-    dist.barrier()
-    return message
 
 
 def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
@@ -109,13 +94,6 @@ def test_ranks_that_live_on_end_with_a_clear_error(mask, strategy):
             fine, kind, message, _ = workers._pipes[rank].recv()
             assert (fine, kind) == (False, "CommunicationError")
             assert "one of the other ranks may have died" in message, message
-
-
-def test_rank_that_misses_the_making_of_a_group_is_reported():
-    with closing(WorkerPool(2)) as workers:
-        alone, message = workers.run(make_a_group_that_one_rank_does_not_come_to)
-    assert alone == ""
-    assert "one of the other ranks may have died, or was too late" in message
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import exit_on_user_error, log, printable
-from tests.support.programs import run
 
 
 def test_lines_go_to_standard_error_once(capsys):
@@ -18,19 +15,6 @@ def test_lines_go_to_standard_error_once(capsys):
         raise UserError("100 % of it")
     assert stopped.value.code == 2
     assert capsys.readouterr() == ("", "dbsp: mask radial 50 %\ndbsp: no report\ndbsp: error: 100 % of it\n")
-
-
-@pytest.mark.parametrize("own", [True, False])
-def test_handlers_of_an_application_replace_ours(own):
-    """Checks also that the root logger's handlers are left out, so that no line is printed twice."""
-    configure = f"logging.basicConfig(format='root %(message)s'); logging.getLogger({'dbsp' if own else 'other'!r})"
-    script = (
-        f"import logging, sys; {configure}.addHandler(logging.FileHandler('/dev/stdout'))\n"
-        "logging.getLogger('dbsp').setLevel(logging.INFO)\n"
-        "from dbsp_core.utils.process import log\nlog.info('here')"
-    )
-    done = run([sys.executable, "-c", script])
-    assert (done.stdout, done.stderr) == (("here\n", "root here\n") if own else ("", "dbsp: here\n"))
 
 
 def test_control_characters_of_files_and_names_do_not_reach_the_terminal(capsys):

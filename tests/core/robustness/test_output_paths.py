@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import require_file_path, require_folder_path
+from dbsp_core.utils.files import require_file_path
 
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PATH"], "FOLDER"),
@@ -21,24 +21,12 @@ COMMANDS = {
 }
 
 
-class Worked(Exception):
-    """Raised by the work that must not have begun."""
-
-
-@pytest.fixture
-def no_work(monkeypatch):
-    def begin(command: str) -> None:
-        work = mock.Mock(side_effect=Worked)
-        work.read = work.call = work
-        monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{COMMANDS[command][0]}", work)
-
-    return begin
-
-
 @pytest.mark.parametrize("command", COMMANDS)
-def test_unwritable_folder_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, no_work, command):
-    no_work(command)
-    _, line, option = COMMANDS[command]
+def test_unwritable_folder_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, command):
+    name, line, option = COMMANDS[command]
+    work = mock.Mock(side_effect=AssertionError("the work has begun"))
+    work.read = work.call = work
+    monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{name}", work)
     closed, real = tmp_path / "closed", Path
     closed.mkdir()
     target = closed / "new" / "result"
@@ -54,23 +42,11 @@ def test_unwritable_folder_is_rejected_before_any_work(tmp_path, monkeypatch, db
     assert list(closed.iterdir()) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a file system that takes nothing, also from root")
-@pytest.mark.parametrize("require", [require_file_path, require_folder_path])
-def test_read_only_file_system_is_rejected(require):
-    with pytest.raises(
-        UserError, match=r"--out /proc/foo/x.mp4: folder /proc cannot be written to; give another path"
-    ):
-        require(Path("/proc/foo/x.mp4"), "--out")
-
-
-def test_link_into_a_file_is_rejected(tmp_path):
+def test_link_into_a_file_and_unwritable_pipe_are_rejected(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "file" / "result")
     with pytest.raises(UserError, match="file is a file, not a folder"):
         require_file_path(tmp_path / "link", "--out")
-
-
-def test_unwritable_pipe_is_rejected(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     require_file_path(tmp_path / "pipe", "--out")
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
-from dbsp_core.runtime import chunk_attention
+from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, Strategy, make_plan
 from dbsp_core.runtime.tables import build_tables, dense_spans_of, table_layout
 from dbsp_kernels import DensePart
 from tests.support.attention_cases import Case, Inputs, random_owners, with_tables
@@ -33,11 +30,10 @@ def with_dense_heads(mask: BlockMask, heads: tuple[int, ...]) -> BlockMask:
     return BlockMask.packed(parts) if len(parts) > 1 else parts[0]
 
 
-def dense_parts(mask: BlockMask, strategy: str, planner: str = "dbsp", rank: int = 0) -> list[tuple[DensePart, ...]]:
-    """Returns the parts of a rank's dense rows, chunk by chunk."""
-    layout = table_layout(make_plan(mask, strategy, planner), rank)
-    tables = build_tables(layout, mask, dense_spans_of(mask, CUDA))
-    return [table.dense.parts if table.dense else () for table in tables]
+def dense_parts(mask: BlockMask) -> tuple[DensePart, ...]:
+    """Returns the parts of the dense rows of one rank without a ring: heads are whole, and follow one another."""
+    (table,) = build_tables(table_layout(make_plan(mask, "U1R1"), 0), mask, dense_spans_of(mask, CUDA))
+    return table.dense.parts if table.dense else ()
 
 
 def covered(starts: range, count: int) -> list[list[int]]:
@@ -58,16 +54,12 @@ def covered(starts: range, count: int) -> list[list[int]]:
     ],
 )
 def test_equal_heads_at_equal_distance_are_one_part(heads, groups, tokens):
-    """On one rank without a ring: heads are whole, and follow one another."""
     grid = BlockGrid.uniform(tokens, 16)
     mask = with_dense_heads(BlockMask(torch.rand(5, grid.nq, grid.nk) < 0.5, grid), heads)
-    (parts,) = dense_parts(mask, "U1R1")
-    assert [covered(part.row_starts, part.rows) for part in parts] == [
-        [list(range(head * grid.nq, (head + 1) * grid.nq)) for head in group] for group in groups
-    ]
-    assert [covered(part.block_starts, part.blocks) for part in parts] == [
-        [list(range(head * grid.nk, (head + 1) * grid.nk)) for head in group] for group in groups
-    ]
+    parts, n = dense_parts(mask), grid.nq
+    every = [[list(range(head * n, (head + 1) * n)) for head in group] for group in groups]
+    assert [covered(part.row_starts, part.rows) for part in parts] == every
+    assert [covered(part.block_starts, part.blocks) for part in parts] == every
     for part in parts:
         assert (part.tokens is None) == (tokens == 96)
         assert part.tokens is None or part.tokens.tolist() == list(range(tokens))
@@ -92,9 +84,8 @@ def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
         assert {rows: blocks for rows, (blocks, _) in found.items()} == {r: s.blocks for r, s in dense.items()}
         for rows, (_, tokens) in found.items():
             real = np.flatnonzero(np.arange(table.block_k) < dense[rows].lengths[:, None])
-            assert (
-                np.arange(dense[rows].lengths.size * table.block_k) if tokens is None else tokens
-            ).tolist() == list(real)
+            every = range(dense[rows].lengths.size * table.block_k)
+            assert list(real) == list(every if tokens is None else tokens.tolist())
         if table.dense:
             inside = np.zeros(len(table.kv_count), dtype=bool)
             for rows in dense:
@@ -106,8 +97,9 @@ def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
 def test_single_token_stays_with_the_block_kernel():
     """cuDNN takes no single key."""
     sequences = [BlockMask.dense(2, BlockGrid.uniform(tokens, 16)) for tokens in (1, 40)]
-    (parts,) = dense_parts(BlockMask.packed(sequences), "U1R1")
-    assert [covered(part.row_starts, part.rows) for part in parts] == [[[1, 2, 3], [5, 6, 7]]]
+    assert [covered(part.row_starts, part.rows) for part in dense_parts(BlockMask.packed(sequences))] == [
+        [[1, 2, 3], [5, 6, 7]]
+    ]
 
 
 def run(rank: int, world: int, case: Case, heads: tuple[int, ...]) -> tuple[float, bool, int]:
@@ -134,16 +126,7 @@ CASES = [
     Case("U3R1", heads=5, tokens=224, seed=2),  # a head is split
     Case("U4R1", heads=5, batch=2, block_k=32, seed=3),
     Case("U2R2", planner="random", heads=4, batch=2, seed=4),
-    Case(
-        "U1R4",
-        heads=3,
-        thw=(3, 5, 9),
-        tokens=135,
-        orders=("tile:2x2x4",),
-        whole_tiles=True,
-        dtype=torch.float64,
-        seed=5,
-    ),
+    Case("U1R4", thw=(3, 5, 9), tokens=135, orders=("tile:2x2x4",), whole_tiles=True, dtype=torch.float64, seed=5),
 ]
 HEADS = [(0, 1, 2, 3, 4), (0, 2), (1, 2, 4)]
 
@@ -159,34 +142,3 @@ def test_dense_heads_apart_give_the_reference(threads, case):
         assert any(has_some), heads
         assert len(shapes) == sum(parts), "one call a part and chunk, for any batch"
         assert {shape[0] for shape in shapes} == {case.batch}
-
-
-@pytest.mark.parametrize("heads", [(0, 1), (0,)])
-@pytest.mark.parametrize("sequences", [1, 2])
-@pytest.mark.parametrize("later_chunks", [False, True])
-def test_dense_rows_of_the_first_chunk_are_written_in_the_dtype_of_the_result(heads, sequences, later_chunks):
-    """Nothing is to be merged with: neither in float32 nor from zeros."""
-    grids = [BlockGrid.uniform(tokens, 16) for tokens in (96, 48)[:sequences]]
-    every = BlockMask.packed([BlockMask.dense(2, grid) for grid in grids])
-    mask, tokens = with_dense_heads(every, heads), sum(grid.tokens for grid in grids)
-    full = [torch.randn(2, 2, tokens, 16).bfloat16() for _ in range(3)]
-    layout = SequenceLayout.named("contiguous", mask.grid, Strategy.parse("U1R1"))
-    attention = DualBalancedAttention.prepare(make_plan(mask, "U1R1"), mask, layout, SequenceGroup.from_group())
-    (table,) = build_tables(attention.prepared.table_layout, mask, dense_spans_of(mask, CUDA))
-    q, k, v = (t.unflatten(2, (-1, 16)).flatten(1, 2) for t in full)  # [B, H · nq, Bq, D]
-    dtype = torch.float32 if later_chunks else torch.bfloat16
-    kernel = attention.prepared.kernel_for(("cpu", torch.bfloat16, 16, False))
-    with dense_rows_on_the_cpu() as shapes, patch.object(chunk_attention, "merge_into") as merge:
-        out, lse = chunk_attention._attend(
-            None, q.flatten(0, 1), torch.stack((k, v)), table, 0.25, kernel, None, dtype, later_chunks, check=True
-        )
-    assert len(shapes) == sequences
-    assert not merge.called
-    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
-    assert out.is_contiguous()
-    assert lse.is_contiguous()
-    first = 0
-    for part in mask.parts:
-        here = slice(first, first := first + part.grid.tokens)
-        expected = dense_attention(*(t[:, :, here] for t in full), part, queries=torch.arange(part.grid.tokens))
-        assert largest_difference(out.view(2, 2, tokens, 16)[:, :, here], expected) <= 3e-2

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core import SequenceGroup
-from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
@@ -32,7 +31,6 @@ LAYOUTS = {
     "padding on several ranks": EngineLayout(THW, before=7, shard=64),
     "whole text first": EngineLayout(THW, text=7),
     "whole text last": EngineLayout(THW, text=7, text_last=True),
-    "whole text of one token": EngineLayout(THW, text=1, text_last=True),
     "whole text and others": EngineLayout(THW, before=3, after=2, shard=60, text=9, text_last=True),
 }
 PADDING = 3
@@ -195,19 +193,3 @@ def test_masks_by_step_without_a_step_of_the_engine_are_rejected():
     session.begin(Video(THW), "cpu", timestep=900.0)
     with pytest.raises(UserError, match="depend on the denoising step, which the engine does not say"):
         session.begin(Video(THW), "cpu")
-
-
-def test_ranks_skip_only_if_all_agree():
-    def decided(rank: int, world: int) -> list[bool]:
-        session = EngineSession(SequenceGroup.from_group(), Strategy(1, world), HEADS, LAYERS, KNOWN)
-        return [session.all_agree(answer) for answer in (True, rank == 0, False)]
-
-    assert ThreadRanks(3).run(decided) == [[True, False, False]] * 3
-
-
-def test_second_transformer_uses_its_own_settings():
-    settings = {"mask": KNOWN, "transformer_2": {"mask": PREDICTED}}
-    sessions = [EngineSession(*ALONE, settings, transformer=name) for name in ("transformer", "transformer_2")]
-    assert [session.session.config.mask for session in sessions] == [
-        DbspConfig.load(mask).mask for mask in (KNOWN, PREDICTED)
-    ]

@@ -14,7 +14,7 @@ from dbsp_core.comm import exchange
 from dbsp_core.comm.exchange_backward import LocalGradients
 from dbsp_core.runtime import chunk_attention
 from dbsp_core.utils.errors import UserError
-from dbsp_kernels import KERNELS, KernelRequirements, require_supported
+from dbsp_kernels import KernelRequirements, require_supported
 from tests.core.comm.oracle_cases import key_cases, pairwise
 from tests.support.attention_cases import Case, Inputs, at_padding, attend, whole
 from tests.support.interpreter import interpreted
@@ -79,17 +79,6 @@ def run_gradients(rank: int, world: int, case: Case) -> tuple[float, float]:
     return errors[0], max(errors[1:])
 
 
-def identical_bits(rank: int, world: int, case: Case) -> bool:
-    """Returns whether two backward passes give identical bits."""
-    found = []
-    for _ in range(2):
-        given = Inputs.from_case(case, rank)
-        local = [t.requires_grad_(True) for t in given.local]
-        attend(case, given.mask, given.layout, local).square().sum().backward()
-        found.append([t.grad for t in local])
-    return all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
 def not_finite(rank: int, world: int, odd: int) -> None:
     """Runs a backward pass in which the gradient of one rank's output is NaN."""
     case = Case(f"U1R{world}", tokens=world * 32)
@@ -144,11 +133,10 @@ def test_gradients_on_processes_equal_the_oracle(pool, world):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
-def test_gradients_of_other_kernels_equal_those_of_dense_attention(pool, world, strategy, kernel):
+def test_gradients_of_other_kernels_equal_those_of_dense_attention(pool, kernel):
     pytest.importorskip("triton")
-    case = Case(strategy, "dbsp", heads=3, tokens=72, text_tokens=21, batch=2, kernel=kernel, seed=world)
-    assert all(max(errors) <= 1e-5 for errors in pool(world).run(run_gradients, case))
+    case = Case("U2R2", "dbsp", heads=3, tokens=72, text_tokens=21, batch=2, kernel=kernel, seed=4)
+    assert all(max(errors) <= 1e-5 for errors in pool(4).run(run_gradients, case))
 
 
 @pytest.mark.parametrize(
@@ -169,21 +157,9 @@ def test_negative_controls_fail(threads, sabotage, world, strategy):
     assert all(out <= 1e-5 for out, _ in errors), "the forward is not what is sabotaged"
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U4R1")])
-def test_gradients_are_bitwise_identical_each_time(threads, world, strategy):
-    assert all(threads(world).run(identical_bits, Case(strategy, "random", heads=5, seed=3)))
-
-
-class TestBadInput:
-    def test_gradient_that_is_not_finite_raises(self, threads):
-        message = "rank(s) [1]: the gradient of attention's output has values that are not finite"
-        assert_all_raise(threads, 3, message, not_finite, 1)
-
-    def test_tensors_of_inference_mode_raise(self, threads):
-        assert_all_raise(threads, 2, "was made under torch.inference_mode()", inference_tensors)
-
-    def test_kernel_without_a_backward_raises(self):
-        needs = KernelRequirements(backward=True)
-        assert KERNELS["sparge"].why_unsupported_anywhere(needs) == "it has no backward, and gradients are asked for"
-        with pytest.raises(UserError, match="it has no backward, and gradients are asked for; use cpu or triton"):
-            require_supported("sparge", needs)
+def test_bad_input_raises(threads):
+    message = "rank(s) [1]: the gradient of attention's output has values that are not finite"
+    assert_all_raise(threads, 3, message, not_finite, 1)
+    assert_all_raise(threads, 2, "was made under torch.inference_mode()", inference_tensors)
+    with pytest.raises(UserError, match="it has no backward, and gradients are asked for; use cpu or triton"):
+        require_supported("sparge", KernelRequirements(backward=True))

@@ -85,7 +85,6 @@ def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], 
         (3, OddOneOut(16, 16, rank=2, fault="heads"), "UserError", "rank(s) [2]: the mask source gave"),
         (2, OddOneOut(16, 16, rank=1, fault="bug"), "ValueError", "rank(s) [1]: KeyError: 'layer 7'"),
         (3, OddOneOut(16, 16, rank=0, fault="bits"), "UserError", "the mask of layer 0 differs on rank(s)"),
-        (3, OddOneOut(16, 16, rank=0, fault="key"), "ValueError", "rank(s) [0]: the table of contents is gone"),
         (3, OddOneOut(16, 16, rank=2, fault="key"), "ValueError", "rank(s) [2]: the table of contents is gone"),
     ],
     ids=str,
@@ -95,10 +94,6 @@ def test_fault_on_one_rank_raises_on_all(pool, world, source, kind, message):
         pool(world).run(attend_with, source)
     assert [rank for rank, *_ in raised.value.errors] == list(range(world))
     assert all(name == kind and message in text for _, name, text in raised.value.errors), raised.value.errors
-
-
-def test_attention_without_a_fault_runs(pool):
-    pool(3).run(attend_with, OddOneOut(16, 16, fault="none"))
 
 
 unread = mock.Mock(side_effect=AssertionError("a timestep on a GPU would be waited for"))
@@ -116,10 +111,6 @@ PASSES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[int, int]]]] = {
         [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (0, 0), (0, 1), (1, 0)],
     ),
     "generations of one step": ([(999.0,)] * 2 * MOST_PASSES, [(0, branch) for branch in range(MOST_PASSES)] * 2),
-    "the same with an index": (
-        [(999.0, None, 0)] * 2 * MOST_PASSES,
-        [(0, branch) for branch in range(MOST_PASSES)] * 2,
-    ),
     # A scheduler has no index until its first step is over; and none again once its timesteps are set anew.
     "an index, and no timestep is read": (
         [(999.0,), (999.0,), (unread, None, 1), (unread, None, 1), (unread, None, 2), (999.0,), (unread, None, 1)],
@@ -128,11 +119,8 @@ PASSES: dict[str, tuple[list[tuple[Any, ...]], list[tuple[int, int]]]] = {
     "counted from where a generation begins, no index first": (same_steps(None, None), BY_INDEX),
     "counted from where a generation begins": (same_steps(6, 6), BY_INDEX),
     "CFG passes, at timesteps that repeat": (
-        [
-            *((999, 0), (999, 1), (800, 0), (800, 1), (800, 0), (800, 1)),
-            *((5, 0), (5, 0), (5, 1), (999, 1), (800, 1)),
-        ],
-        [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)],
+        [(999, 0), (999, 1), (800, 0), (800, 1), (800, 0), (5, 0), (5, 0), (5, 1), (999, 1), (800, 1)],
+        [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0), (4, 0), (4, 1), (0, 1), (1, 1)],
     ),
 }
 """(timestep, CFG pass, scheduler's index) of forward passes, which frameworks pass in part; inferred (step, pass)."""
@@ -146,14 +134,6 @@ def test_steps_and_cfg_passes_are_inferred_from_what_the_framework_passes(passes
     for timestep, branch, index in ((*one, None, None)[:3] for one in passes):  # noqa: B007  read by the clock
         found.append(clock.advance(timestep, branch))
     assert found == [DenoisingStep(*moment) for moment in moments]
-
-
-def test_failed_generation_does_not_change_the_next_ones_steps():
-    now = Progress("first")
-    clock = StepClock(lambda: now)
-    assert [clock.advance(t).step for t in (999, 800)] == [0, 1]
-    now = Progress("second", 4)
-    assert [clock.advance(800).step for _ in range(2)] == [0, 0]
 
 
 @pytest.mark.parametrize(

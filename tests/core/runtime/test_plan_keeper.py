@@ -140,40 +140,25 @@ def keeper():
     return PlanKeeper(1.25, compare=False)
 
 
-class TestKnownMasks:
-    """A plan is made from the mask that it is for, at once."""
+def use_known(keeper, mask):
+    """Uses the plan of a mask that is known, which is made at once."""
+    use = keeper.plan_known(0, mask, plans_on(mask.grid, "U2R1"))
+    keeper.use(0, use)
+    return use
 
-    @staticmethod
-    def use(keeper, key, mask):
-        use = keeper.plan_known(key, mask, plans_on(mask.grid, "U2R1"))
-        keeper.use(key, use)
-        return use
 
-    def test_plan_at_the_threshold_is_kept_with_the_metrics_of_the_new_mask(self, keeper):
-        assert self.use(keeper, 0, FIRST).new
-        use = self.use(keeper, 0, AT_THRESHOLD)
-        assert (use.plan.fingerprint, use.plan.rho, use.new) == (OLD, 1.25, False)
-        assert (keeper.statistics.calls, keeper.statistics.plans) == (2, 1)
-
-    def test_above_the_threshold_a_new_plan_is_made_and_kept_from_then_on(self, keeper):
-        self.use(keeper, 0, FIRST)
-        use = self.use(keeper, 0, ABOVE)
-        assert (use.plan.fingerprint, use.plan.rho, use.new) == (NEW, 9 / 8, True)
-        assert not self.use(keeper, 0, ABOVE).new
-        assert (keeper.statistics.calls, keeper.statistics.plans) == (3, 2)
-
-    @pytest.mark.parametrize(
-        "mask", [mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)], ids=["grid", "heads"]
-    )
-    def test_another_grid_or_number_of_heads_needs_a_new_plan(self, keeper, mask):
-        self.use(keeper, 0, FIRST)
-        use = self.use(keeper, 0, mask)
+def test_plan_of_a_known_mask_is_kept_up_to_the_threshold(keeper):
+    assert use_known(keeper, FIRST).new
+    use = use_known(keeper, AT_THRESHOLD)
+    assert (use.plan.fingerprint, use.plan.rho, use.new) == (OLD, 1.25, False)
+    keeper.plan_known(0, ABOVE, plans_on(GRID, "U2R1"))  # which is not used, and so not kept
+    assert use_known(keeper, FIRST).plan.fingerprint == OLD
+    use = use_known(keeper, ABOVE)
+    assert (use.plan.fingerprint, use.plan.rho, use.new) == (NEW, 9 / 8, True)
+    assert not use_known(keeper, ABOVE).new
+    for mask in (mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)):
+        use = use_known(keeper, mask)
         assert (use.plan.grid, use.plan.heads, use.new) == (mask.grid, mask.heads, True)
-
-    def test_plan_that_was_not_used_is_not_kept(self, keeper):
-        self.use(keeper, 0, FIRST)
-        keeper.plan_known(0, ABOVE, plans_on(GRID, "U2R1"))  # and no `use`
-        assert self.use(keeper, 0, FIRST).plan.fingerprint == OLD
 
 
 class TestPredictedMasks:
@@ -207,15 +192,6 @@ class TestPredictedMasks:
         assert keeper.statistics.plans == sum(is_new for _, is_new in found)
         assert keeper.statistics.rho_sum == sum(use.counted.rho for use in replayed)
 
-    def test_statistics_are_of_rho_in_use_not_of_the_plans_made(self, keeper):
-        self.plans(keeper, [FIRST, ABOVE, ABOVE])
-        keeper.settle()
-        found = keeper.statistics
-        assert (found.calls, found.plans, found.counted) == (3, 2, 3)
-        assert found.rho_sum == 1.0 + 1.375 + 9 / 8
-        assert found.worst_rho == 1.375
-        assert keeper.last_used(0).rho == 9 / 8
-
     def test_call_with_other_heads_plans_at_once(self, keeper):
         """Switches guidance off between two calls, while counts of more heads are being copied."""
         self.plans(keeper, [FIRST, ABOVE])
@@ -231,31 +207,29 @@ class TestPredictedMasks:
         assert self.plans(keeper, [ABOVE]) == [NEW]
 
 
-class TestLateCounts:
-    def test_ranks_with_late_counts_change_plans_at_the_same_call(self, pool):
-        """Delays the copies of ranks differently."""
-        answers = pool(3).run(plans_with_late_counts, False)
-        assert all(answer == answers[0] for answer in answers)
-        assert len(set(answers[0])) > 3, "masks must ask for new plans"
-
-    def test_ranks_that_did_not_wait_would_part(self, pool):
-        answers = pool(3).run(plans_with_late_counts, True)
-        assert answers[0] != answers[1]
+def test_ranks_with_late_counts_change_plans_at_the_same_call(pool):
+    """Delays the copies of ranks differently; ranks that did not wait would part."""
+    answers = pool(3).run(plans_with_late_counts, False)
+    assert all(answer == answers[0] for answer in answers)
+    assert len(set(answers[0])) > 3, "masks must ask for new plans"
+    hasty = pool(3).run(plans_with_late_counts, True)
+    assert hasty[0] != hasty[1]
 
 
-@pytest.mark.parametrize(("world", "odd"), [(2, 0), (3, 2)])
-@pytest.mark.parametrize(("fault", "message"), [("raises", "no planner today"), ("differs", "the plan differs on")])
+@pytest.mark.parametrize(
+    ("world", "odd", "fault", "message"),
+    [(2, 0, "raises", "no planner today"), (3, 2, "differs", "the plan differs on")],
+)
 def test_faulty_planner_on_one_rank_raises_on_all_at_the_same_call(pool, world, odd, fault, message):
     for raised in pool(world).run(planner_that_goes_wrong, odd, fault):
         assert [bool(text) for text in raised] == [False, False, True, False], raised
         assert message in raised[2]
 
 
-@pytest.mark.parametrize("steps", [4, 8])
-def test_generation_begins_with_the_plans_of_the_last_one(pool, steps):
+def test_generation_begins_with_the_plans_of_the_last_one(threads):
     for threshold in (1.02, 9.0):
-        for seen in pool(2).run(two_generations, steps, threshold):
+        for seen in threads(2).run(two_generations, 4, threshold):
             above = [True, *(rho > threshold for _, rho, _ in seen[:-1])]
-            above[steps] = False
+            above[4] = False
             assert [new for new, *_ in seen] == above
             assert all(same or new for new, _, same in seen)

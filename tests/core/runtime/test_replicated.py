@@ -60,13 +60,6 @@ def test_rank_without_the_others_keys_is_wrong(threads):
     assert min((one[0] - expected(3)[0]).abs().max() for one in found) > 1e-2
 
 
-def test_inference_tensors_are_rejected():
-    with torch.inference_mode():
-        q, k, v, _ = tensors(2)
-    with pytest.raises(ValueError, match="inference_mode"):
-        attend_shared_keys(q, k.clone().requires_grad_(True), v, SCALE, SequenceGroup(0, 1))
-
-
 def gradient_of_gathered(rank: int, world: int) -> list[list[float]]:
     """Returns the gradient of this rank's shard, where the loss is Σ index · value over the gathered tensor."""
     shard = torch.ones(1, 2, 1, requires_grad=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,28 +14,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from dbsp_core import (
-    BlockGrid,
-    BlockMask,
-    SequenceGroup,
-)
-from dbsp_core.comm.exchange import Route
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup
 from dbsp_core.comm.groups import CommunicationError
-from dbsp_core.config import DbspConfig
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES
-from dbsp_core.reports.observer import observed_session, run_observer
+from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.session import MOST_SIZES
-from dbsp_core.sources import CallableSource, DenseSource, MaskRequest, SpargeSource, SyntheticSource, WindowSource
+from dbsp_core.sources import CallableSource, MaskRequest, WindowSource
 from dbsp_core.sources.base import BlockSizes
-from dbsp_core.sources.head_shares import gather_bits
-from dbsp_core.utils.process import package_versions
 from dbsp_kernels import KERNELS
 from tests.core.runtime.session_cases import HEADS, PREDICTED, THW, WIDTH, Session
 from tests.support.oracle import largest_difference
-from tests.support.steady_cases import collectives
 from tests.support.workers import assert_all_raise
 
 
@@ -94,43 +83,15 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
         "pass": {"cfg_branch": 1},
         "layer": {"layer": 1},
         "scale": {"scale": 2.0},
-        "mask": {"flipped": True},
-        "version": {"version": {"torch": "1.0"}},
     }.get(fault if rank == odd else "", {})
-    given = {"thw": THW, "cfg_branch": 0, "layer": 0, "scale": 1.0, "flipped": False, "version": {}} | changed
-    versions = package_versions() | given["version"]
-
-    def gathered(*arguments: Any) -> torch.Tensor:
-        return gather_bits(*arguments) ^ given["flipped"]
-
+    given = {"thw": THW, "cfg_branch": 0, "layer": 0, "scale": 1.0} | changed
     try:
-        with (
-            mock.patch("dbsp_core.utils.process.package_versions", return_value=versions),
-            mock.patch("dbsp_core.sources.head_shares.gather_bits", gathered),
-        ):
-            session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
-            layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
-            q = torch.zeros(1, HEADS, layout.shard, WIDTH)
-            if rank == odd:
-                q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
-            session.attend(given["layer"], q, q, q, scale=given["scale"])
-    finally:
-        dist.barrier()
-
-
-def an_executor_that_differs(rank: int, world: int, odd: int) -> None:
-    """Changes the kernel of one rank's executor after the first pass, under debug."""
-    settings = {"mask": WindowSource(16, 16, window=(1, 3, 3)), "debug": True}
-    session = Session(settings, f"U{world}R1").inner
-    q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
-    try:
-        session.attend(0, q, q, q)
-        session.begin(Video(THW), timestep=890.0)
-        ((executor,),) = (context._prepared.values() for context in session._sizes.values())
+        session = Session(PREDICTED | {"debug": debug}, f"U{world}R1", layers=2).inner
+        layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
+        q = torch.zeros(1, HEADS, layout.shard, WIDTH)
         if rank == odd:
-            executor.kernels.clear()
-            vars(executor)["kernel"] = "reference"
-        session.attend(0, q, q, q)
+            q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
+        session.attend(given["layer"], q, q, q, scale=given["scale"])
     finally:
         dist.barrier()
 
@@ -191,37 +152,6 @@ class Growing(BlockSizes):
 def without_the_middle(grid: BlockGrid, request: MaskRequest) -> np.ndarray:
     """Returns masks in which no row attends to the middle key blocks."""
     return np.tile(np.isin(np.arange(grid.nk), (2, 3), invert=True), (grid.nq, 1))
-
-
-def collectives_before_the_first_attention(
-    rank: int, world: int, settings: dict[str, Any], strategy: str
-) -> dict[str, int]:
-    """Makes a session in a new group and attends once. Returns the numbers of collectives before q is sent."""
-    made = SequenceGroup.from_group(dist.new_group(list(range(world)), timeout=timedelta(seconds=77)))
-    config, chosen = DbspConfig.load(settings), None if strategy == "auto" else Strategy.parse(strategy)
-    sent = mock.patch.object(Route, "dispatch", side_effect=CommunicationError("far enough"))
-    with collectives() as seen, sent:
-        session = observed_session(config, made, chosen, HEADS, 1)
-        q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH)
-        with pytest.raises(CommunicationError, match="far enough"):
-            session.attend(0, q, q, q)
-    return dict(seen)
-
-
-@pytest.mark.parametrize(
-    ("mask", "keys"),
-    [
-        (WindowSource(), "needed"),
-        (DenseSource(), "needed"),
-        (SyntheticSource(), "needed"),
-        (SyntheticSource(drift=0.02), "all"),
-        (SpargeSource(cdf=0.9), "all"),
-    ],
-)
-def test_masks_that_never_change_are_sent_the_keys_that_they_need(mask, keys):
-    layouts = {planner: DbspConfig(mask=mask, planner=planner).layout for planner in ("dbsp", "paper")}
-    assert DbspConfig(mask=mask).keys == keys
-    assert layouts == {"dbsp": "contiguous" if keys == "needed" else "striped", "paper": "contiguous"}
 
 
 def test_plan_with_all_keys_is_kept_for_growing_masks(threads):
@@ -291,12 +221,9 @@ def test_plans_of_passes_that_cannot_be_distinguished_are_limited(threads):
 
 
 class TestSizes:
-    @pytest.mark.parametrize(
-        "settings", [PREDICTED | {"reuse": 1.10}, {"mask": {"source": "window", "block_q": 16, "block_k": 16}}]
-    )
-    def test_alternating_sizes_keep_their_plans(self, threads, settings):
+    def test_alternating_sizes_keep_their_plans(self, threads):
         passes = [one | {"text_tokens": text} for one in steps(4) for text in (7, 20)]
-        for found in threads(2).run(run_passes, settings, "U2R1", passes, 1):
+        for found in threads(2).run(run_passes, PREDICTED | {"reuse": 1.10}, "U2R1", passes, 1):
             assert (found.worst <= 1e-5, found.plans[-1]) == (True, 2)
 
     def test_cache_keys_of_dropped_sizes_are_dropped(self, threads):
@@ -306,52 +233,31 @@ class TestSizes:
 
 
 class TestSettings:
-    @pytest.mark.parametrize("odd", [1])
-    @pytest.mark.parametrize(
-        "other",
-        [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"precision": "int8"}, {"reuse": 1.3}, {"debug": True}],
-    )
-    def test_other_settings_on_one_rank_raise_on_all(self, threads, odd, other):
-        settings = PREDICTED | other
-        assert_all_raise(
-            threads, 3, f"the settings differ on rank(s) [{odd}]", settings_on_one_rank, odd, settings, PREDICTED
-        )
+    @pytest.mark.parametrize("other", [{"mask": PREDICTED["mask"] | {"cdf": 0.9}}, {"reuse": 1.3}, {"debug": True}])
+    def test_other_settings_on_one_rank_raise_on_all(self, threads, other):
+        message = "the settings differ on rank(s) [1]"
+        assert_all_raise(threads, 3, message, settings_on_one_rank, 1, PREDICTED | other, PREDICTED)
 
-    @pytest.mark.parametrize("odd", [1])
-    def test_report_set_on_one_rank_is_made_by_all(self, pool, odd, tmp_path):
+    def test_report_set_on_one_rank_is_made_by_all(self, pool, tmp_path):
         asked = PREDICTED | {"report": str(tmp_path)}
-        assert pool(2).run(settings_on_one_rank, odd, asked, PREDICTED) == [(str(tmp_path), True)] * 2
+        assert pool(2).run(settings_on_one_rank, 1, asked, PREDICTED) == [(str(tmp_path), True)] * 2
 
 
 class TestInputs:
-    @pytest.mark.parametrize(("odd", "debug"), [(0, False), (2, True)])
     @pytest.mark.parametrize(
-        ("fault", "message"),
+        ("fault", "debug", "message"),
         [
-            ("batch", "or whether they need gradients, differ on rank(s) [{}]"),
-            ("dtype", "or whether they need gradients, differ on rank(s) [{}]"),
-            ("shard", "rank(s) [{}]: q of shape (1, 5, 59, 16) does not fit: the model has 5 heads, and the layout"),
-            ("size", "differs on rank(s) [{}]"),
-            ("scale", "the scale of the scores differs on rank(s) [{}]"),
-            ("layer", "another layer's attention is reached on rank(s) [{}]"),
+            ("batch", False, "or whether they need gradients, differ on rank(s) [1]"),
+            ("dtype", False, "or whether they need gradients, differ on rank(s) [1]"),
+            ("shard", False, "rank(s) [1]: q of shape (1, 5, 59, 16) does not fit: the model has 5 heads"),
+            ("size", False, "differs on rank(s) [1]"),
+            ("scale", True, "the scale of the scores differs on rank(s) [1]"),
+            ("layer", False, "another layer's attention is reached on rank(s) [1]"),
+            ("pass", True, "the denoising step or CFG pass differs on rank(s) [1]"),
         ],
     )
-    def test_input_that_differs_on_one_rank_raises_on_all(self, pool, fault, message, odd, debug):
-        assert_all_raise(pool, 3, message.format(odd), a_wrong_input, odd, fault, debug)
-
-    @pytest.mark.parametrize(
-        ("fault", "message"),
-        [
-            ("pass", "the denoising step or CFG pass differs on rank(s) [1]"),
-            ("mask", "the mask differs on rank(s) [1]"),
-            ("version", "the version of torch differs on rank(s) [1]"),
-        ],
-    )
-    def test_difference_that_debug_alone_finds_raises_at_the_first_attention(self, pool, fault, message):
-        assert_all_raise(pool, 3, message, a_wrong_input, 1, fault, True)
-
-    def test_reused_executor_that_differs_raises_under_debug(self, pool):
-        assert_all_raise(pool, 3, "rank(s) [1] selected a different attention kernel", an_executor_that_differs, 1)
+    def test_input_that_differs_on_one_rank_raises_on_all(self, pool, fault, debug, message):
+        assert_all_raise(pool, 3, message, a_wrong_input, 1, fault, debug)
 
     @pytest.mark.parametrize("debug", [False, True])
     def test_recomputation_after_a_pass_of_another_size_is_exact(self, threads, debug):
@@ -364,24 +270,3 @@ def test_plans_are_dropped_after_a_pass_that_ranks_left_at_different_calls(pool,
     for calls, errors in pool(3).run(an_attention_that_breaks_off, odd):
         assert calls == 0, "as many calls as before the failure, since all plans were dropped"
         assert max(errors) <= 1e-5
-
-
-@pytest.mark.parametrize("world", [3])
-@pytest.mark.parametrize(
-    ("settings", "strategy"),
-    [
-        ({"mask": {"source": "window", "block_q": 16, "block_k": 16}}, "U{}R1"),
-        (PREDICTED, "U1R{}"),
-        (PREDICTED, "auto"),
-        (PREDICTED | {"machine": "a800"}, "auto"),
-    ],
-    ids=["static", "predicted", "auto", "auto, measured"],
-)
-def test_ranks_agree_before_the_first_attention(pool, world, settings, strategy):
-    """Expects a collective for making the session and one for the attention, none for making the control group.
-
-    Where the mask is predicted, ranks meet before each of two exchanges too, and agree on the plan and on its routes.
-    """
-    found = pool(world).run(collectives_before_the_first_attention, settings, strategy.format(world))
-    predicting = {} if "window" in str(settings) else {"all_to_all_single": 1, "_all_gather_single": 1}
-    assert found == [{"all_gather": 6 if predicting else 2} | predicting] * world

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dbsp_core import Strategy
-from tests.support.steady_cases import collectives_of_a_steady_step, files_of_a_steady_step, frames_of_a_steady_step
+from tests.support.steady_cases import collectives_of_a_steady_step, files_of_a_steady_step
 
 SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
@@ -27,12 +27,6 @@ def test_comparisons_of_debug_cost_no_collective_without_it(pool, monkeypatch, w
     compared = pool(world).run(collectives_of_a_steady_step, settings, strategy)
     comparisons = 1 if mask is WINDOW else 2
     assert compared == [seen | {"all_gather": comparisons + sum(seen.values()) + 1} for seen in without]
-
-
-@pytest.mark.parametrize("mask", [SPARGE, WINDOW], ids=["sparge", "window"])
-def test_steady_call_is_few_frames_deep(pool, mask):
-    for strategy in ("U2R1", "U1R2"):
-        assert max(pool(2).run(frames_of_a_steady_step, {"mask": mask}, strategy)) <= 20
 
 
 @pytest.mark.parametrize("strategy", ["U1R1", "U2R1", "U1R2"])

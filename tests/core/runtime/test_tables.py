@@ -19,16 +19,6 @@ from tests.support.interpreter import interpreted
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="scripts/gpu_suite runs the kernels")
 
 
-@given(rows=st.integers(0, 5), width=st.integers(0, 40), seed=SEEDS)
-@examples(40)
-def test_bits_are_packed_eight_to_a_byte(rows, width, seed):
-    needed = torch.from_numpy(np.random.default_rng(seed).random((rows, width)) < 0.5)
-    packed = pack_bits(needed)
-    assert (packed.dtype, packed.shape) == (torch.uint8, (rows, -(-width // 8)))
-    assert np.array_equal(np.unpackbits(packed.numpy(), axis=1, bitorder="little")[:, :width], needed.numpy())
-    assert np.unpackbits(packed.numpy(), axis=1, bitorder="little").sum() == needed.sum()
-
-
 @st.composite
 def bit_rows(draw: st.DrawFn) -> dict:
     """Draws rows of several heads, whose packed blocks follow one another, some of them short."""

@@ -9,14 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_core import BlockGrid, BlockMask, SequenceGroup, Strategy, save_mask
+from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.masks.grid import AXIS_ORDERS
-from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
-from dbsp_core.sources import FileSource, MaskRequest, ParoSource
-from dbsp_core.utils.errors import UserError
+from dbsp_core.sources import MaskRequest, ParoSource
 from tests.core.runtime.session_cases import Session
 from tests.support.generators import random_bits
-from tests.support.workers import assert_all_raise
 
 THW, HEADS, LAYERS = (3, 5, 7), 6, 2
 GRID = BlockGrid(105, 0, 8, 8, THW)
@@ -47,50 +44,43 @@ def request(**changes):
     return replace(MaskRequest(0, HEADS, THW, layers=LAYERS), **changes)
 
 
-class TestOneRank:
-    def test_steps_after_dense_ones_have_the_masks_and_orders_of_their_group(self, path):
-        source, masks = ParoSource(str(path)), file_masks(2)
-        assert source.mask(request()).bits.all()
-        for group, layers in enumerate(masks):
-            for layer, mask in enumerate(layers):
-                read = source.mask(request(step=group + 1, layer=layer))
-                assert torch.equal(read.bits, mask.bits)
-                assert read.grid == mask.grid
-        assert len(set(source.mask(request(step=1)).grid.orders)) == 6
+def test_steps_after_dense_ones_have_the_masks_and_orders_of_their_group(path):
+    source, masks = ParoSource(str(path)), file_masks(2)
+    assert source.mask(request()).bits.all()
+    for group, layers in enumerate(masks):
+        for layer, mask in enumerate(layers):
+            read = source.mask(request(step=group + 1, layer=layer))
+            assert torch.equal(read.bits, mask.bits)
+            assert read.grid == mask.grid
+    assert len(set(source.mask(request(step=1)).grid.orders)) == 6
 
-    def test_dense_steps_override_the_files(self, path):
-        def densities(dense_steps):
-            source = ParoSource(str(path), dense_steps)
-            return [source.mask(request(step=step)).density for step in range(3)]
 
-        first, second = (masks[0].density for masks in file_masks(2))
-        assert densities(None) == [1, first, second]
-        assert densities(0) == [first, first, second]
-        assert densities(2) == [1, 1, second]
-        assert densities(9) == [1, 1, 1]
+def test_dense_steps_override_the_files(path):
+    def densities(dense_steps):
+        source = ParoSource(str(path), dense_steps)
+        return [source.mask(request(step=step)).density for step in range(3)]
 
-    def test_text_rows_and_columns_are_dense(self, tmp_path):
-        grid = BlockGrid(112, 7, 8, 4, THW)
-        save_mask(tmp_path / "m.safetensors", [BlockMask(np.zeros((HEADS, grid.nq, grid.nk), bool), grid)] * 2)
-        bits = ParoSource(str(tmp_path / "m.safetensors")).mask(request(text_tokens=7)).bits
-        expected = torch.zeros_like(bits)
-        expected[:, :1] = expected[:, :, :2] = True
-        assert torch.equal(bits, expected)
+    first, second = (masks[0].density for masks in file_masks(2))
+    assert densities(None) == [1, first, second]
+    assert densities(0) == [first, first, second]
+    assert densities(2) == [1, 1, second]
+    assert densities(9) == [1, 1, 1]
 
-    @pytest.mark.parametrize(
-        ("changes", "message"),
-        [
-            ({"thw": (5, 3, 7)}, r"is for a token grid of \(3, 5, 7\), the video's is \(5, 3, 7\)"),
-            ({"layers": 40}, "is for 2 layers, the model has 40"),
-            ({"step": 3}, r"has masks for steps 1 to 2 \(groups 1-1,2-2\), none for step 3; run fewer steps"),
-        ],
-    )
-    def test_file_for_another_model_or_too_few_steps_raises(self, path, changes, message):
-        source = ParoSource(str(path))
-        source.cache_key(request(**changes))  # leaves the message to `mask`, which all ranks call together
-        with pytest.raises(ValueError, match=message) as raised:
-            source.mask(request(**changes))
-        assert str(path) in str(raised.value)
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"thw": (5, 3, 7)}, r"is for a token grid of \(3, 5, 7\), the video's is \(5, 3, 7\)"),
+        ({"layers": 40}, "is for 2 layers, the model has 40"),
+        ({"step": 3}, r"has masks for steps 1 to 2 \(groups 1-1,2-2\), none for step 3; run fewer steps"),
+    ],
+)
+def test_file_for_another_model_or_too_few_steps_raises(path, changes, message):
+    source = ParoSource(str(path))
+    source.cache_key(request(**changes))  # leaves the message to `mask`, which all ranks call together
+    with pytest.raises(ValueError, match=message) as raised:
+        source.mask(request(**changes))
+    assert str(path) in str(raised.value)
 
 
 def attended(rank: int, world: int, settings: dict[str, Any], strategy: str) -> float:
@@ -108,37 +98,3 @@ def test_orders_of_heads_give_the_output_of_one_process(threads, path, world, st
     """Covers a contiguous layout and a striped one."""
     settings = {"mask": ParoSource(str(path)), "planner": planner}
     assert max(threads(world).run(attended, settings, strategy)) <= 1e-5
-
-
-def attend_with_file(rank: int, world: int, path: str, bad: str) -> None:
-    """Attends in two steps with masks of `path`, of `bad` on rank 1."""
-    settings = {"mask": {"source": "paro", "path": bad if rank == 1 else path}}
-    session = EngineSession(SequenceGroup.from_group(), Strategy(world, 1), HEADS, LAYERS, settings)
-    for step in range(2):
-        session.begin(EngineLayout(THW), "cpu", step)
-        session.attend(0, *torch.ones(3, 1, GRID.tokens // world, HEADS, 16))
-
-
-DIFFERS = "the mask of layer 0 differs on rank(s) [1]; it must be the same on every rank"
-
-
-@pytest.mark.parametrize(
-    ("seed", "groups", "kept", "message"),
-    [
-        (0, "0-0,1-1", None, "differs on rank(s) [1]"),  # its step 0 is not dense
-        (1, "1-1,2-2", None, DIFFERS),
-        (0, "1-1,2-2", -9, "not a readable safetensors file"),
-    ],
-    ids=["other groups", "other masks", "truncated"],
-)
-def test_bad_file_on_one_rank_raises_on_every_rank(pool, path, tmp_path, seed, groups, kept, message):
-    bad = tmp_path / "bad.safetensors"
-    save_mask(bad, file_masks(2, seed=seed), groups=groups)
-    bad.write_bytes(bad.read_bytes()[:kept])
-    assert_all_raise(pool, 3, message, attend_with_file, str(path), str(bad))
-    pool(3).run(attend_with_file, str(path), str(path))  # the workers are not out of step
-
-
-def test_file_with_groups_is_rejected_by_source_file(path):
-    with pytest.raises(UserError, match="read it with mask source 'paro'"):
-        FileSource(str(path)).grid(request())

@@ -116,13 +116,12 @@ def requests(draw, most_heads=1):
     return MaskRequest(0, draw(st.integers(1, most_heads)), draw(SIZES), draw(st.integers(0, 9)))
 
 
-class TestTiles:
-    @given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES, st.booleans())
-    @examples(90)
-    def test_blocks_are_those_of_the_formula(self, request, block_q, block_k, window, tile, shifted):
-        mask = WindowSource(block_q, block_k, window, tile, shifted).mask(request)
-        rule = (sliding_tiles if shifted else tiles_near)(request.thw, window, tile)
-        assert np.array_equal(mask.bits.numpy(), active_blocks([rule], mask.grid, request))
+@given(requests(), BLOCK_SIZES, BLOCK_SIZES, SIZES, SIZES, st.booleans())
+@examples(90)
+def test_tiles_are_those_of_the_formula(request, block_q, block_k, window, tile, shifted):
+    mask = WindowSource(block_q, block_k, window, tile, shifted).mask(request)
+    rule = (sliding_tiles if shifted else tiles_near)(request.thw, window, tile)
+    assert np.array_equal(mask.bits.numpy(), active_blocks([rule], mask.grid, request))
 
 
 class TestRadial:

@@ -14,16 +14,12 @@ BAND = "tests.support.user_masks:band"
 MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "sparge": [
         ({"cdf": 0.9, "topk": 0.5}, "not both"),
-        ({"cdf": 0.0}, "cdf=0.0 must be above 0"),
         ({"cdf": float("nan")}, "cdf=nan"),
-        ({"cdf": 0.9, "similarity": 1.5}, "similarity=1.5"),
         ({"cdf": 0.9, "block_k": 1 << 17}, "at most 65536"),
     ],
     "sol": [
         ({"tau": float("nan")}, "tau=nan must be a finite number"),
         ({"thresh_type": "full"}, "must be 'diag' or 'exact', got 'full'"),
-        ({"token_order": "xyz"}, "unknown token order"),
-        ({"block_q": 1 << 17}, "'sol' takes blocks of at most 65536"),
     ],
     "vsa": [
         ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
@@ -32,19 +28,15 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "lowrank": [
         ({"topk": 0.2}, "needs the path of a fitted file; fit one with: dbsp masks fit"),
         ({"path": "/no/such", "topk": 0.2}, "fitted file /no/such does not exist; fit one"),
-        ({"path": "/no/such"}, "mask source 'lowrank' needs either cdf or topk"),
     ],
     "union": [
         ({}, "needs two masks or more"),
-        ({"of": [{"source": "window"}]}, "needs two masks or more"),
         ({"of": "window"}, "must be a list of masks"),
-        ({"of": [7, "dense"]}, "mask 1 of a union"),
         ({"of": ["window", "spage:cdf=0.9"]}, "did you mean 'sparge'"),
     ],
     "synthetic": [
         ({"preset": "wan"}, "wan2.1-t2v-14b"),
         ({"density": 1.5}, "density=1.5 must lie between 0 and 1"),
-        ({"seed": -1}, "seed"),
     ],
     "window": [
         ({"window": [3, 3]}, "needs three sizes of at least 1"),
@@ -52,13 +44,9 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "radial": [
         ({"width": 0.0}, "must be a positive share"),
-        ({"decay": 0.0}, "must lie above 0 and not above 1"),
-        ({"sink_frames": -1}, "sink_frames=-1 must not be negative"),
     ],
     "svg": [
         ({"frames": 0}, "frames=0 must be at least 1"),
-        ({"bandwidth": 0.0}, "bandwidth=0.0 must lie above 0"),
-        ({"sink_frames": -1}, "sink_frames=-1 must not be negative"),
         ({"temporal_heads": 1.5}, "temporal_heads=1.5 must be a share"),
         ({"temporal_heads": [-1]}, "must be head numbers, from 0"),
     ],
@@ -68,8 +56,6 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"function": "tests.support.user_masks:bnad"}, "tests.support.user_masks has no such name; name a function"),
         ({"function": "tests.support.user_masks:NOT_A_FUNCTION"}, "names an int, which cannot be called"),
         ({"function": BAND, "parameters": {1: 2}}, f"parameters of {BAND} need names, 1 is none"),
-        ({"function": BAND, "parameters": [1]}, "'parameters' in mask source 'callable' must be a mapping"),
-        ({"function": BAND, "token_orders": "hwt"}, "must be a list of str, got 'hwt'"),
     ],
     "dense": [({"block_q": 0}, "block_q=0")],
 }

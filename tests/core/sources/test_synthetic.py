@@ -51,24 +51,11 @@ def test_every_query_block_attends_to_itself_and_text_is_dense():
     assert mask[:, :, grid.k_axis.starts < 100].all()
 
 
-def test_equal_requests_give_identical_bits():
-    source = SyntheticSource(drift=0.05, block_q=32, block_k=32)
-    later = MaskRequest(3, 12, (7, 13, 9), step=33)
-    first = bits(source, later)
-    bits(source)
-    assert (bits(SyntheticSource(drift=0.05, block_q=32, block_k=32), later) == first).all()
-    assert (bits(SyntheticSource(drift=0.05, block_q=32, block_k=32, seed=1), later) != first).any()
-    assert (bits(source, MaskRequest(4, 12, (7, 13, 9), step=33)) != first).any()
-
-
 def test_known_bits():
     """Guards published results, of which these masks are part: a change of this number is a change of all of them."""
     mask = bits(SyntheticSource(block_q=32, block_k=32))
     weights = np.arange(mask.size, dtype=np.int64) % 9973
-    assert int(weights[mask.ravel()].sum()) == KNOWN
-
-
-KNOWN = 13336392
+    assert int(weights[mask.ravel()].sum()) == 13336392
 
 
 def test_drift_changes_masks_slowly_and_without_end():
@@ -76,8 +63,7 @@ def test_drift_changes_masks_slowly_and_without_end():
     assert source.changes == "per_step"
     masks = [bits(source, MaskRequest(0, 12, (7, 13, 9), step=call)) for call in (0, 1, 5, 25, 50, 75)]
     changed = [float((mask != masks[0]).mean()) for mask in masks]
-    assert changed[0] == 0
-    assert 0 < changed[1] < 0.03
+    assert 0 == changed[0] < changed[1] < 0.03
     assert changed[1] < changed[2] < changed[3] < changed[4]
     assert abs(changed[5] - changed[4]) < 0.1  # two masks with nothing in common are as far apart as it gets
     assert len({int(mask.sum()) for mask in masks}) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -11,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core.comm import block_pooling
-from dbsp_core.config import DbspConfig
-from dbsp_core.sources import LocalQK, head_shares, sol, sparge, vsa
+from dbsp_core.sources import LocalQK
 from dbsp_kernels.prediction import pool_rows, sum_tokens
 from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, assert_identical_bits, every_other
 from tests.core.sources.predicted.sparge_reference import predict
@@ -48,15 +45,6 @@ def test_mask_equals_that_of_the_paper(case):
     assert different.mean() < 0.001
 
 
-@pytest.mark.parametrize("at_once", [1, 1000], ids=str)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_blocks_chosen_in_parts_are_identical(case, at_once, monkeypatch):
-    """Chooses blocks for some heads at a time."""
-    whole = alone(case)
-    monkeypatch.setitem(head_shares.PAIRS_AT_ONCE, "cpu", at_once)
-    assert torch.equal(alone(case).bits, whole.bits)
-
-
 def test_cases_are_partly_dense_and_have_vague_blocks():
     """Checks that masks are neither full nor empty, with vague blocks and without."""
     densities = {name: alone(case).density for name, case in CASES.items()}
@@ -88,35 +76,6 @@ def test_triton_kernels_sum_and_pool_as_torch(width, dtype):
     pytest.importorskip("triton")
     with interpreted():
         assert same_sums(width, dtype)
-
-
-GPU_FUNCTIONS = ("sum_tokens", "pool_rows", "pooled_scores", "select_blocks")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"source": "sparge", "topk": 0.3, "similarity": 0.2, "attention_sink": True},
-        {"source": "vsa", "sparsity": 0.7, "tile": [2, 2, 4]},
-    ],
-    ids=lambda settings: settings["source"],
-)
-def test_kernels_for_gpus_predict_identical_bits(settings, monkeypatch):
-    """Runs in Triton's interpreter if there is no GPU."""
-    pytest.importorskip("triton")
-    from dbsp_kernels.triton import prediction
-
-    case = SpargeCase(thw=(2, 7, 10), text_tokens=5, heads=2, batch=2)
-    source = DbspConfig.load({"mask": settings | {"block_q": 16, "block_k": 16}}).mask
-    expected = source.mask(case.request, LocalQK.alone(*case.tensors()))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    for module, name in itertools.product((block_pooling, sol, sparge, vsa), GPU_FUNCTIONS):
-        if hasattr(module, name):
-            monkeypatch.setattr(module, name, getattr(prediction, f"{name}_triton"))
-    with interpreted():
-        found = source.mask(case.request, LocalQK.alone(*(one.to(device) for one in case.tensors())))
-    assert found.fingerprint == expected.fingerprint
-    assert expected.density < 0.9
 
 
 @pytest.mark.parametrize(("name", "world"), every_other(PARTLY_DENSE, (1, 2, 3, 4, 6, 8)))

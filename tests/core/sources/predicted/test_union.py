@@ -13,8 +13,7 @@ from dbsp_core.sources import LocalQK, MaskRequest, MaskSource
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from tests.core.runtime.session_cases import Session
-from tests.core.sources.predicted.sparge_cases import SpargeCase, assert_identical_bits, predict_together
-from tests.support.workers import assert_all_raise
+from tests.core.sources.predicted.sparge_cases import SpargeCase, assert_identical_bits
 
 PREDICTED = "sparge:cdf=0.4,similarity=-1,block_q=16,block_k=8"
 SOL = "sol:tau=1.0,block_q=16,block_k=8"
@@ -46,14 +45,12 @@ def parts_alone(case: UnionCase, request: MaskRequest, q: torch.Tensor, k: torch
 def joined(masks: list[BlockMask], batch: int) -> BlockMask:
     """Returns the union by sample and head, written out."""
     heads = min(mask.heads for mask in masks)
-    bits = torch.stack(
-        [
-            torch.stack([mask.bits[(head + sample * heads) % mask.heads] for mask in masks]).any(dim=0)
-            for sample in range(batch)
-            for head in range(heads)
-        ]
-    )
-    return BlockMask(bits, masks[-1].grid)
+    bits = [
+        torch.stack([mask.bits[(head + sample * heads) % mask.heads] for mask in masks]).any(dim=0)
+        for sample in range(batch)
+        for head in range(heads)
+    ]
+    return BlockMask(torch.stack(bits), masks[-1].grid)
 
 
 def run_session(rank: int, world: int, case: UnionCase, strategy: str) -> tuple[float, bool]:
@@ -122,11 +119,7 @@ def test_known_part_is_kept_for_each_size_of_video():
     [
         ("window+sparge:block_q=128", "64×64 blocks in order thw and .* 128×64 blocks"),
         ("window:tile=[1,8,8]+sparge", "in order tile:1x8x8 and .* in order thw"),
-        ("svg:temporal_heads=[0]+sparge", "in order hwt/thw and"),
-        (
-            "vsa+sparge:token_order=tile:4x4x4",
-            "with smaller tiles at the far sides and .* blocks in order tile:4x4x4; ",
-        ),
+        ("vsa+sparge:token_order=tile:4x4x4", "with smaller tiles at the far sides and .* in order tile:4x4x4; "),
     ],
 )
 def test_blocks_that_differ_are_rejected_in_one_line(mask, message):
@@ -144,19 +137,3 @@ def test_coarse_branch_of_one_part_is_kept_and_of_two_rejected():
     assert torch.equal(kept.coarse, alone.coarse)
     with pytest.raises(UserError, match="several masks of a union have a coarse branch; give all but one"):
         UnionCase(mask="vsa+vsa:sparsity=0.5").source.mask(case.request, tokens)
-
-
-def test_part_that_fails_on_one_rank_raises_on_all(threads):
-    case = UnionCase(mask=f"{PREDICTED}+{BAND}".replace("tests.support.user_masks:band", f"{__name__}:failing"))
-    assert_all_raise(threads, 2, "no mask here", predict_together, case, "U2R1")
-
-
-_calls: list[None] = []
-
-
-def failing(grid, request):
-    """Raises at the first call, on either rank."""
-    _calls.append(None)
-    if len(_calls) == 1:
-        raise ValueError("no mask here")
-    return torch.ones(grid.nq, grid.nk, dtype=torch.bool)

@@ -128,12 +128,6 @@ def test_every_number_of_ranks_gives_identical_masks_and_branches(threads, world
         assert error < 1e-5
 
 
-def test_mask_without_a_gate_has_no_coarse_branch():
-    case = CASES["smaller tiles at the far sides"]
-    assert case.source.mask(case.request, LocalQK.alone(*case.tensors())).coarse is None
-    assert torch.equal(case.source.mask(case.request, LocalQK.alone(*case.tensors())).bits, alone(case).bits)
-
-
 def test_gradients_of_a_coarse_branch_are_rejected():
     case = CASES["tiles that divide the video"]
     q, k = case.tensors()
