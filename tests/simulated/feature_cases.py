@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
-import re
 import threading
-import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from torch import nn
 import dbsp_diffusers
 from tests.diffusers.cache_cases import CPU, Denoising, enable_cache_dit
 from tests.simulated.model_cases import MASKS, brief_inputs, moved, own_device
+from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_brief_transformer
 from tests.support.outcomes import apart
 from tests.support.shared import shared
@@ -51,8 +49,6 @@ class Feature:
         acts: Whether it changes what a transformer gives.
         skips: Whether it skips blocks.
         offloads: Whether it brings weights to the device itself.
-        keeps: Where it keeps, out of reach, the forward that it found, which calls the transformer's own once db-SP
-            is disabled.
     """
 
     put_on: PutOn
@@ -62,7 +58,6 @@ class Feature:
     acts: bool = False
     skips: bool = False
     offloads: bool = False
-    keeps: str = ""
 
 
 def _model_offload(run: Run) -> None:
@@ -96,11 +91,6 @@ def _lora(run: Run) -> None:
         for name, parameter in run.transformer.named_parameters():
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=draws).mul_(0.05))
-
-
-def _fused_lora(run: Run) -> None:
-    _lora(run)
-    run.transformer.fuse_lora()
 
 
 def _layerwise(run: Run) -> None:
@@ -182,7 +172,6 @@ FEATURES: dict[str, Feature] = {
     "group offload by leaves": _offloads(_group_offload(offload_type="leaf_level")),
     "group offload on a stream": _offloads(_streamed_offload),
     "LoRA": Feature(_lora, acts=True),
-    "fused LoRA": Feature(_fused_lora, acts=True),
     "layerwise casting": Feature(_layerwise, acts=True),
     "fused QKV": Feature(lambda run: run.transformer.fuse_qkv_projections()),
     "int8 weights": Feature(_int8_weights, acts=True),
@@ -193,7 +182,7 @@ FEATURES: dict[str, Feature] = {
     "FasterCache": _cached(_cache("FasterCache", **_FASTER), model="cogvideox", batch=2),
     "MagCache": _cached(_cache("MagCache", **_MAG, max_skip_steps=1), skips=True),
     "SeaCache": _cached(_cache("SeaCache", threshold=1.0), skips=True),
-    "cache-dit": _cached(_cache_dit, skips=True, keeps=".original_forward.function."),
+    "cache-dit": _cached(_cache_dit, skips=True),
 }
 
 
@@ -205,36 +194,23 @@ class Together:
         difference: The largest difference from one process with the features.
         effect: The largest difference between one process with the features and without.
         computed, expected: Number of blocks computed in each pass, and in one process.
-        left: What differs after `disable` from a transformer that db-SP was never enabled on.
-        identical_bits: Whether samples after `disable` are those of such a transformer.
+        is_as_before: Whether the transformer, and its samples, are after `disable` those of one that db-SP was never
+            enabled on.
     """
 
     difference: float
     effect: float
     computed: list[int]
     expected: list[int]
-    left: list[str]
-    identical_bits: bool
-
-
-Samples = list[torch.Tensor]
+    is_as_before: bool
 
 
 @dataclass(frozen=True)
 class Order:
-    """Features in the order in which they are put on, and when db-SP is enabled.
-
-    Attributes:
-        features: Names in `FEATURES`.
-        before: How many of them are put on before `enable`.
-        config: db-SP's settings.
-        model: The tiny transformer's name, or "" for the one that the features name.
-    """
+    """Names in `FEATURES` in the order in which they are put on, and how many of them before `enable`."""
 
     features: tuple[str, ...]
     before: int
-    config: Mapping[str, Any] = field(default_factory=lambda: CONFIG)
-    model: str = ""
 
     @property
     def parts(self) -> list[Feature]:
@@ -244,7 +220,7 @@ class Order:
     def sizes(self) -> tuple[str, int, int]:
         """Model, steps and batch that all features can have."""
         parts = self.parts
-        model = self.model or next((one.model for one in parts if one.model != "wan"), "wan")
+        model = next((one.model for one in parts if one.model != "wan"), "wan")
         return model, max(one.steps for one in parts), max(one.batch for one in parts)
 
     @property
@@ -252,43 +228,22 @@ class Order:
         return tuple(name for name in self.features if FEATURES[name].acts)
 
 
-def _on_the_cpu(sizes: tuple[str, int, int], names: tuple[str, ...]) -> Run:
-    """Returns a transformer with these features."""
-    run = Run(*sizes)
-    for name in names:
-        FEATURES[name].put_on(run)
-    return run
-
-
 @shared
-def _one_process(sizes: tuple[str, int, int], names: tuple[str, ...], config: str) -> tuple[Samples, list[int]]:
-    alone = _on_the_cpu(sizes, names)
-    attach_single_process(alone.transformer, json.loads(config))
-    return alone.run()
-
-
-def one_process(order: Order, names: tuple[str, ...]) -> tuple[Samples, list[int]]:
+def one_process(sizes: tuple[str, int, int], names: tuple[str, ...]) -> tuple[list[torch.Tensor], list[int]]:
     """Returns samples of one process on the CPU with the same masks and these features, and blocks computed."""
-    return _one_process(order.sizes, names, json.dumps(order.config))
-
-
-def never_enabled(order: Order, device: torch.device) -> Run:
-    """Returns a transformer with these features that db-SP was never enabled on."""
-    run = Run(*order.sizes, device)
-    before, after = order.parts[: order.before], order.parts[order.before :]
-    if after and not before and not any(one.offloads for one in after):
-        run.transformer.to(device)
-    _put_on(before, run)
-    _put_on(after, run, before)
-    return run
+    alone = Run(*sizes)
+    for name in names:
+        FEATURES[name].put_on(alone)
+    attach_single_process(alone.transformer, CONFIG)
+    return alone.run()
 
 
 def together(rank: int, world: int, order: Order) -> Together:
     """Runs features together with db-SP, and alone after `disable`, on simulated devices."""
     device = torch.device("cuda", rank)
     before, after = order.parts[: order.before], order.parts[order.before :]
-    without, _ = one_process(order, ())
-    expected, computed = one_process(order, order.acting)
+    without, _ = one_process(order.sizes, ())
+    expected, computed = one_process(order.sizes, order.acting)
     ours = Run(*order.sizes, device)
     # 1. A transformer that db-SP is enabled on.
     _put_on(before, ours)
@@ -297,24 +252,21 @@ def together(rank: int, world: int, order: Order) -> Together:
             own_device(rank)  # else db-SP finds it by the weights or offload hooks
         else:
             ours.transformer.to(device)
-    dbsp_diffusers.enable(ours.transformer, dict(order.config))
+    dbsp_diffusers.enable(ours.transformer, CONFIG)
     _put_on(after, ours, before)
     found, blocks = ours.run()
     dbsp_diffusers.disable(ours.transformer)
-    there = traces(ours.transformer)
-    again, _ = ours.run()
+    there, (again, _) = fingerprint(ours.transformer), ours.run()
     # 2. One that it never is.
-    never = never_enabled(order, device)
+    never = Run(*order.sizes, device)
+    if after and not before and not any(one.offloads for one in after):
+        never.transformer.to(device)
+    _put_on(before, never)
+    _put_on(after, never, before)
     never.run()
-    wanted, dense = traces(never.transformer), never.run()[0]
-    kept = [one.keeps for one in order.parts if one.keeps]
-    left = [
-        f"{path}: {there.get(path)}, not {wanted.get(path)}"
-        for path in sorted(there.keys() | wanted.keys())
-        if there.get(path) != wanted.get(path) and not any(name in path for name in kept)
-    ]
-    identical_bits = all(torch.equal(one, other) for one, other in zip(again, dense, strict=True))
-    return Together(apart(found, expected), apart(expected, without), blocks, computed, left, identical_bits)
+    wanted, (dense, _) = fingerprint(never.transformer), never.run()
+    as_before = there == wanted and all(torch.equal(one, other) for one, other in zip(again, dense, strict=True))
+    return Together(apart(found, expected), apart(expected, without), blocks, computed, as_before)
 
 
 def _put_on(features: Sequence[Feature], run: Run, others: Sequence[Feature] = ()) -> None:
@@ -323,50 +275,3 @@ def _put_on(features: Sequence[Feature], run: Run, others: Sequence[Feature] = (
         feature.put_on(run)
     if features and not any(one.offloads for one in (*features, *others)):
         run.transformer.to(run.device)
-
-
-def traces(transformer: nn.Module) -> dict[str, str]:
-    """Returns all that modules hold, by path: classes, attributes, hooks, forward methods, and who made them."""
-    found: dict[str, str] = {}
-    for name, part in transformer.named_modules():
-        found[name] = f"{type(part).__module__}.{type(part).__qualname__}"
-        _describe(vars(part), name, found, {id(part)}, depth=7)
-    return found
-
-
-def _without_addresses(value: Any) -> str:
-    return re.sub(r"\d{12,}", "…", str(value))
-
-
-def _describe(value: Any, path: str, found: dict[str, str], seen: set[int], depth: int) -> None:
-    """Adds what a value is made of to `found`, but for numbers that differ between any two transformers."""
-    if isinstance(value, (nn.Module, type, float, torch.cuda.Stream)) or not depth or id(value) in seen:
-        found[path] = type(value).__qualname__
-        return
-    parts: dict[Any, Any] = {}
-    if isinstance(value, torch.Tensor):
-        found[path] = f"{type(value).__qualname__} {value.dtype} {value.device} {value.requires_grad}"
-    elif isinstance(value, dict):
-        numbered = all(isinstance(key, int) for key in value)
-        parts = (
-            dict(enumerate(value.values()))
-            if numbered
-            else {_without_addresses(key): one for key, one in value.items()}
-        )
-        found[path] = f"{type(value).__qualname__} of {sorted(parts)}"
-    elif isinstance(value, (list, tuple)):
-        parts, found[path] = dict(enumerate(value)), f"{type(value).__qualname__} of {len(value)}"
-    elif isinstance(value, types.FunctionType):
-        found[path] = f"{value.__module__}.{value.__qualname__}"
-        cells = value.__closure__ or ()
-        parts = dict(zip(value.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
-    elif isinstance(value, types.MethodType):
-        parts, found[path] = {"function": value.__func__, "self": value.__self__}, "method"
-    elif isinstance(value, functools.partial):
-        parts, found[path] = {"function": value.func, "args": value.args}, "partial"
-    elif isinstance(value, (str, int, type(None), torch.dtype, torch.device)):
-        found[path] = _without_addresses(value)
-    else:
-        parts, found[path] = getattr(value, "__dict__", {}), type(value).__qualname__
-    for name, part in parts.items():
-        _describe(part, f"{path}.{name}", found, seen | {id(value)}, depth - 1)

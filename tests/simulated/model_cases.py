@@ -1,4 +1,4 @@
-"""Brief transformers of each class that db-SP knows, for simulated GPUs, and what one process makes of them."""
+"""Brief transformers for simulated GPUs, and what one process makes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dbsp_diffusers.models import ARCHITECTURES
-from tests.diffusers.models.model_cases import WITHOUT_GRID
 from tests.support.gradients import gradients_of, loss_of
 from tests.support.models.tiny_transformers import TINY, make_brief_transformer, tiny_inputs
 from tests.support.outcomes import alone, outputs
@@ -21,8 +20,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "predicted": {"source": "sol", "tau": 0.3, "dense_text": False, **BLOCKS},
     "selected": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "dense_text": False, **BLOCKS},
 }
-DENSE = {"source": "dense", **BLOCKS}
-"""The static mask of models whose tokens make no grid."""
 
 
 def brief_inputs(model: str) -> dict[str, Any]:
@@ -33,10 +30,6 @@ def brief_inputs(model: str) -> dict[str, Any]:
     without_text = ARCHITECTURES[TINY[model].cls].text is None
     thw = (2, 3, 8) if without_text else (1, 3, 8) if "2D" in TINY[model].cls else (3, 2, 4)
     return tiny_inputs(model, thw, seed=7)
-
-
-def mask_for(model: str, mask: str) -> dict[str, Any]:
-    return DENSE if mask == "static" and model in WITHOUT_GRID else MASKS[mask]
 
 
 def own_device(rank: int) -> torch.device:
@@ -61,7 +54,7 @@ def on_one_process(model: str, mask: str) -> tuple[list[torch.Tensor], list[torc
     """Returns what a transformer gives with a mask, and without."""
     transformer, inputs = make_brief_transformer(model), brief_inputs(model)
     with torch.no_grad():
-        return alone(transformer, inputs, {"mask": mask_for(model, mask)}), outputs(transformer, inputs)
+        return alone(transformer, inputs, {"mask": MASKS[mask]}), outputs(transformer, inputs)
 
 
 def backward(transformer: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -98,24 +98,18 @@ def in_xfusers_class(model: str, stock: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class PipelineCase:
-    """A generation of CogVideoX. own: whether by xfuser's own pipeline class, else by diffusers'."""
+    """A generation of CogVideoX by xfuser's own pipeline."""
 
     folder: str
     config: dict[str, Any]
-    height: int
-    own: bool = True
-    width: int = 96
 
-    def pipe(self, world: int, data: int = 1) -> Any:
-        pipe = load_cogvideox(self.folder)
-        if self.own:
-            from xfuser import xFuserCogVideoXPipeline
+    def pipe(self, world: int) -> Any:
+        from xfuser import xFuserCogVideoXPipeline
 
-            pipe = xFuserCogVideoXPipeline(pipe, engine_config(world, data=data))
-        return pipe
+        return xFuserCogVideoXPipeline(load_cogvideox(self.folder), engine_config(world))
 
-    def latents(self, pipe: Any, **options: Any) -> torch.Tensor:
-        made: torch.Tensor = latents(pipe, height=self.height, width=self.width, **options)
+    def latents(self, pipe: Any) -> torch.Tensor:
+        made: torch.Tensor = latents(pipe, height=80, width=112)
         return made
 
 

@@ -35,10 +35,8 @@ def run_kind(rank: int, world: int, kind: str, folder: str, config: dict[str, An
     ("kind", "mask"),
     [
         pytest.param("a14b", SPARGE, marks=pytest.mark.long),  # with masks that are not predicted: below
-        pytest.param("ti2v", MASK, marks=pytest.mark.long),
         ("ti2v of an image", SPARGE),
         ("i2v of Wan2.1", MASK),
-        pytest.param("i2v of Wan2.2", MASK, marks=pytest.mark.long),
         ("vace with references", SPARGE),
     ],
     ids=lambda part: part if isinstance(part, str) else part["source"],
