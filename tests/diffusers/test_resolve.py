@@ -95,13 +95,6 @@ class TestWhatWouldBeMade:
         assert made["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         assert (made["mask"]["cdf"], made["strategy"]) == (0.92, "U8R1")
 
-    def test_changes_go_before_the_file(self, dbsp):
-        changes = ("--set", "mask.density=0.5", "--set", "strategy=auto", "--set", "dense_schedule={first_steps: 1}")
-        made = self.asked(dbsp, "--config", "tiny-wan", *changes, "--seed", 3)
-        assert (made["mask"]["source"], made["mask"]["density"], made["mask"]["block_q"]) == ("synthetic", 0.5, 32)
-        assert (made["strategy"], made["generate"]["seed"]) == ("auto", 3)
-        assert made["dense_schedule"]["first_steps"] == 1
-
     def test_unknown_local_model_runs_dense(self, dbsp, mistake, tmp_path):
         (tmp_path / "transformer").mkdir()
         (tmp_path / "model_index.json").write_text('{"_class_name": "WanPipeline"}')

@@ -141,12 +141,6 @@ def test_passes_before_enable_or_disable_leave_nothing_in_a_cache(pool):
     pool(2).run(cached_before)
 
 
-def _cache_pipeline(pipe: Any) -> None:
-    import cache_dit
-
-    cache_dit.enable_cache(pipe, cache_config=cache_dit_config(0.3))
-
-
 def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object]) -> torch.Tensor:
     """Returns the latents of Wan2.2's two transformers, which have one manager of cache-dit's, in float64."""
     import cache_dit

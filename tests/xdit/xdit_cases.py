@@ -8,20 +8,15 @@ import importlib
 import inspect
 import logging
 import os
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from diffusers import CogVideoXPipeline
 
 from dbsp_cli.import_hook import after_import
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.runner import allow_all_degrees, install
-from tests.support.models.tiny_pipelines import latents
 from tests.support.models.tiny_transformers import make_tiny_transformer
-from tests.support.references import by_first_rank
-from tests.support.single_process import attach_single_process
 
 _started: list[tuple[int, int]] = []
 
@@ -94,32 +89,6 @@ def in_xfusers_class(model: str, stock: Any = None) -> Any:
     if model == "minimax-h3":
         wrapped.fuse_qkv_projections()  # as xfuser's runner does
     return wrapped
-
-
-@dataclass(frozen=True)
-class PipelineCase:
-    """A generation of CogVideoX by xfuser's own pipeline."""
-
-    folder: str
-    config: dict[str, Any]
-
-    def pipe(self, world: int) -> Any:
-        from xfuser import xFuserCogVideoXPipeline
-
-        return xFuserCogVideoXPipeline(load_cogvideox(self.folder), engine_config(world))
-
-    def latents(self, pipe: Any) -> torch.Tensor:
-        made: torch.Tensor = latents(pipe, height=80, width=112)
-        return made
-
-
-@by_first_rank
-def cogvideox_alone(case: PipelineCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns one process's latents of dense attention, and with the case's mask."""
-    pipe = load_cogvideox(case.folder)
-    dense = case.latents(pipe)
-    attach_single_process(pipe.transformer, {"mask": case.config["mask"]})
-    return dense, case.latents(pipe)
 
 
 def load_cogvideox(folder: str) -> Any:

@@ -45,18 +45,6 @@ def test_pipeline_equals_one_process(pool, folder, kind, mask):
     pool(2).run(run_kind, kind, folder, {"mask": mask, "strategy": "U1R2"})
 
 
-def run_record_qk(rank: int, world: int, folder: str, where: str) -> None:
-    """Records queries and keys of Wan2.2's two transformers, whose layers have the same numbers."""
-    pipe, _ = make_pipe("a14b", folder)
-    dbsp_diffusers.enable(pipe, {"mask": {"source": "record_qk", "path": where}, "strategy": "U1R2"})
-    paths = [session.config.mask.path for session in dbsp_diffusers.sessions_of(pipe).values()]
-    assert paths == [f"{where}/transformer", f"{where}/transformer_2"]
-
-
-def test_queries_and_keys_of_two_transformers_are_recorded_apart(pool, folder, tmp_path):
-    pool(2).run(run_record_qk, folder, str(tmp_path / "qk"))
-
-
 def run_both(rank: int, world: int, folder: str, where: str) -> None:
     """Runs Wan2.2's two transformers twice, with masks and recordings of each."""
     config: dict[str, Any] = {"mask": MASK, "strategy": "U1R2", "dense_schedule": {"first_steps": 2, "last_steps": 1}}
