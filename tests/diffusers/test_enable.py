@@ -156,25 +156,3 @@ def test_enabled_pipeline_keeps_no_destroyed_group_alive(pool, tmp_path, folder)
     """Disables nothing first: a group that is left when Python ends may abort it."""
     for there, left in pool(2).run(left_alive, str(tmp_path), enabled_pipeline, folder):
         assert (there, left) == (2, []), "one to attend in and one to agree in"
-
-
-@torch.no_grad()
-def enabled_in_a_second_life(rank: int, world: int) -> None:
-    """Destroys the group of an enabled transformer, and enables it anew."""
-    transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
-    expected = alone(transformer, inputs, CONFIG)
-    group = dist.new_group(list(range(world)))
-    dbsp_diffusers.enable(transformer, CONFIG, group=group)
-    transformer(**inputs)
-    dist.destroy_process_group(group)
-    del group
-    answer = said(lambda: transformer(**inputs))
-    assert answer.startswith("UserError: the process group that this was made for is destroyed; ")
-    dbsp_diffusers.disable(transformer)
-    dbsp_diffusers.enable(transformer, CONFIG)
-    assert_near(outputs(transformer, inputs), expected)
-    dbsp_diffusers.disable(transformer)
-
-
-def test_transformer_of_a_destroyed_group_is_an_error_until_enabled_anew(pool):
-    pool(2).run(enabled_in_a_second_life)

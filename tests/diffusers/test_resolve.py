@@ -1,23 +1,18 @@
-"""Settings that hold, on which all ranks agree, and what is logged of them; what `dbsp generate` rejects."""
+"""Settings that hold for a model, and what `dbsp generate` rejects and fills in."""
 
 from __future__ import annotations
 
 import json
 import types
-from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
 import yaml
 from diffusers import WanTransformer3DModel
 
-from dbsp_core import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, published_model
-from dbsp_diffusers import resolve
 from dbsp_diffusers.resolve import resolve_config
-from dbsp_kernels import KERNELS
 from tests.support.models.tiny_transformers import make_tiny_transformer
 
 
@@ -104,35 +99,3 @@ class TestWhatWouldBeMade:
         assert "generate.height is not set, and no default size is known for this model" in answer
         size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"generate.{name}")]
         assert self.asked(dbsp, "--model", tmp_path, *size)["mask"]["source"] == "dense"
-
-
-@pytest.fixture
-def log(monkeypatch):
-    """Makes log(title, head_dim, dtype) give the line of a model on one process."""
-    lines = []
-    monkeypatch.setattr(resolve, "_log_once", lines.append)
-    monkeypatch.delenv("DBSP_KERNEL", raising=False)
-
-    def line(title, head_dim, dtype):
-        lines.clear()
-        like = torch.empty(0, dtype=dtype)
-        resolve.log_config(DbspConfig(), title, head_dim, SequenceGroup(0, 1), None, like)
-        return lines[0]
-
-    return line
-
-
-@pytest.mark.parametrize(
-    ("model", "dtype", "kernel"),
-    [
-        ("cogvideox-5b", torch.bfloat16, "narrow"),
-        ("cogvideox-5b", torch.float32, "cpu"),
-        ("wan2.1-t2v-14b", torch.bfloat16, "cpu"),
-    ],
-)
-def test_kernel_in_the_log_is_chosen_for_the_models_dtype_and_head_size(log, model, dtype, kernel):
-    narrow = replace(KERNELS["cpu"], name="narrow", dtypes=frozenset({torch.bfloat16}), head_dims=range(1, 65))
-    with mock.patch.dict(KERNELS, {"narrow": narrow, **KERNELS}, clear=True):  # restores their order, which counts
-        line = log(model, MODEL_SPECS[model].signature.sizes[2], dtype)
-    assert line.startswith(f"{model} on 1 rank")
-    assert line.endswith(f"kernel {kernel}")

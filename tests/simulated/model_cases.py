@@ -39,14 +39,8 @@ def own_device(rank: int) -> torch.device:
     return device
 
 
-def moved(value: Any, to: torch.device | torch.dtype) -> Any:
-    """Returns a transformer's inputs on a device, or in another dtype; numbers such as timesteps stay in float32."""
-
-    def one_moved(one: torch.Tensor) -> torch.Tensor:
-        casts = one.dtype == torch.float32 and one.dim() > 1
-        return one.to(to) if isinstance(to, torch.device) or casts else one
-
-    return tree_map_only(torch.Tensor, one_moved, value)
+def moved(value: Any, device: torch.device) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 @shared
