@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import dbsp_diffusers
 from tests.diffusers.cache_cases import CPU, Denoising, enable_cache_dit
 from tests.gpu_node.node import GpuNode
-from tests.simulated.model_cases import MASKS, brief_inputs, moved
+from tests.simulated.model_cases import MASKS, brief_inputs, moved, own_device
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_brief_transformer
 from tests.support.outcomes import apart, assert_near
@@ -75,8 +77,8 @@ def _sequential_offload(run: Run) -> None:
     cpu_offload(run.transformer, execution_device=run.device)
 
 
-def _group_offload(run: Run) -> None:
-    run.transformer.enable_group_offload(run.device, CPU, offload_type="block_level", num_blocks_per_group=1)
+def _group_offload(**options: Any) -> PutOn:
+    return lambda run: run.transformer.enable_group_offload(run.device, CPU, **options)
 
 
 def _streamed_offload(run: Run) -> None:
@@ -96,8 +98,34 @@ def _lora(run: Run) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=draws).mul_(0.05))
 
 
+def _fused_lora(run: Run) -> None:
+    _lora(run)
+    run.transformer.fuse_lora()
+
+
 def _layerwise(run: Run) -> None:
     run.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+
+
+class _Int8Linear(nn.Linear):
+    """A layer as quantisers make them: weights of eight bits, without gradients, and a scale."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+        scale = layer.weight.abs().amax() / 127
+        self.weight = nn.Parameter((layer.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.bias = layer.bias
+        self.register_buffer("scale", scale.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
+
+
+def _int8_weights(run: Run) -> None:
+    for name, layer in list(run.transformer.named_modules()):
+        if type(layer) is nn.Linear:
+            parent, _, own = name.rpartition(".")
+            setattr(run.transformer.get_submodule(parent), own, _Int8Linear(layer))
 
 
 def _cache(name: str, **options: Any) -> PutOn:
@@ -142,11 +170,14 @@ _offloads = functools.partial(Feature, offloads=True)
 FEATURES: dict[str, Feature] = {
     "model offload": _offloads(_model_offload),
     "sequential offload": _offloads(_sequential_offload),
-    "group offload by blocks": _offloads(_group_offload),
+    "group offload by blocks": _offloads(_group_offload(offload_type="block_level", num_blocks_per_group=1)),
+    "group offload by leaves": _offloads(_group_offload(offload_type="leaf_level")),
     "group offload on a stream": _offloads(_streamed_offload),
     "LoRA": Feature(_lora, acts=True),
+    "fused LoRA": Feature(_fused_lora, acts=True),
     "layerwise casting": Feature(_layerwise, acts=True),
     "fused QKV": Feature(lambda run: run.transformer.fuse_qkv_projections()),
+    "int8 weights": Feature(_int8_weights, acts=True),
     "first-block cache": _cached(_cache("FirstBlockCache", threshold=0.3), skips=True),
     "TaylorSeer": _cached(_cache("TaylorSeerCache", **_TAYLOR)),
     "pyramid attention broadcast": _cached(_cache("PyramidAttentionBroadcast", **_PYRAMID)),
@@ -165,7 +196,10 @@ PAIRS = (
     ("model offload", "LoRA"),
 )
 ALONE = ("SeaCache", "TaylorSeer", "group offload on a stream", "first-block cache", "FasterCache", "cache-dit")
-"""With `PAIRS`, every feature: the first of a pair before `enable`, the second after it, these before."""
+"""With `PAIRS`, nearly every feature: the first of a pair before `enable`, the second after it, these before.
+
+In the long part each is tried alone, both before and after.
+"""
 
 
 Sizes = tuple[str, int, int]
@@ -182,31 +216,36 @@ def one_process(sizes: Sizes, names: tuple[str, ...]) -> tuple[list[torch.Tensor
     return alone.run()
 
 
-def with_features(rank: int, sizes: Sizes, features: list[Feature], enable: Callable[[Any], object]) -> Run:
-    """Returns a transformer on the rank's device with these features, the first of them put on before `enable`.
-
-    Offloading brings weights to the device itself.
-    """
-    run, offloads = Run(*sizes, torch.device("cuda", rank)), False
-    for number, feature in enumerate(features):
+def with_features(
+    rank: int, sizes: Sizes, before: list[Feature], after: list[Feature], enable: Callable[[Any], object]
+) -> Run:
+    """Returns a transformer on the rank's device with features that are put on before `enable` and after it."""
+    run, offloads = Run(*sizes, torch.device("cuda", rank)), any(feature.offloads for feature in before)
+    for feature in before:
+        feature.put_on(run)
+    if not before and any(feature.offloads for feature in after):
+        own_device(rank)  # else db-SP finds it by the weights or offload hooks
+    elif not offloads:
+        run.transformer.to(run.device)
+    enable(run.transformer)
+    for feature in after:
         feature.put_on(run)
         offloads = offloads or feature.offloads
-        if not offloads:
-            run.transformer.to(run.device)
-        if number == 0:
-            enable(run.transformer)
+    if not offloads:
+        run.transformer.to(run.device)
     return run
 
 
-def together(rank: int, world: int, names: tuple[str, ...]) -> None:
+def together(rank: int, world: int, names: tuple[str, ...], before: int) -> None:
     features = [FEATURES[name] for name in names]
+    parts = features[:before], features[before:]
     acting = tuple(name for name in names if FEATURES[name].acts)
     model = next((feature.model for feature in features if feature.model != "wan"), "wan")
     sizes = model, max(feature.steps for feature in features), max(feature.batch for feature in features)
     without, _ = one_process(sizes, ())
     expected, computed = one_process(sizes, acting)
     # 1. A transformer that db-SP is enabled on.
-    ours = with_features(rank, sizes, features, lambda transformer: dbsp_diffusers.enable(transformer, CONFIG))
+    ours = with_features(rank, sizes, *parts, lambda transformer: dbsp_diffusers.enable(transformer, CONFIG))
     samples, blocks = ours.run()
     dbsp_diffusers.disable(ours.transformer)
     found, (again, _) = fingerprint(ours.transformer), ours.run()
@@ -214,14 +253,23 @@ def together(rank: int, world: int, names: tuple[str, ...]) -> None:
     assert blocks == computed, "all ranks must skip what one process skips"
     assert min(blocks) < max(blocks) or not any(feature.skips for feature in features), "it must skip"
     # 2. One that it never is.
-    never = with_features(rank, sizes, features, lambda transformer: None)
+    never = with_features(rank, sizes, *parts, lambda transformer: None)
     never.run()
     assert found == fingerprint(never.transformer), "disable left something behind"
     assert apart(again, never.run()[0]) == 0
 
 
-@pytest.mark.parametrize("names", [*PAIRS, *((name,) for name in ALONE)], ids=" then ".join)
-def test_features_on_gpus_equal_one_process_and_leave_no_trace(gpu_node: GpuNode, names: tuple[str, ...]) -> None:
+ORDERS = [
+    *(pytest.param(pair, 1, id=" then ".join(pair)) for pair in PAIRS),
+    *(pytest.param((name,), 1, id=name, marks=() if name in ALONE else pytest.mark.long) for name in FEATURES),
+    *(pytest.param((name,), 0, id=f"{name} after", marks=pytest.mark.long) for name in FEATURES),
+]
+
+
+@pytest.mark.parametrize(("names", "before"), ORDERS)
+def test_features_on_gpus_equal_one_process_and_leave_no_trace(
+    gpu_node: GpuNode, names: tuple[str, ...], before: int
+) -> None:
     if "cache-dit" in names:
         pytest.importorskip("cache_dit")
-    gpu_node.run(2, together, names)
+    gpu_node.run(2, together, names, before)

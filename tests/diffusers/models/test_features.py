@@ -1,7 +1,8 @@
-"""torchao, IP-Adapters and backends together with db-SP; tests/simulated has the others."""
+"""FSDP2 and torchao before db-SP and after it, IP-Adapters, backends; tests/simulated has the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,31 +11,56 @@ from diffusers.models.attention_dispatch import attention_backend
 
 import dbsp_diffusers
 from tests.diffusers.models.model_cases import MASKS
+from tests.support.gradients import shard_fully
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, apart, assert_near, outputs
+from tests.support.references import by_first_rank
 
 CONFIG = {"mask": MASKS["sparge"], "strategy": "U1R2"}
 
 
-@torch.no_grad()
-def run_torchao(rank: int, world: int) -> None:
-    """Runs a transformer whose blocks have int8 weights."""
+def _torchao(transformer: Any) -> None:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    inputs, transformer = tiny_inputs("wan"), make_tiny_transformer("wan")
-    without = alone(transformer, inputs, CONFIG)
     quantize_(transformer.blocks, Int8WeightOnlyConfig())
-    dense, expected = outputs(transformer, inputs), alone(transformer, inputs, CONFIG)
-    dbsp_diffusers.enable(transformer, CONFIG)
+
+
+FEATURES: dict[str, Callable[[Any], None]] = {"FSDP2": shard_fully, "torchao int8 weights": _torchao}
+
+
+@by_first_rank
+def one_process(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Returns outputs without a feature, dense with it, and with it."""
+    inputs, plain = tiny_inputs("wan"), make_tiny_transformer("wan")
+    without = alone(plain, inputs, CONFIG)
+    if name != "FSDP2":  # which changes no value, and needs all ranks
+        FEATURES[name](plain)
+    with torch.no_grad():
+        return without, outputs(plain, inputs), alone(plain, inputs, CONFIG)
+
+
+@torch.no_grad()
+def run_feature(rank: int, world: int, name: str, first: bool) -> None:
+    put_on, inputs = FEATURES[name], tiny_inputs("wan")
+    without, dense, expected = one_process(name)
+    ours = make_tiny_transformer("wan")
+    if first:
+        put_on(ours)
+    dbsp_diffusers.enable(ours, CONFIG)
+    if not first:
+        put_on(ours)
     for _ in range(2):
-        assert_near(outputs(transformer, inputs), expected, without)
-    dbsp_diffusers.disable(transformer)
-    assert_near(outputs(transformer, inputs), dense)
+        assert_near(outputs(ours, inputs), expected, None if name == "FSDP2" else without)
+    dbsp_diffusers.disable(ours)
+    assert_near(outputs(ours, inputs), dense)
 
 
-def test_torchao_equals_one_process(pool):
-    pytest.importorskip("torchao")
-    pool(2).run(run_torchao)
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature_with_db_sp_equals_one_process(pool, name, first):
+    if name.startswith("torchao"):
+        pytest.importorskip("torchao")
+    pool(2).run(run_feature, name, first)
 
 
 @torch.no_grad()
