@@ -1,4 +1,4 @@
-"""Wan's whole family in xfuser's own wrappers and pipelines: two transformers, images, VACE; guidance; VSA's gates."""
+"""Wan in xfuser's own wrappers and pipelines: two transformers, images, guidance, decoding, VSA's gates."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class WanCase:
 
     @property
     def call(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_inference_steps": 2}
         # cross-attention finds an image behind 512 tokens of text
-        return options | ({"image": make_image()} if self.kind == "wan-i2v" else {"max_sequence_length": 16})
+        own = {"image": make_image()} if self.kind == "wan-i2v" else {"max_sequence_length": 16}
+        return {"num_inference_steps": 2} | own
 
 
 def load(case: WanCase) -> Any:
