@@ -191,7 +191,7 @@ def test_ranks_that_differ_are_rejected_together(threads, change, message):
 
 
 def test_decode_that_cannot_be_shared_is_rejected():
-    vae, z = _small("wan")
+    vae, _ = _small("wan")
     with pytest.raises(UserError, match="does not know the decoder of AutoencoderKLMochi, only those of"):
         _shared(object.__new__(type("AutoencoderKLMochi", (), {})), PatchSet())
     with pytest.raises(UserError, match="leave it out for a transformer"):
@@ -202,10 +202,19 @@ def test_decode_that_cannot_be_shared_is_rejected():
     assert vae.use_tiling
     with pytest.raises(UserError, match="replaced already"):
         _shared(vae, PatchSet())
-    with pytest.raises(UserError, match="no gradients; decode it under"):
-        vae.decode(z)
     patches.detach()
     assert not vae.use_tiling
+
+
+def test_decode_with_gradients_is_rejected(threads):
+    vae, z = _small("wan")
+
+    def with_gradients(rank, world):
+        own, patches = copy.deepcopy(vae), PatchSet()
+        _shared(own, patches)
+        return said(lambda: own.decode(z))
+
+    assert all("no gradients; decode it under" in answer for answer in threads(2).run(with_gradients))
 
 
 def test_every_known_class_is_diffusers():
