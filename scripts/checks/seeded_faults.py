@@ -303,7 +303,7 @@ tests/diffusers/test_inputs.py -k rounding_is
 steps that a pipeline's loop leaves out are not counted: dbsp_diffusers/sharding/generations.py
 - return len(timesteps) - begin - left_out
 + return len(timesteps) - begin
-tests/diffusers/models/test_pipeline_steps.py -k one_less
+tests/diffusers/models/test_pipelines.py -k one_less
 
 step caches compare tokens, not padding: dbsp_diffusers/sharding/step_caches.py
 - before, now = before[:, : video.tokens_here], now[:, : video.tokens_here]

@@ -82,16 +82,14 @@ class Denoising:
         blocks = getattr(self.transformer, "blocks", None) or self.transformer.transformer_blocks
         last = [getattr(block, "ffn", None) or block.ff for block in blocks] if self.counts else []
         handles = [part.register_forward_hook(count) for part in last]
-        takes_moments = (
-            "kwargs" in inspect.signature(type(self.transformer).cache_context).parameters
-        )  # of newer diffusers
+        newer = "kwargs" in inspect.signature(type(self.transformer).cache_context).parameters
         with torch.no_grad():
             for step in range(self.steps):
                 computed.append(0)
                 self.timestep = 900 - 100 * step
                 moment = {"step_index": step, "sigma": self.timestep / 1000, "num_inference_steps": self.steps}
                 given = {"hidden_states": sample, "timestep": torch.full_like(self.inputs["timestep"], self.timestep)}
-                with self.transformer.cache_context("cond", **(moment if takes_moments else {})):
+                with self.transformer.cache_context("cond", **(moment if newer else {})):
                     sample = sample - 0.5**step * self.transformer(**self.inputs | given)[0]
                 samples.append(sample.cpu())
         for handle in handles:

@@ -73,15 +73,6 @@ def test_batch_of_several_sizes_equals_one_process(threads, model):
     threads(2).run(run_ragged, model)
 
 
-def test_timesteps_of_a_part_stay_views_of_the_schedule():
-    """Ensures that they are read once."""
-    schedule = torch.tensor([900.0, 500.0])
-    part = part_of({"timestep": schedule[1].expand(BATCH)}, (0, 2), BATCH)["timestep"]
-    assert part._base is schedule
-    assert first_value(part) == 500.0
-    assert len(part) == 2
-
-
 def test_step_cache_with_items_of_several_sizes_is_rejected():
     transformer = make_tiny_transformer("ernie-image")
     dbsp_diffusers.enable(transformer, SPARSE | {"strategy": "U1R1"})
@@ -91,8 +82,12 @@ def test_step_cache_with_items_of_several_sizes_is_rejected():
     assert answer.startswith("UserError: with a step cache, items of one")
 
 
-def test_parts_made_under_inference_mode_can_be_trained_with():
-    lengths = torch.tensor([9, 6, 9])
+def test_parts_of_tensors():
+    """Expects timesteps to stay views of the schedule, so that they are read once, and nothing of inference mode."""
+    schedule, lengths = torch.tensor([900.0, 500.0]), torch.tensor([9, 6, 9])
+    part = part_of({"timestep": schedule[1].expand(BATCH)}, (0, 2), BATCH)["timestep"]
+    assert part._base is schedule
+    assert (first_value(part), len(part)) == (500.0, 2)
     with torch.inference_mode():
         part_of({"lengths": lengths}, (0, 2), 3)
     assert not part_of({"lengths": lengths}, (0, 2), 3)["lengths"].is_inference()

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import dbsp_diffusers
-from dbsp_core import SequenceGroup
-from dbsp_diffusers import attach
-from dbsp_diffusers.patching import PatchSet
-from dbsp_diffusers.sharding.generations import Generations
 from tests.support.models.tiny_pipelines import latents, load
-from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
-from tests.support.outcomes import assert_near, said
+from tests.support.models.tiny_transformers import make_tiny_transformer
+from tests.support.outcomes import said
 from tests.support.settings import with_debug
 
 MASK = {"source": "window", "block_q": 16, "block_k": 16}
@@ -37,10 +32,10 @@ def made(pipe: Any, seed: int | None = 0, **more: Any) -> torch.Tensor:
     return latents(pipe, **{"seed": seed, "num_inference_steps": 1} | more)
 
 
-def differing_calls(rank: int, world: int, folder: str, debug: bool) -> None:
+def differing_calls(rank: int, world: int, folder: str) -> None:
     """Makes calls in which ranks differ, each after one that went well and before another that must."""
     pipe, odd = load("wan", folder), rank == world - 1
-    dbsp_diffusers.enable(pipe, with_debug({"mask": MASK}, debug))
+    dbsp_diffusers.enable(pipe, with_debug({"mask": MASK}))
     expected = made(pipe)
     calls: dict[str, dict[str, Any]] = {
         "seed": {"seed": rank},
@@ -58,18 +53,17 @@ def differing_calls(rank: int, world: int, folder: str, debug: bool) -> None:
     dbsp_diffusers.disable(pipe)
 
 
-@pytest.mark.parametrize("debug", [pytest.param(False, marks=pytest.mark.long), True])
-def test_calls_that_differ_raise_on_all_ranks_and_the_next_one_is_right(pool, folder, debug):
-    pool(2).run(differing_calls, folder, debug)
+def test_calls_that_differ_raise_on_all_ranks_and_the_next_one_is_right(pool, folder):
+    pool(2).run(differing_calls, folder)
 
 
-def failing_on_one(rank: int, world: int, folder: str, debug: bool) -> list[str]:
+def failing_on_one(rank: int, world: int, folder: str) -> list[str]:
     """Runs a server's loop: the last rank's text encoder fails in the first request, and it goes on with the next.
 
     Returns the answer to each request until all ranks are at the last, which must give the right video.
     """
     pipe = load("wan", folder)
-    dbsp_diffusers.enable(pipe, with_debug({"mask": MASK}, debug))
+    dbsp_diffusers.enable(pipe, {"mask": MASK})
     expected = made(pipe, seed=9)
     encode, answers = pipe.encode_prompt, []
 
@@ -89,59 +83,14 @@ def failing_on_one(rank: int, world: int, folder: str, debug: bool) -> list[str]
     return answers
 
 
-@pytest.mark.parametrize("debug", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_call_after_a_failed_one_mixes_no_requests(pool, folder, debug):
-    others, odd = pool(2).run(failing_on_one, folder, debug)
+def test_call_after_a_failed_one_mixes_no_requests(pool, folder):
+    others, odd = pool(2).run(failing_on_one, folder)
     mixed = "UserError: rank(s) [1] are at a different pipeline call"
     assert odd[0] == "ValueError: out of memory on one rank"
     assert others[0].startswith(mixed)
     assert odd[1].startswith(mixed)
     assert others[1].startswith(LATENTS_DIFFER), "requests 1 and 2, at calls of one number again"
     assert odd[2].startswith(LATENTS_DIFFER)
-
-
-def second_pipeline(rank: int, world: int, folder: str) -> None:
-    """Makes a pipeline from the parts of an enabled one, and calls it without a generator and with one."""
-    from diffusers import WanPipeline
-
-    pipe = load("wan", folder)
-    expected = made(pipe)
-    dbsp_diffusers.enable(pipe, {"mask": {"source": "dense", "block_q": 16, "block_k": 16}})
-    other = WanPipeline(**pipe.components)
-    other.set_progress_bar_config(disable=True)
-    made(pipe)
-    torch.manual_seed(1000 * rank)
-    assert said(lambda: made(other, seed=None)).startswith(f"{LATENTS_DIFFER}; give all ranks the")
-    assert_near(made(other), expected)
-    dbsp_diffusers.disable(pipe)
-
-
-def test_pipeline_made_from_an_enabled_one_needs_identical_noise(pool, folder):
-    pool(2).run(second_pipeline, folder)
-
-
-def passes_alone(rank: int, world: int) -> None:
-    """Runs a transformer without a pipeline, in loops of the user's own."""
-    transformer, inputs, answers = make_tiny_transformer("wan"), tiny_inputs("wan"), []
-    with mock.patch.object(attach, "Generations", wraps=Generations) as making:
-        made_here: list[Generations] = []
-        making.side_effect = lambda *args: made_here.append(Generations(*args)) or made_here[0]
-        dbsp_diffusers.enable(transformer, {"mask": MASK})
-    with torch.no_grad():
-        for timestep, scale in ((900, 1), (500, 1), (900, 1 - 2 * rank), (900, 1), (400, 1)):
-            given = {"hidden_states": inputs["hidden_states"] * scale, "timestep": torch.tensor([timestep])}
-            answers.append(said(lambda given=given: transformer(**inputs | given)))  # type: ignore[misc]
-    dbsp_diffusers.disable(transformer)
-    first, second, odd, *others = answers
-    assert odd.startswith(LATENTS_DIFFER)
-    assert {first, second, *others} == {"nothing"}
-    assert made_here[0].checks.calls == 2, (
-        "the pass after the rejected one repeats its timestep, and is no new generation"
-    )
-
-
-def test_transformer_without_pipeline_is_compared_when_timesteps_rise(pool):
-    pool(2).run(passes_alone)
 
 
 def _adapted() -> Any:
@@ -159,25 +108,16 @@ def _spread() -> Any:
     return model
 
 
-def _parallelized() -> Any:
-    model = make_tiny_transformer("wan")
-    vars(model)["_is_parallelized"] = True
-    return model
-
-
 ODD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "adapted": (_adapted, {}, "the transformer's weights differ in name, shape, dtype or adapters on rank(s) [1]"),
     "spread": (_spread, {}, "this one's transformers are on cuda:0, cuda:1 (a device map?)"),
     "class": (lambda: torch.nn.Linear(2, 2), {}, "does not know Linear"),
-    "none": (object, {}, "object has none"),
-    "strategy": (lambda: make_tiny_transformer("wan"), {"strategy": "U2"}, "U2"),
     "configuration": (lambda: make_tiny_transformer("wan"), {"config": {"planer": "dbsp"}}, "did you mean 'planner'?"),
     "another configuration": (
         lambda: make_tiny_transformer("wan"),
         {"config": {"mask": MASK | {"block_q": 32}}},
         "the configuration differs on rank(s) [1]",
     ),
-    "enabled": (_parallelized, {}, "parallelized already"),
 }
 """What the last rank is given: a model and arguments; and what `enable` says then."""
 
@@ -200,87 +140,50 @@ def test_enable_that_is_rejected_on_one_rank_is_rejected_on_all(pool, fault):
         assert ODD[fault][2] in answer
 
 
-class Offloaded:
-    """A pipeline whose weights wait elsewhere than it computes."""
-
-    device = torch.device("cuda")
-    _execution_device = torch.device("cpu")
-
-    def __call__(self) -> torch.Tensor:
-        return torch.randn(3, device=self._execution_device)
+BY_STEP = {"source": "callable", "function": "tests.support.user_masks:band_noting_moments", "depends_on": "step"}
+BY_STEP |= {"block_q": 8, "block_k": 8}
 
 
-def unseeded_noise(rank: int, world: int) -> list[float]:
-    """Returns the noise of a call without a generator, under model offload."""
-    pipe, patches = Offloaded(), PatchSet()
-    Generations(pipe, SequenceGroup.from_group()).attach(patches, lambda: None, shares_state=True)
-    torch.manual_seed(rank)  # ranks would draw different noise
-    noise = pipe()
-    patches.detach()
-    return noise.tolist()
-
-
-def test_noise_is_shared_if_weights_wait_on_a_device_on_which_ranks_could_not_meet(pool):
-    results = pool(2).run(unseeded_noise)
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize(("strength", "steps"), [(1.0, 10), (0.8, 8), (0.5, 5)])
-def test_last_steps_are_dense_when_strength_leaves_out_the_first(folder, strength, steps):
-    from diffusers import WanPipeline, WanVideoToVideoPipeline
-
-    parts = WanPipeline.from_pretrained(folder).components
-    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
-    pipe = WanVideoToVideoPipeline(**{name: parts[name] for name in names})
-    pipe.set_progress_bar_config(disable=True)
-    mask = {"source": "callable", "function": "tests.support.user_masks:band_noting_moments", "depends_on": "step"}
-    mask |= {"block_q": 8, "block_k": 8}
-    session = dbsp_diffusers.enable(pipe, {"mask": mask, "dense_schedule": {"last_steps": 2}})
+def dense_passes(session: Any) -> list[bool]:
+    """Returns a list that gets, in each pass from now on, whether its attention is dense."""
     provider, dense = session._mask_provider, []
     begin = provider.begin
 
-    def watch(*arguments):
-        begin(*arguments)
-        dense.append((provider.moment.step, provider._is_dense(0)))
-
-    provider.begin = watch
-    size = {"latents": torch.randn(1, parts["transformer"].config.in_channels, 3, 8, 8), "height": 64, "width": 64}
-    pipe(prompt="a", num_inference_steps=10, strength=strength, guidance_scale=1.0, output_type="latent", **size)
-    assert dense == [(step, step >= steps - 2) for step in range(steps)]
-
-
-def shared_with_another_scheduler(rank: int, world: int, folder: str, called: bool) -> None:
-    """Runs a second pipeline, with a scheduler of its own, on the transformer of an enabled one."""
-    from diffusers import UniPCMultistepScheduler, WanPipeline
-
-    pipe = load("wan", folder)
-    schedulers = {"own": UniPCMultistepScheduler.from_config(pipe.scheduler.config), "shared": pipe.scheduler}
-    others = {name: WanPipeline(**pipe.components | {"scheduler": one}) for name, one in schedulers.items()}
-    mask = {"source": "callable", "function": "tests.support.user_masks:band_noting_moments", "depends_on": "step"}
-    config = {"mask": mask | {"block_q": 8, "block_k": 8}, "dense_schedule": {"last_steps": 1}}
-    session = dbsp_diffusers.enable(pipe, config)
-    provider, dense = session._mask_provider, []
-    begin = provider.begin
-
-    def watch(*arguments):
+    def watch(*arguments: Any) -> None:
         begin(*arguments)
         dense.append(provider._is_dense(0))
 
     provider.begin = watch
-    if called:
-        made(pipe, num_inference_steps=3)
-        dense.clear()
-    for name, other in others.items():
-        other.set_progress_bar_config(disable=True)
-        answer = said(lambda other=other: made(other, num_inference_steps=4, guidance_scale=1.0))  # type: ignore[misc]
-        if name == "own":
-            assert "dense_schedule.last_steps needs the number of denoising steps" in answer
-        else:
-            assert answer == "nothing"
-            assert dense[-4:] == [False, False, False, True]
-    dbsp_diffusers.disable(pipe)
+    return dense
+
+
+@pytest.mark.parametrize(("strength", "steps"), [(1.0, 10), (0.5, 5)])
+def test_last_steps_are_dense_when_strength_leaves_out_the_first(folder, strength, steps):
+    from diffusers import WanVideoToVideoPipeline
+
+    parts = load("wan", folder).components
+    names = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+    pipe = WanVideoToVideoPipeline(**{name: parts[name] for name in names})
+    pipe.set_progress_bar_config(disable=True)
+    dense = dense_passes(dbsp_diffusers.enable(pipe, {"mask": BY_STEP, "dense_schedule": {"last_steps": 2}}))
+    size = {"latents": torch.randn(1, parts["transformer"].config.in_channels, 3, 8, 8), "height": 64, "width": 64}
+    pipe(prompt="a", num_inference_steps=10, strength=strength, guidance_scale=1.0, output_type="latent", **size)
+    assert dense == [step >= steps - 2 for step in range(steps)]
 
 
 @pytest.mark.parametrize("called", [False, True])
-def test_steps_of_another_pipelines_scheduler_are_not_guessed(pool, folder, called):
-    pool(1).run(shared_with_another_scheduler, folder, called)
+def test_steps_of_another_pipelines_scheduler_are_not_guessed(folder, called):
+    """Runs a second pipeline, with a scheduler of its own or the first one's, on an enabled one's transformer."""
+    from diffusers import UniPCMultistepScheduler, WanPipeline
+
+    pipe = load("wan", folder)
+    own = UniPCMultistepScheduler.from_config(pipe.scheduler.config)
+    other, sharing = (WanPipeline(**pipe.components | {"scheduler": one}) for one in (own, pipe.scheduler))
+    dense = dense_passes(dbsp_diffusers.enable(pipe, {"mask": BY_STEP, "dense_schedule": {"last_steps": 1}}))
+    if called:
+        made(pipe, num_inference_steps=3)
+    call = {"num_inference_steps": 4, "guidance_scale": 1.0}
+    assert "last_steps needs the number of denoising steps" in said(lambda: made(other, **call))
+    made(sharing, **call)
+    assert dense[-4:] == [False, False, False, True]
+    dbsp_diffusers.disable(pipe)

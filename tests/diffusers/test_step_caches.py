@@ -20,7 +20,7 @@ from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import CACHES, Denoising, cache_dit_config
 from tests.diffusers.models import wan22_cases
 from tests.support.gradients import in_float64
-from tests.support.models.tiny_pipelines import alone, attach_pipeline, fingerprint, latents, load
+from tests.support.models.tiny_pipelines import attach_pipeline, fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import apart, assert_near, outputs, said
 from tests.support.shared import shared
@@ -57,46 +57,38 @@ def one_process(cache: str, thresholds: tuple[float, ...]) -> list[tuple[torch.T
     return found
 
 
-def run_decisions(
-    rank: int,
-    world: int,
-    cache: str,
-    thresholds: tuple[float, ...],
-    first: bool,
-) -> list[Computed]:
+def run_decisions(rank: int, world: int, cache: str, first: bool) -> list[Computed]:
     """Denoises once for each threshold, with the cache enabled before db-SP or after it, and at last without a cache.
 
     Returns the blocks computed, by threshold.
     """
-    (uncached, every), *references = one_process(cache, thresholds)
-    ours, caches = denoising(), CACHES[cache]
-    attach, detach, model = dbsp_diffusers.enable, dbsp_diffusers.disable, ours.transformer
-    config = {"mask": MASK, "strategy": "U2R2"}
-    caches.enable(ours.transformer, 0.0)
-    caches.disable(ours.transformer)  # which leaves a trace of its own: each forward as an attribute
-    before = traces(ours.transformer)
-    found = []
+    (uncached, every), *references = one_process(cache, THRESHOLDS)
+    ours, caches, found = denoising(), CACHES[cache], []
+    config, model = {"mask": MASK, "strategy": "U2R2"}, ours.transformer
+    caches.enable(model, 0.0)
+    caches.disable(model)  # which leaves a trace of its own: each forward as an attribute
+    before = traces(model)
     if not first:
-        attach(model, config)
-    for threshold, (expected, passes) in zip(thresholds, references, strict=True):
-        caches.enable(ours.transformer, threshold)
+        dbsp_diffusers.enable(model, config)
+    for threshold, (expected, passes) in zip(THRESHOLDS, references, strict=True):
+        caches.enable(model, threshold)
         if first:
-            attach(model, config)
+            dbsp_diffusers.enable(model, config)
         samples, computed = ours.run()
         found.append(computed)
         assert computed == passes
         assert_near(samples[-1], expected, tolerance=1e-12)  # in float64
         assert apart(uncached, expected) > 1e-4, "the cache must matter"
         if first:
-            detach(model)
-        caches.disable(ours.transformer)
+            dbsp_diffusers.disable(model)
+        caches.disable(model)
     if first:
-        attach(model, config)
+        dbsp_diffusers.enable(model, config)
     samples, computed = ours.run()
     assert_near(samples[-1], uncached, tolerance=1e-12)
     assert computed == every == [3] * 6
-    detach(model)
-    assert traces(ours.transformer) == before
+    dbsp_diffusers.disable(model)
+    assert traces(model) == before
     return found
 
 
@@ -116,7 +108,7 @@ def traces(transformer: torch.nn.Module) -> list[Any]:
 def test_decisions_by_what_has_changed_are_those_of_one_process(pool, cache, first):
     if cache == "cache-dit":
         pytest.importorskip("cache_dit")
-    for found in pool(4).run(run_decisions, cache, THRESHOLDS, first):
+    for found in pool(4).run(run_decisions, cache, first):
         assert all(min(computed) < max(computed) for computed in found)
         assert len(set(map(tuple, found))) == len(THRESHOLDS), "each must skip other steps"
 
@@ -149,53 +141,16 @@ def test_passes_before_enable_or_disable_leave_nothing_in_a_cache(pool):
     pool(2).run(cached_before)
 
 
-STEPS = {"num_inference_steps": 6}
-
-
-def _cache_pipeline(pipe: Any) -> None:
+def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object]) -> torch.Tensor:
+    """Returns the latents of Wan2.2's two transformers, which have one manager of cache-dit's, in float64."""
     import cache_dit
 
-    cache_dit.enable_cache(pipe, cache_config=cache_dit_config(0.3))
-
-
-@shared
-def pipeline_alone(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what one process makes without the cache, and with it."""
-    reference = load("wan", folder).to(torch.float64)
-    uncached = alone(reference, {"mask": MASK}, **STEPS)
-    _cache_pipeline(reference)
-    return uncached, alone(reference, {"mask": MASK}, **STEPS)
-
-
-def run_cached_pipeline(rank: int, world: int, folder: str) -> None:
-    """Makes a video of a whole Wan pipeline in float64, twice, and once more without db-SP."""
-    uncached, expected = pipeline_alone(folder)
-    config, ours = {"mask": MASK}, load("wan", folder).to(torch.float64)
-    _cache_pipeline(ours)
-    dbsp_diffusers.enable(ours, config)
-    made = [latents(ours, **STEPS), latents(ours, **STEPS)]
-    dbsp_diffusers.disable(ours)
-    for one in (*made, alone(ours, config, **STEPS)):
-        assert_near(one, expected, uncached, tolerance=1e-6)  # float32 is left in the scheduler
-
-
-def test_cached_pipeline_equals_one_process(pool, folder):
-    """Runs two CFG passes, which have a cache each."""
-    pytest.importorskip("cache_dit")
-    pool(2).run(run_cached_pipeline, folder)
-
-
-def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object], first: bool) -> torch.Tensor:
-    """Returns the latents of Wan2.2's two transformers, which have one manager of cache-dit's, in float64."""
     pipe, _ = wan22_cases.make_pipe("a14b", folder)
     pipe.__class__ = type("WanPipelineUnderTest", (type(pipe),), {})  # cache-dit changes the class
     pipe.to(torch.float64)
-    if first:
-        attach(pipe)
     if cached:
-        _cache_pipeline(pipe)
-    if not first:
-        attach(pipe)
+        cache_dit.enable_cache(pipe, cache_config=cache_dit_config(0.3))
+    attach(pipe)
     made = wan22_cases.latents(pipe, {}, num_inference_steps=8, num_frames=5, max_sequence_length=16)
     dbsp_diffusers.disable(pipe)
     return made
@@ -205,19 +160,19 @@ def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object], f
 def experts_alone(folder: str) -> list[torch.Tensor]:
     """Returns what one process makes without the cache, and with it."""
     attach = functools.partial(attach_pipeline, config={"mask": MASK})
-    return [cached_experts(folder, cached, attach, first=False) for cached in (False, True)]
+    return [cached_experts(folder, cached, attach) for cached in (False, True)]
 
 
-def run_cached_experts(rank: int, world: int, folder: str, first: bool) -> None:
+def run_cached_experts(rank: int, world: int, folder: str) -> None:
     uncached, expected = experts_alone(folder)
     enable = functools.partial(dbsp_diffusers.enable, config={"mask": MASK})
-    assert_near(cached_experts(folder, True, enable, first), expected, uncached, tolerance=1e-6)
+    assert_near(cached_experts(folder, True, enable), expected, uncached, tolerance=1e-6)  # float32 in the scheduler
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["after db-SP", "before db-SP"])
-def test_cache_that_two_transformers_share_equals_one_process(pool, folder, first):
+def test_cache_that_two_transformers_share_equals_one_process(pool, folder):
+    """Runs two CFG passes, which have a cache each."""
     pytest.importorskip("cache_dit")
-    pool(2).run(run_cached_experts, folder, first)
+    pool(2).run(run_cached_experts, folder)
 
 
 def _put_strange_hook(transformer: Any) -> None:
@@ -239,26 +194,20 @@ UNKNOWN = {
 }
 
 
-def rejection(rank: int, world: int, kind: str, first: bool) -> None:
-    """Puts a cache on before db-SP or after it."""
-    ours, (put_on, message) = denoising(), UNKNOWN[kind]
-    if first:
-        put_on(ours.transformer)
-        answer = said(lambda: dbsp_diffusers.enable(ours.transformer, {"mask": MASK}))
-    else:
-        dbsp_diffusers.enable(ours.transformer, {"mask": MASK})
-        put_on(ours.transformer)
-        answer = said(ours.run)
-    dbsp_diffusers.disable(ours.transformer)
-    assert answer.startswith("UserError: ")
-    assert message in answer
-    assert "\n" not in answer
-
-
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("kind", UNKNOWN)
-def test_cache_that_could_differ_between_ranks_is_rejected(pool, kind, first):
-    pool(2).run(rejection, kind, first)
+def test_cache_that_could_differ_between_ranks_is_rejected(threads, kind, first):
+    def rejection(rank: int, world: int) -> str:
+        ours, (put_on, _) = denoising(), UNKNOWN[kind]
+        if first:
+            put_on(ours.transformer)
+            return said(lambda: dbsp_diffusers.enable(ours.transformer, {"mask": MASK}))
+        dbsp_diffusers.enable(ours.transformer, {"mask": MASK})
+        put_on(ours.transformer)
+        return said(ours.run)
+
+    for answer in threads(2).run(rejection):
+        assert answer.startswith(f"UserError: {UNKNOWN[kind][1]}")
 
 
 def important_tokens(rank: int, world: int) -> None:
@@ -269,7 +218,6 @@ def important_tokens(rank: int, world: int) -> None:
     for context in ours.transformer._context_manager._cached_context_manager.values():
         context.extra_cache_config.important_condition_threshold = 0.1
     assert said(ours.run).startswith("UserError: cache-dit's important_condition_threshold")
-    dbsp_diffusers.disable(ours.transformer)
     CACHES["cache-dit"].disable(ours.transformer)
 
 
@@ -308,12 +256,9 @@ class TestWhatIsKnownOfOtherLibraries:
         """Looks for decisions from data, which take a number off the device: `.item()`, `float(…)` or `.tolist()`."""
         hooks = importlib.import_module("diffusers.hooks")
         for cls in heirs(hooks.ModelHook):
-            if (
-                cls.__name__ not in IDENTICAL
-                or cls.__name__ == "FasterCacheDenoiserHook"
-                or "SeaCache" in cls.__name__
-            ):
-                continue  # these two look at the whole input, which every rank has
+            whole_input = cls.__name__ == "FasterCacheDenoiserHook" or "SeaCache" in cls.__name__
+            if cls.__name__ not in IDENTICAL or whole_input:  # which every rank has
+                continue
             taken = [line.strip() for line in inspect.getsource(cls).splitlines() if ".item()" in line]
             printed = ["ratio = (curr_norm / (prev_norm + 1e-8)).mean().item()"]  # when calibrating, and only printed
             assert taken == (printed if cls.__name__ == "MagCacheBlockHook" else []), cls

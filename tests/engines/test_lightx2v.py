@@ -34,11 +34,6 @@ def test_it_equals_one_process(ulysses, ring):
     assert_equal_to_one_process(ENGINE, ulysses, ring)
 
 
-def test_on_one_rank_too():
-    case = Case(3, (UNEQUAL,), KNOWN)
-    assert_exact([case], run(ENGINE, 1, 1, case))
-
-
 @pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
 def test_wan22_and_models_of_four_steps_with_masks_of_their_own(ulysses, ring, tmp_path):
     """Both experts of Wan2.2, each with its mask, and distilled; Wan2.1 distilled."""

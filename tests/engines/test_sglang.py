@@ -62,11 +62,6 @@ def test_minimax_h3_with_more_than_a_softmax_is_rejected():
         _kernels_of_h3(linear)
 
 
-def test_on_one_rank_too():
-    cases = Case(3, (UNEQUAL,), KNOWN), Case(3, (UNEQUAL,), KNOWN, model="h3")
-    assert_exact(cases, run(ENGINE, 1, 1, *cases))
-
-
 def test_wan22s_transformers_with_masks_of_their_own(tmp_path):
     case = Case(3, (UNEQUAL,), own_masks(tmp_path), pair=True)
     assert_exact([case], run(ENGINE, 1, 2, case))

@@ -5,26 +5,16 @@ Runs in an environment of its own: `scripts/engines test`.
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import re
-import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm_omni", reason="run scripts/engines test")
 from vllm_omni.diffusion import registry
-from vllm_omni.diffusion.attention.layer import Attention
 from vllm_omni.diffusion.data import DiffusionParallelConfig, parse_attention_config
 
-import dbsp_engines.vllm_omni
-from dbsp_core.config import DbspConfig
-from dbsp_core.masks.steps import StepClock
 from dbsp_core.utils.errors import UserError
 from dbsp_engines.vllm_omni_plugin import EXPECTED, register, unregister
 from scripts.checks.engines.commands import differences
@@ -44,7 +34,6 @@ from tests.engines.cases import (
 ENGINE = "vllm_omni"
 PREDICTED = "sparge:cdf=0.35,similarity=-1,block_q=16,block_k=8"
 VSA = "vsa:sparsity=0.6"
-PAGE = Path(__file__).parents[2] / "docs" / "minimax-h3.md"
 IMAGES = ((1, 5, 15), (1, 6, 12))
 UNCACHED = 2 * LAYERS * STEPS
 """Attentions of two CFG passes a step."""
@@ -148,51 +137,9 @@ def test_fasth3_admits_dbsp_in_a_ring_with_its_own_mask_alone(registered, monkey
             check_contracts(config_of("DBSP"))
 
 
-@pytest.mark.parametrize("strategy", ["U8R2", "U16R1"])
-def test_the_commands_printed_for_fasth3(registered, monkeypatch, tmp_path, strategy):
-    """vLLM-Omni has their options, FastH3's contracts hold, and 56 heads on 16 ranks get that strategy."""
-    # 1. The command, and the file that it may write.
-    (printed,) = re.findall(rf"```sh\n(# {strategy}\n.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    file = re.search(r"cat > (\S+) <<'END'\n(.*?)END\n", printed, re.DOTALL)
-    if file:
-        (tmp_path / file[1]).write_text(file[2], encoding="utf-8")
-    words = shlex.split(printed.rpartition("vllm serve")[2])
-    options = dict(itertools.pairwise(words))
-    source = Path(importlib.util.find_spec("vllm_omni").origin).parent / "entrypoints" / "cli" / "serve.py"
-    for option in (word for word in words if word.startswith("--")):
-        assert f'"{option.partition(".")[0]}"' in source.read_text(encoding="utf-8"), option
-    # 2. Its configuration.
-    (settings,) = re.findall(r"DBSP_CONFIG=(\S+)", printed)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("DBSP_CONFIG", settings)
-    degrees = {name: int(options[f"--{name}"]) for name in ("usp", "ring") if f"--{name}" in options}
-    config = config_of(options["--diffusion-attention-config.per_role.self.backend"], **degrees)
-    check_contracts(config)
-    # 3. What is attached, for ranks that there are not.
-    layer = Attention.__new__(Attention)  # its constructor asks for a GPU
-    torch.nn.Module.__init__(layer)
-    heads_of = {"num_heads": 56, "num_kv_heads": 56, "attention": dbsp_engines.vllm_omni.DbspImpl(56, 128, 0.1)}
-    vars(layer).update(heads_of, role="self", causal=False, skip_sequence_parallel=False)
-    given: list[Any] = []
-    monkeypatch.setattr(dbsp_engines.vllm_omni, "get_sp_group", lambda: SimpleNamespace(device_group=None))
-    monkeypatch.setattr(
-        dbsp_engines.vllm_omni, "EngineSession", lambda *those, clock, transformer: given.extend(those)
-    )
-    dbsp_engines.vllm_omni.attach(torch.nn.ModuleList([layer]), config, StepClock())
-    _, of_engine, heads, layers = given
-    found = DbspConfig.load(settings).strategy_or(of_engine)
-    assert (str(found), found.world, heads, layers) == (strategy, config.parallel_config.sequence_parallel_size, 56, 1)
-    assert found.world == 16
-
-
 def test_wan22s_transformers_with_masks_of_their_own(tmp_path):
     case = Case(3, (UNEQUAL, EVEN), own_masks(tmp_path), pair=True)
     assert_exact([case], run(ENGINE, 1, 2, case))
-
-
-def test_on_one_rank_too():
-    case = Case(3, (UNEQUAL,), KNOWN)
-    assert_exact([case], run(ENGINE, 1, 1, case))
 
 
 def test_another_mask_would_be_seen():
@@ -245,23 +192,6 @@ def test_compiled_by_blocks_it_is_the_same_and_compiles_once():
 def test_nothing_changes_where_dbsp_is_not_named():
     case = Case(4, (EVEN, UNEQUAL), None)
     assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, VLLM_PLUGINS="cpu")
-
-
-def test_outside_a_denoising_its_split_is_its_own_and_wrappers_come_off(monkeypatch):
-    from vllm_omni.diffusion.distributed import parallel_state
-    from vllm_omni.diffusion.distributed.sp_plan import SequenceParallelInput
-    from vllm_omni.diffusion.hooks.sequence_parallel import SequenceParallelSplitHook
-
-    monkeypatch.setattr(parallel_state, "get_sequence_parallel_world_size", lambda: 1)
-    stock, tokens = SequenceParallelSplitHook._prepare_sp_input, torch.zeros(1, 75)
-    register()
-    try:
-        assert SequenceParallelSplitHook._prepare_sp_input is not stock
-        part = SequenceParallelInput(1, auto_pad=True)
-        assert SequenceParallelSplitHook({}, None)._prepare_sp_input(tokens, part) is tokens
-    finally:
-        unregister()
-    assert SequenceParallelSplitHook._prepare_sp_input is stock
 
 
 def test_the_names_that_it_uses_are_there():

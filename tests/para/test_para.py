@@ -25,7 +25,6 @@ BLOCKS = {"block_q": 16, "block_k": 8}
 SOURCES = {
     "tiles": {"source": "window", "tile": [1, 3, 4], "window": [1, 1, 3], "block_q": 12, "block_k": 12},
     "tiles cut by blocks": {"source": "window", "tile": [2, 3, 4], "window": [1, 1, 1], **BLOCKS},
-    "radial": {"source": "radial", "width": 0.4, "sink_frames": 0, **BLOCKS},
     "svg": {"source": "svg", "frames": 1, "bandwidth": 0.2, "temporal_heads": [0, 1, 4], **BLOCKS},
 }
 
@@ -61,12 +60,7 @@ def run_transformer(rank: int, world: int, model: str, config: dict[str, Any]) -
 @pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(
     ("model", "strategy", "source"),
-    [
-        ("wan", "U1R2", "tiles"),
-        ("cogvideox", "U2R1", "tiles cut by blocks"),
-        ("wan", "U1R2", "radial"),
-        ("cogvideox", "U1R2", "svg"),
-    ],
+    [("wan", "U1R2", "tiles"), ("cogvideox", "U2R1", "tiles cut by blocks"), ("cogvideox", "U1R2", "svg")],
 )
 def test_transformer_equals_one_process(pool, model, strategy, source):
     """Tries sources of patterns in whole models; tests/diffusers/models has every strategy of each class."""
@@ -88,8 +82,8 @@ def run_through_para_attn(rank: int, world: int, ring: int) -> None:
 @pytest.mark.usefixtures("debug")
 def test_para_attn_with_its_own_mesh_equals_one_process(pool):
     pytest.importorskip("para_attn")
-    for ring in (1, 2, 4):
-        pool(4).run(run_through_para_attn, ring)
+    for ring in (1, 2):
+        pool(2).run(run_through_para_attn, ring)
 
 
 def run_mistakes(rank: int, world: int) -> None:
@@ -109,12 +103,14 @@ def test_transformer_of_para_attn_and_mesh_that_splits_the_batch_are_rejected(po
     pool(2).run(run_mistakes)
 
 
-def test_para_attn_accepts_the_argument_until_uninstalled():
+@pytest.fixture
+def adapters() -> list[Any]:
     pytest.importorskip("para_attn")
-    adapters = [
-        importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
-        for name in ("wan", "cogvideox")
-    ]
+    package = "para_attn.context_parallel.diffusers_adapters"
+    return [importlib.import_module(f"{package}.{name}") for name in ("wan", "cogvideox")]
+
+
+def test_para_attn_accepts_the_argument_until_uninstalled(adapters):
     assert dbsp_para.install()
     wrapped = [adapter.parallelize_transformer for adapter in adapters]
     for parallelize in (wrapped[0], dbsp_para.parallelize_transformer, dbsp_para.parallelize_pipe):
@@ -125,12 +121,8 @@ def test_para_attn_accepts_the_argument_until_uninstalled():
     assert dbsp_para.install()
 
 
-def test_para_attn_without_an_expected_name_is_left_unpatched(monkeypatch):
-    pytest.importorskip("para_attn")
-    wan, cogvideox = (
-        importlib.import_module(f"para_attn.context_parallel.diffusers_adapters.{name}")
-        for name in ("wan", "cogvideox")
-    )
+def test_para_attn_without_an_expected_name_is_left_unpatched(adapters, monkeypatch):
+    wan, cogvideox = adapters
     dbsp_para.uninstall()
     own = cogvideox.parallelize_transformer
     monkeypatch.setattr(wan, "parallelize_transformer", lambda transformer: transformer)
@@ -193,14 +185,12 @@ def run_stock(rank: int, world: int, model: str, frames: int) -> float | str:
     return float((out - expected).norm() / expected.norm())
 
 
-def test_stock_para_attn_fails_on_wan(pool):
-    """Shows what docs/paraattention.md says. When this fails, para-attn has been corrected: say so there."""
+def test_stock_para_attn_fails_on_wan_and_is_wrong_on_cogvideox_1_5(pool):
+    """Shows what docs/paraattention.md says; CogVideoX 1.0, that the comparison is a fair one.
+
+    When this fails, para-attn has been corrected: say so there.
+    """
     pytest.importorskip("para_attn")
     assert all("'tuple' object has no attribute 'shape'" in str(r) for r in pool(2).run(run_stock, "wan", 2))
-
-
-def test_stock_para_attn_is_wrong_on_cogvideox_1_5(pool):
-    """Shows what docs/paraattention.md says; CogVideoX 1.0, that the comparison is a fair one."""
-    pytest.importorskip("para_attn")
     assert all(r <= 1e-5 for r in pool(2).run(run_stock, "cogvideox1.0", 3))
     assert all(r > 0.1 for r in pool(2).run(run_stock, "cogvideox", 3))

@@ -1,4 +1,4 @@
-"""Brief transformers of each class that db-SP knows, for simulated GPUs, and what one process makes of them."""
+"""Brief transformers for simulated GPUs, and what one process makes of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from dbsp_diffusers.models import ARCHITECTURES
-from tests.diffusers.models.model_cases import WITHOUT_GRID
 from tests.support.gradients import gradients_of, loss_of
 from tests.support.models.tiny_transformers import TINY, make_brief_transformer, tiny_inputs
 from tests.support.outcomes import alone, outputs
@@ -21,8 +20,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "predicted": {"source": "sol", "tau": 0.3, "dense_text": False, **BLOCKS},
     "selected": {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "dense_text": False, **BLOCKS},
 }
-DENSE = {"source": "dense", **BLOCKS}
-"""The static mask of models whose tokens make no grid."""
 
 
 def brief_inputs(model: str) -> dict[str, Any]:
@@ -35,10 +32,6 @@ def brief_inputs(model: str) -> dict[str, Any]:
     return tiny_inputs(model, thw, seed=7)
 
 
-def mask_for(model: str, mask: str) -> dict[str, Any]:
-    return DENSE if mask == "static" and model in WITHOUT_GRID else MASKS[mask]
-
-
 def own_device(rank: int) -> torch.device:
     """Returns the rank's device, which is then the current one."""
     device = torch.device("cuda", rank)
@@ -46,14 +39,8 @@ def own_device(rank: int) -> torch.device:
     return device
 
 
-def moved(value: Any, to: torch.device | torch.dtype) -> Any:
-    """Returns a transformer's inputs on a device, or in another dtype; numbers such as timesteps stay in float32."""
-
-    def one_moved(one: torch.Tensor) -> torch.Tensor:
-        casts = one.dtype == torch.float32 and one.dim() > 1
-        return one.to(to) if isinstance(to, torch.device) or casts else one
-
-    return tree_map_only(torch.Tensor, one_moved, value)
+def moved(value: Any, device: torch.device) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
 
 @shared
@@ -61,7 +48,7 @@ def on_one_process(model: str, mask: str) -> tuple[list[torch.Tensor], list[torc
     """Returns what a transformer gives with a mask, and without."""
     transformer, inputs = make_brief_transformer(model), brief_inputs(model)
     with torch.no_grad():
-        return alone(transformer, inputs, {"mask": mask_for(model, mask)}), outputs(transformer, inputs)
+        return alone(transformer, inputs, {"mask": MASKS[mask]}), outputs(transformer, inputs)
 
 
 def backward(transformer: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:

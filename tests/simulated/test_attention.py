@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import pytest
 import torch
@@ -63,8 +62,6 @@ def fused_operators(rank: int, world: int, case: Case) -> tuple[float, set[str]]
     return worst, {name for name in recorded.operators if name.startswith("_scaled_dot_product")}
 
 
-STRATEGIES = ["U2R1", "U1R2", "U2R2", "U8R1"]
-LONG_STRATEGIES = ["U4R1", "U1R4", "U4R2", "U2R4", "U1R8"]
 LONG = pytest.mark.long
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -74,24 +71,36 @@ def check(node: GpuNode, case: Case, gradients: bool = False) -> None:
         assert max(errors) <= BOUND[case.dtype], errors
 
 
+CASES = {
+    "U2R1": small("U2R1", dense_heads=1, text_tokens=5),
+    "U1R2": small("U1R2", dense_heads=1, text_tokens=5),
+    "U2R2": small("U2R2", dense_heads=1, text_tokens=5),
+    "U8R1": small("U8R1", dense_heads=1, text_tokens=5),
+    "no dense head": small("U1R2"),
+    "dense heads alone": small("U2R1", dense_heads=3, text_tokens=5),
+    "bfloat16": small("U1R2", dtype=torch.bfloat16, dense_heads=1, heads=5),
+    "contiguous planner, batch": small("U2R2", planner="contiguous", batch=2),
+    "planner of the paper": small("U2R2", planner="paper", heads=4),
+    "selective KV exchange": small("U2R2", keys="needed", batch=2, dense_heads=1),
+    "fewer heads than ranks": small("U4R1", heads=2, head_dim=24),
+    "few tokens": small("U2R1", tokens=20),
+    "int8 kernel": small("U2R2", kernel="triton-int8", text_tokens=5, head_dim=32),
+}
+LONG_STRATEGIES = ("U4R1", "U1R4", "U4R2", "U2R4", "U1R8")
+
+
 @pytest.mark.parametrize(
-    ("strategy", "dense_heads"),
+    "case",
     [
-        *product(STRATEGIES, (1,)),
-        ("U1R2", 0),
-        ("U2R1", 3),
-        *(pytest.param(strategy, 1, marks=LONG) for strategy in LONG_STRATEGIES),
-        *(pytest.param(*case, marks=LONG) for case in [("U2R1", 0), ("U2R2", 0), ("U1R2", 3), ("U2R2", 3)]),
+        *(pytest.param(case, id=name) for name, case in CASES.items()),
+        *(
+            pytest.param(small(strategy, dense_heads=1, text_tokens=5), id=strategy, marks=LONG)
+            for strategy in LONG_STRATEGIES
+        ),
     ],
 )
-def test_attention_on_gpus_equals_one_process(gpu_node: GpuNode, strategy: str, dense_heads: int) -> None:
-    """Covers one dense head among sparse ones and text, none, and nothing but dense ones."""
-    check(gpu_node, small(strategy, dense_heads=dense_heads, text_tokens=5 * (dense_heads % 2)))
-
-
-@pytest.mark.parametrize("strategy", ["U1R2", *(pytest.param(one, marks=LONG) for one in ("U2R1", "U1R4", "U4R2"))])
-def test_attention_in_bfloat16_is_near_one_process(gpu_node: GpuNode, strategy: str) -> None:
-    check(gpu_node, small(strategy, dtype=torch.bfloat16, dense_heads=1, heads=5))
+def test_attention_on_gpus_equals_one_process(gpu_node: GpuNode, case: Case) -> None:
+    check(gpu_node, case)
 
 
 @pytest.mark.parametrize(("strategy", "arch", "name"), [("U2R1", 80, "flash"), ("U1R2", 90, "cudnn")])
@@ -104,48 +113,26 @@ def test_dense_heads_run_on_the_fused_kernel_of_the_gpu(
         assert names == {f"_scaled_dot_product_{name}_attention"}
 
 
-OPTIONS = {
-    "contiguous planner, batch": small("U2R2", planner="contiguous", batch=2),
-    "planner of the paper": small("U2R2", planner="paper", heads=4),
-    "selective KV exchange": small("U2R2", keys="needed", batch=2, dense_heads=1),
-    "fewer heads than ranks": small("U4R1", heads=2, head_dim=24),
-    "few tokens": small("U2R1", tokens=20),
-    "dense head, batch": small("U1R2", batch=2, dense_heads=1),
-}
-LONG_OPTIONS = ("selective KV exchange", "dense head, batch")
-
-
-@pytest.mark.parametrize("name", [pytest.param(one, marks=LONG if one in LONG_OPTIONS else ()) for one in OPTIONS])
-def test_option_on_gpus_equals_one_process(gpu_node: GpuNode, name: str) -> None:
-    check(gpu_node, OPTIONS[name])
-
-
 TRAINED = {
     "one dense head": small("U1R2", dense_heads=1),
     "no dense head": small("U2R2"),
     "selective KV exchange": small("U1R2", keys="needed"),
     "dense head, batch": small("U2R1", batch=2, dense_heads=1),
-    "Ulysses alone": small("U2R1"),
-    "ring of four": small("U1R4", dense_heads=1),
 }
-LONG_TRAINED = ("Ulysses alone", "ring of four")
 
 
-@pytest.mark.parametrize("name", [pytest.param(one, marks=LONG if one in LONG_TRAINED else ()) for one in TRAINED])
+@pytest.mark.parametrize("name", TRAINED)
 def test_gradients_on_gpus_equal_one_process(gpu_node: GpuNode, name: str) -> None:
     check(gpu_node, TRAINED[name], gradients=True)
 
 
-@pytest.mark.parametrize("strategy", ["U2R2", pytest.param("U1R4", marks=LONG)])
-def test_int8_kernel_equals_attention_of_the_rounded_numbers(gpu_node: GpuNode, strategy: str) -> None:
-    check(gpu_node, small(strategy, kernel="triton-int8", text_tokens=5, head_dim=32))
-
-
-def test_int8_kernel_without_rounding_in_the_reference_differs(gpu_node: GpuNode) -> None:
-    case = small("U2R1", kernel="triton-int8", head_dim=32, sabotage="no rounding")
-    assert 1e-4 < max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) < 5e-2
-
-
-def test_attention_with_wrong_keys_differs(gpu_node: GpuNode) -> None:
-    case = small("U2R1", sabotage="another head")
-    assert max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) > 1e-2
+@pytest.mark.parametrize(
+    ("case", "least", "most"),
+    [
+        (small("U2R1", sabotage="another head"), 1e-2, float("inf")),
+        (small("U2R1", kernel="triton-int8", head_dim=32, sabotage="no rounding"), 1e-4, 5e-2),
+    ],
+    ids=["keys of another head", "no rounding in the reference of int8"],
+)
+def test_wrong_attention_differs(gpu_node: GpuNode, case: Case, least: float, most: float) -> None:
+    assert least < max(max(errors) for errors in gpu_node.run(2, largest_errors, case)) < most

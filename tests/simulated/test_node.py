@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,10 +36,6 @@ def _mixed_devices(device: torch.device) -> None:
         with streams.owning(None):
             other = DeviceTensor(torch.ones(3), 0)
         torch.ones(3, device=device) + other
-
-
-def _host_and_device(device: torch.device) -> None:
-    torch.ones(3, device=device).index_select(0, torch.zeros(1, dtype=torch.int64))
 
 
 def _read_without_wait(device: torch.device) -> None:
@@ -76,30 +71,16 @@ def _thread_without_device(device: torch.device) -> None:
         raise RuntimeError(*caught)
 
 
-@contextmanager
-def _another_current(device: torch.device) -> Iterator[torch.Tensor]:
-    """Makes the other device current within a block, which is given values on this one."""
-    values = torch.ones(16, device=device)
-    streams._runtime.set_device(1 - device.index)
-    try:
-        yield values
-    finally:
-        streams._runtime.set_device(device.index)
-
-
 def _launch_on_another_device(device: torch.device) -> None:
-    with _another_current(device) as values:
+    values = torch.ones(16, device=device)
+    with streams.owning(None), torch.cuda.device(1 - device.index):
         double_kernel[(1,)](values, values, 16, SIZE=16)
 
 
 def _transfer_on_another_device(device: torch.device) -> None:
-    with _another_current(device) as values:
-        SequenceGroup.from_group().all_gather(values)
-
-
-def _launch(device: torch.device, *, host: bool = False, grid: tuple[int, ...] = (1,)) -> None:
     values = torch.ones(16, device=device)
-    double_kernel[grid](values, torch.ones(16) if host else values, 16, SIZE=16)
+    with streams.owning(None), torch.cuda.device(1 - device.index):
+        SequenceGroup.from_group().all_gather(values)
 
 
 def _too_much_shared_memory(device: torch.device) -> None:
@@ -118,33 +99,36 @@ def _changed_in_flight(device: torch.device) -> None:
 
 PROGRAMS: dict[str, tuple[Callable[[torch.device], Any], int, str]] = {
     "mixed devices": (_mixed_devices, 1, "Expected all tensors to be on the same device"),
-    "host and device": (_host_and_device, 0, "host tensors of shapes [(1,)]"),
+    "host and device": (
+        lambda device: torch.ones(3, device=device).index_select(0, torch.zeros(1, dtype=torch.int64)),
+        0,
+        "host tensors of shapes [(1,)]",
+    ),
     "to numpy": (lambda device: torch.ones(3, device=device).numpy(), 0, "Use Tensor.cpu() first"),
     "read without a wait": (_read_without_wait, 0, "without a wait"),
     "overwritten while read": (_overwritten_while_read, 0, "overwrites what is read"),
     "read after an earlier event": (_read_after_an_earlier_event, 0, "without a wait"),
-    "a context on another device": (
-        lambda device: torch.ones(3, device=torch.device("cuda", 1 - device.index)),
-        0,
-        "a context on cuda:1, in a thread of the rank on cuda:0",
-    ),
     "a thread without its device": (
         _thread_without_device,
         1,
         "a context on cuda:0, in a thread of the rank on cuda:1",
     ),
-    "a launch while another device is current": (
-        _launch_on_another_device,
-        0,
-        "but the current device is 1",
-    ),
+    "a launch while another device is current": (_launch_on_another_device, 0, "but the current device is 1"),
     "a transfer while another device is current": (
         _transfer_on_another_device,
         0,
         "given to NCCL while the current device is 1",
     ),
-    "a launch with a host tensor": (lambda device: _launch(device, host=True), 0, "on the host"),
-    "a grid that is too large": (lambda device: _launch(device, grid=(1, 65536)), 0, "grid (1, 65536)"),
+    "a launch with a host tensor": (
+        lambda device: double_kernel[(1,)](torch.ones(16, device=device), torch.ones(16), 16, SIZE=16),
+        0,
+        "on the host",
+    ),
+    "a grid that is too large": (
+        lambda device: double_kernel[(1, 65536)](*[torch.ones(16, device=device)] * 2, 16, SIZE=16),
+        0,
+        "grid (1, 65536)",
+    ),
     "too much shared memory": (_too_much_shared_memory, 0, "sm90 has 232448"),
     "a host tensor to NCCL": (
         lambda _: SequenceGroup.from_group().all_gather(torch.ones(3)),

@@ -59,9 +59,8 @@ class Generation:
         import diffusers
 
         with _LOADING:
-            parts = dict(load("wan", folder).components) | {
-                "transformer": make_brief_transformer("wan", seed=6, **LATENTS)
-            }
+            parts = dict(load("wan", folder).components)
+            parts["transformer"] = make_brief_transformer("wan", seed=6, **LATENTS)
             if self.second:
                 parts |= {"transformer_2": make_brief_transformer("wan", seed=7, **LATENTS), "boundary_ratio": 0.875}
         pipe = diffusers.WanPipeline(**parts)

@@ -75,44 +75,35 @@ BFLOAT16 = 5e-2
 BY_SOURCE = {
     "dense": "U2R1", "window": "U1R2", "radial": "U2R1", "svg": "U1R2", "sparge": "U2R2", "sol": "U2R1",
     "vsa": "U2R1", "nabla": "U1R2", "union": "U2R1", "callable": "U2R1", "synthetic": "U1R2",
+    "file": "U2R1", "paro": "U1R2", "lowrank": "U2R1", "record_qk": "U1R2",
 }  # fmt: skip
-LONG = pytest.mark.long
 
 
 @pytest.mark.parametrize(("name", "strategy"), BY_SOURCE.items())
-def test_source_on_gpus_equals_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
-    check(gpu_node, SessionCase({"mask": MASKS[name]}, strategy))
+def test_source_on_gpus_equals_one_process(gpu_node: GpuNode, tmp_path: Path, name: str, strategy: str) -> None:
+    mask = MASKS[name] if name in MASKS else source_with_file(name, tmp_path)
+    check(gpu_node, SessionCase({"mask": mask}, strategy))
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), [("file", "U2R1"), ("paro", "U1R2"), ("lowrank", "U2R1"), ("record_qk", "U1R2")]
-)
-def test_source_with_file_on_gpus_equals_one_process(
-    gpu_node: GpuNode, tmp_path: Path, name: str, strategy: str
-) -> None:
-    check(gpu_node, SessionCase({"mask": source_with_file(name, tmp_path)}, strategy))
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"),
+    ("settings", "strategy", "dtype", "least", "most"),
     [
-        ("sparge", "U2R1"),
-        ("window", "U1R2"),
-        *(pytest.param(*case, marks=LONG) for case in [("sol", "U1R2"), ("vsa", "U1R2"), ("nabla", "U2R1")]),
-        pytest.param("union", "U2R1", marks=LONG),
+        ({"mask": SPARGE}, "U2R1", torch.bfloat16, 0, BFLOAT16),
+        ({"mask": WINDOW, "dense_schedule": {"first_steps": 1}}, "U1R2", torch.bfloat16, 0, BFLOAT16),
+        ({"mask": WINDOW, "precision": "int8"}, "U1R2", torch.float32, 1e-4, 0.2),
     ],
+    ids=["sparge in bfloat16", "window in bfloat16", "int8 in exchanges"],
 )
-def test_source_in_bfloat16_is_near_one_process(gpu_node: GpuNode, name: str, strategy: str) -> None:
-    """Covers every source that predicts, and a static mask, with a dense step before."""
-    settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1}}
-    for errors, _ in gpu_node.run(2, largest_errors, SessionCase(settings, strategy, dtype=torch.bfloat16)):
-        assert max(errors) <= BFLOAT16, errors
+def test_rounded_numbers_are_near_one_process(
+    gpu_node: GpuNode, settings: dict[str, Any], strategy: str, dtype: torch.dtype, least: float, most: float
+) -> None:
+    for errors, _ in gpu_node.run(2, largest_errors, SessionCase(settings, strategy, dtype=dtype)):
+        assert least < max(errors) <= most, errors
 
 
-@pytest.mark.parametrize(("strategy", "name"), [("U1R2", "window"), pytest.param("U2R2", "sparge", marks=LONG)])
-def test_dense_steps_and_layers_on_gpus_equal_one_process(gpu_node: GpuNode, strategy: str, name: str) -> None:
-    settings = {"mask": MASKS[name], "dense_schedule": {"first_steps": 1, "first_layers": 1}}
-    check(gpu_node, SessionCase(settings, strategy, layers=2))
+def test_dense_steps_and_layers_on_gpus_equal_one_process(gpu_node: GpuNode) -> None:
+    settings = {"mask": MASKS["window"], "dense_schedule": {"first_steps": 1, "first_layers": 1}}
+    check(gpu_node, SessionCase(settings, "U1R2", layers=2))
 
 
 CHANGES = (
@@ -127,13 +118,8 @@ CHANGES = (
 
 @pytest.mark.parametrize(
     ("name", "strategy", "calls"),
-    [
-        ("sparge", "U2R1", (CHANGES[0], *CHANGES[2:5])),
-        ("window", "U1R2", CHANGES[5:9]),
-        pytest.param("sparge", "U2R1", CHANGES, marks=LONG),
-        pytest.param("window", "U1R2", CHANGES, marks=LONG),
-    ],
-    ids=["sparge", "window", "sparge-all", "window-all"],
+    [("sparge", "U2R1", (CHANGES[0], *CHANGES[2:5])), ("window", "U1R2", CHANGES[5:9])],
+    ids=["sparge", "window"],
 )
 def test_changes_between_calls_on_gpus_equal_one_process(
     gpu_node: GpuNode, name: str, strategy: str, calls: tuple[Call, ...]
@@ -147,16 +133,8 @@ def test_plan_replaced_at_every_call_equals_one_process(gpu_node: GpuNode) -> No
         assert plans == [1, 2, 3]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("U2R1", marks=LONG), "U1R2"])
-def test_int8_in_exchanges_is_near_one_process(gpu_node: GpuNode, strategy: str) -> None:
-    settings = {"mask": WINDOW, "precision": "int8"}
-    for errors, _ in gpu_node.run(2, largest_errors, SessionCase(settings, strategy)):
-        assert 1e-4 < max(errors) <= 0.2
-
-
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=LONG), 120])
-def test_other_architecture_equals_one_process(gpu_node: GpuNode, arch: int) -> None:
-    check(gpu_node, SessionCase({"mask": SPARGE}, "U2R1"), arch)
+def test_other_architecture_equals_one_process(gpu_node: GpuNode) -> None:
+    check(gpu_node, SessionCase({"mask": SPARGE}, "U2R1"), arch=120)
 
 
 def check(node: GpuNode, case: SessionCase, arch: int = 90) -> list[list[int]]:

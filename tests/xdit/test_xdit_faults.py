@@ -42,7 +42,6 @@ def attach_error(rank: int, world: int, kind: str, config: dict[str, Any]) -> st
     [
         ("unknown of xfuser", {}, 1, "does not know xFuserStrangeTransformer3DWrapper"),
         ("cached before", {}, 1, "attach db-SP before step caches"),
-        ("wrapper", {"strategy": "U3R1"}, 1, "strategy U3R1 needs 3 GPUs"),
         ("wrapper", {}, 2, "use_cfg_parallel: SimpleNamespace does not run the two CFG passes"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Wan's whole family in xfuser's own wrappers and pipelines: two transformers, images, VACE; guidance; VSA's gates."""
+"""Wan in xfuser's own wrappers and pipelines: two transformers, images, guidance, decoding, VSA's gates."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,40 +32,34 @@ THW: dict[str, Any] = {"attention_kwargs": {"thw": None}}
 
 @dataclass(frozen=True)
 class WanCase:
-    """One generation. kind: a tiny model;  folder: where it is;  image: whether it is made from one"""
+    """One generation. kind: a tiny model, "wan-i2v" or "wan2.2";  folder: where it is"""
 
     kind: str
     folder: str
-    config: dict[str, Any] = field(default_factory=dict)
-    image: bool = False
+    config: dict[str, Any]
 
     @property
     def call(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"num_inference_steps": 2} | ({"image": make_image()} if self.image else {})
-        if self.kind == "wan-vace":
-            options |= {"video": [make_image(seed) for seed in range(SIZE["num_frames"])]}
-        if self.kind != "wan-i2v":  # whose cross-attention finds the image behind 512 tokens of text
-            options["max_sequence_length"] = 16
-        return options
+        # cross-attention finds an image behind 512 tokens of text
+        own = {"image": make_image()} if self.kind == "wan-i2v" else {"max_sequence_length": 16}
+        return {"num_inference_steps": 2} | own
 
 
 def load(case: WanCase) -> Any:
     """Returns xfuser's own pipeline, with its transformers."""
     from xfuser.model_executor.pipelines.pipeline_wan_i2v import xFuserWanImageToVideoPipeline
 
-    vace = case.kind == "wan-vace"
-    wrapper, options = (family_class("vace"), {}) if vace else (family_class("wan"), THW)
     names = ("transformer", "transformer_2") if case.kind == "wan2.2" else ("transformer",)
-    parts = {name: wrapper.from_pretrained(case.folder, subfolder=name, **options) for name in names}
-    stock = diffusers.WanVACEPipeline if vace else diffusers.WanPipeline
-    return (xFuserWanImageToVideoPipeline if case.image else stock).from_pretrained(case.folder, **parts)
+    parts = {name: family_class("wan").from_pretrained(case.folder, subfolder=name, **THW) for name in names}
+    cls = xFuserWanImageToVideoPipeline if case.kind == "wan-i2v" else diffusers.WanPipeline
+    return cls.from_pretrained(case.folder, **parts)
 
 
 @by_first_rank
 def made_alone(case: WanCase, mask: dict[str, Any] | None) -> torch.Tensor:
     """Returns one process's latents with a mask, or of dense attention."""
-    cls = {"wan-vace": "WanVACEPipeline"}.get(case.kind, "WanImageToVideoPipeline" if case.image else "WanPipeline")
-    stock = getattr(diffusers, cls).from_pretrained(case.folder, local_files_only=True)
+    cls = diffusers.WanImageToVideoPipeline if case.kind == "wan-i2v" else diffusers.WanPipeline
+    stock = cls.from_pretrained(case.folder, local_files_only=True)
     return latents(stock, case.call) if mask is None else alone(stock, {"mask": mask}, case.call)
 
 
@@ -81,28 +75,22 @@ def run_pipeline(rank: int, world: int, case: WanCase, other: dict[str, Any] | N
     return calls
 
 
-@pytest.mark.parametrize(
-    ("kind", "mask", "image"),
-    [
-        ("wan2.2", SPARGE, False),
-        pytest.param("wan-ti2v", SPARGE, True, marks=pytest.mark.long),
-        pytest.param("wan-vace", MASK, False, marks=pytest.mark.long),
-    ],
-)
-def test_pipeline_equals_one_process(xfuser, tmp_path, kind, mask, image):
-    folder = str(make_tiny(kind, tmp_path / kind))
-    layers, steps, passes = (6 if kind == "wan-vace" else 4), 2, 2
-    for calls in xfuser(2).run(run_pipeline, WanCase(kind, folder, {"mask": mask, "strategy": "U1R2"}, image)):
-        assert sum(calls) == layers * steps * passes
-        assert len(calls) == (2 if kind == "wan2.2" else 1)
+def test_two_transformers_equal_one_process(xfuser, tmp_path):
+    folder = str(make_tiny("wan2.2", tmp_path / "wan2.2"))
+    for calls in xfuser(2).run(run_pipeline, WanCase("wan2.2", folder, {"mask": SPARGE, "strategy": "U1R2"})):
+        layers, steps, passes = 4, 2, 2
+        assert (len(calls), sum(calls)) == (2, layers * steps * passes)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.usefixtures("debug")
-def test_cfg_passes_on_groups_of_their_own_keep_their_masks(xfuser, tmp_path, world):
+@pytest.fixture
+def image_case(tmp_path):
     folder = str(make_tiny("wan-i2v", tmp_path / "wan-i2v"))
-    case = WanCase("wan-i2v", folder, {"mask": BY_BRANCH, "strategy": f"U1R{world // 2}"}, image=True)
-    xfuser(world, 2).run(run_pipeline, case, SWAPPED)
+    return lambda mask: WanCase("wan-i2v", folder, {"mask": mask})
+
+
+@pytest.mark.usefixtures("debug")
+def test_cfg_passes_on_groups_of_their_own_keep_their_masks(xfuser, image_case):
+    xfuser(2, 2).run(run_pipeline, image_case(BY_BRANCH), SWAPPED)
 
 
 def run_decoding(rank: int, world: int, case: WanCase) -> tuple[int, int]:
@@ -125,21 +113,18 @@ def run_decoding(rank: int, world: int, case: WanCase) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_ranks_of_both_cfg_passes_decode_a_video_together(xfuser, tmp_path, world):
-    folder = str(make_tiny("wan-i2v", tmp_path / "wan-i2v"))
-    case = WanCase("wan-i2v", folder, {"mask": MASK, "strategy": f"U1R{world // 2}"}, image=True)
-    found = xfuser(world, 2).run(run_decoding, case)
+def test_ranks_of_both_cfg_passes_decode_a_video_together(xfuser, image_case):
+    found = xfuser(2, 2).run(run_decoding, image_case(MASK))
     whole = found[0][0]
     assert sum(together for _, together in found) == whole
     assert max(together for _, together in found) < 0.7 * whole
 
 
-def run_gated(rank: int, world: int, folder: str, config: dict[str, Any]) -> None:
+def run_gated(rank: int, world: int, folder: str) -> None:
     """Compares a wrapper whose gates are in its checkpoint with one process whose gates were put in by hand."""
     stock, wrapped = put_gates(make_tiny_transformer("wan")), family_class("wan").from_pretrained(folder, **THW)
     before, pipe = fingerprint(wrapped), SimpleNamespace(transformer=wrapped)
-    dbsp_xdit.attach(pipe, {"mask": VSA} | config)
+    dbsp_xdit.attach(pipe, {"mask": VSA, "strategy": "U1R2"})
     for batch in (1, 2):
         inputs = tiny_inputs("wan", batch=batch)
         gated, plain = (outcomes.alone(stock, inputs, {"mask": VSA | {"coarse": coarse}}) for coarse in (True, False))
@@ -152,4 +137,4 @@ def run_gated(rank: int, world: int, folder: str, config: dict[str, Any]) -> Non
 @pytest.mark.usefixtures("debug")
 def test_gates_of_a_coarse_branch_equal_one_process(xfuser, tmp_path):
     save_gated(make_tiny_transformer("wan"), tmp_path)
-    xfuser(2).run(run_gated, str(tmp_path), {"strategy": "U1R2"})
+    xfuser(2).run(run_gated, str(tmp_path))

@@ -8,20 +8,15 @@ import importlib
 import inspect
 import logging
 import os
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from diffusers import CogVideoXPipeline
 
 from dbsp_cli.import_hook import after_import
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.runner import allow_all_degrees, install
-from tests.support.models.tiny_pipelines import latents
 from tests.support.models.tiny_transformers import make_tiny_transformer
-from tests.support.references import by_first_rank
-from tests.support.single_process import attach_single_process
 
 _started: list[tuple[int, int]] = []
 
@@ -94,38 +89,6 @@ def in_xfusers_class(model: str, stock: Any = None) -> Any:
     if model == "minimax-h3":
         wrapped.fuse_qkv_projections()  # as xfuser's runner does
     return wrapped
-
-
-@dataclass(frozen=True)
-class PipelineCase:
-    """A generation of CogVideoX. own: whether by xfuser's own pipeline class, else by diffusers'."""
-
-    folder: str
-    config: dict[str, Any]
-    height: int
-    own: bool = True
-    width: int = 96
-
-    def pipe(self, world: int, data: int = 1) -> Any:
-        pipe = load_cogvideox(self.folder)
-        if self.own:
-            from xfuser import xFuserCogVideoXPipeline
-
-            pipe = xFuserCogVideoXPipeline(pipe, engine_config(world, data=data))
-        return pipe
-
-    def latents(self, pipe: Any, **options: Any) -> torch.Tensor:
-        made: torch.Tensor = latents(pipe, height=self.height, width=self.width, **options)
-        return made
-
-
-@by_first_rank
-def cogvideox_alone(case: PipelineCase) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns one process's latents of dense attention, and with the case's mask."""
-    pipe = load_cogvideox(case.folder)
-    dense = case.latents(pipe)
-    attach_single_process(pipe.transformer, {"mask": case.config["mask"]})
-    return dense, case.latents(pipe)
 
 
 def load_cogvideox(folder: str) -> Any:

@@ -216,12 +216,8 @@ def _krea() -> dict[str, Any]:
     return _guided(text) | _SQUARE
 
 
-def _guided_image(scale: float) -> dict[str, Any]:
-    return {"image": _image(), "true_cfg_scale": scale}
-
-
 def _small_images(module: str, *more: None) -> Callable[[torch.dtype], AbstractContextManager[Any]]:
-    """Brings edited images, which become a megapixel, to 64 × 48. more: results that the pipeline leaves aside"""
+    """Brings images, which become a megapixel, to 64 × 48. more: results that the pipeline leaves aside"""
     function = f"diffusers.pipelines.qwenimage.pipeline_qwenimage_{module}.calculate_dimensions"
     return lambda _: mock.patch(function, return_value=(64, 48, *more))
 
@@ -236,7 +232,6 @@ def _part(name: str) -> Callable[[torch.dtype], dict[str, Any]]:
 
 _FRAMES = [_image() for _ in range(9)]
 _FRAMEPACK = {"num_frames": 9, "latent_window_size": 3}
-_PAIR = {"in_channels": 9, "image_condition_type": "latent_concat", "guidance_embeds": False}
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "WanPipeline": _wan,
     "WanVACEPipeline": lambda: _wan() | {"video": _FRAMES},
@@ -244,7 +239,6 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "ChronoEditPipeline": lambda: _wan() | {"image": _image(), "latents": noise(1, 4, 2, 8, 8)},
     "CogVideoXPipeline": _cogvideox,
     "HunyuanVideoPipeline": lambda: _video() | _hunyuan_text(),
-    "HunyuanVideoImageToVideoPipeline": lambda: _video() | _guided(_hunyuan_text()) | _guided_image(6.0),
     "HunyuanVideo15Pipeline": lambda: _video() | _two_texts(),
     "LTXPipeline": lambda: _masked_text() | {"latents": noise(1, 48, 8), "num_frames": 9, "height": 32, "width": 32},
     "FluxPipeline": lambda: _flux_text() | {"latents": noise(1, 16, 4), **_SQUARE},
@@ -252,12 +246,9 @@ CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "Flux2Pipeline": lambda: {"prompt_embeds": noise(1, 9, 32), "latents": noise(1, 4, 4, 4), **_SQUARE},
     "QwenImagePipeline": lambda: _qwen() | {"latents": noise(1, 16, 16), **_SQUARE},
     "LTX2Pipeline": _ltx2,
-    "LTX2ImageToVideoPipeline": lambda: _ltx2() | {"image": _image()},
     "QwenImageEditPipeline": lambda: _qwen() | {"image": _image(), **_SQUARE},
-    "QwenImageEditPlusPipeline": lambda: _qwen() | {"image": [_image(), _image()], **_SQUARE},
     "QwenImageLayeredPipeline": lambda: _qwen() | {"image": _image(), "prompt": "a red ball", "layers": 2},
     "CosmosTextToWorldPipeline": _wan,
-    "Cosmos2_5_PredictBasePipeline": _wan,
     "HunyuanImagePipeline": lambda: _two_texts() | _SQUARE,
     "ZImagePipeline": lambda: _guided({"prompt_embeds": [noise(9, 16)]}) | {"guidance_scale": 3.0, **_SQUARE},
     "AnyFlowPipeline": lambda: _wan() | {"guidance_scale": 2.0},
@@ -284,7 +275,6 @@ CASES = [
     # rotary tables need a multiple of 16
     Case("CogVideoXPipeline", "cogvideox", _DDIM, 1, {"attention_head_dim": 32}),
     Case("HunyuanVideoPipeline", "hunyuan", _euler(shift=7.0), 1),
-    Case("HunyuanVideoImageToVideoPipeline", "hunyuan", _euler(shift=7.0), 2, _PAIR),
     Case("HunyuanVideo15Pipeline", "hunyuan1.5", _euler(shift=9.0), 2, parts=_guider),
     Case("LTXPipeline", "ltx", _DYNAMIC, 1),
     Case("FluxPipeline", "flux", _DYNAMIC, 1),
@@ -292,12 +282,9 @@ CASES = [
     Case("Flux2Pipeline", "flux2", _DYNAMIC, 1),
     Case("QwenImagePipeline", "qwen", _DYNAMIC, 2),
     Case("LTX2Pipeline", "ltx2", _DYNAMIC, 3, _LTX2_SETTINGS, _ltx2_parts),
-    Case("LTX2ImageToVideoPipeline", "ltx2", _DYNAMIC, 3, _LTX2_SETTINGS | {"rope_type": "split"}, _ltx2_parts),
     Case("QwenImageEditPipeline", "qwen-edit", _DYNAMIC, 2, around=_small_images("edit", None)),
-    Case("QwenImageEditPlusPipeline", "qwen-edit", _DYNAMIC, 2, around=_small_images("edit_plus")),
     Case("QwenImageLayeredPipeline", "qwen-layered", _DYNAMIC, 2, **_LAYERED),
     Case("CosmosTextToWorldPipeline", "cosmos", _EDM, 2, **_CHECKED),
-    Case("Cosmos2_5_PredictBasePipeline", "cosmos2.5", _UNIPC, 2, {"img_context_dim_in": None}, **_CHECKED),
     Case("HunyuanImagePipeline", "hunyuan-image", _euler(shift=5.0), 2, parts=_guider),
     Case("ZImagePipeline", "z-image", _DYNAMIC, 1),
     Case("AnyFlowPipeline", "anyflow", _FLOW_MAP, 1),
@@ -320,8 +307,7 @@ ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "
 """Next to num_layers."""
 
 
-_SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "LTX2Image", "Ovis", "QwenImageEditPlus")
-_SELDOM += ("WanAnimate",)
+_SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "Ovis", "WanAnimate")
 """How the names of pipelines begin that are like others, and run in the long part alone."""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 import dbsp_diffusers
-from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.transformers import transformers_of
+from dbsp_diffusers.sharding.generations import Generations
+from dbsp_diffusers.sharding.guidance import GuidedCalls
 from dbsp_diffusers.sharding.halves import Halves
 from tests.diffusers.models.pipeline_cases import CASES, Case, make_pipe
 from tests.support.models.tiny_pipelines import attach_pipeline, fingerprint
@@ -128,7 +130,6 @@ GUIDED = {
     "sliced outputs": (2, Guided("QwenImagePipeline", "sparge")),
     "guider": (4, Guided("HunyuanVideo15Pipeline")),
     "edited image": (2, Guided("QwenImageEditPipeline", "sparge")),
-    "edited images": (2, Guided("QwenImageEditPlusPipeline", "sparge")),
     "layers": (2, Guided("QwenImageLayeredPipeline", "sparge")),
     "ovis": (2, Guided("OvisImagePipeline", call=MILD)),
     "one batch": (4, Guided("CogVideoXPipeline", "sparge", "U1R2", call=MILD)),
@@ -161,7 +162,6 @@ def test_outputs_of_one_half_alone_are_another_video(threads):
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "odd": ({"guidance": True}, "guidance=True halves the ranks, and there are 3"),
     "class": ({"guidance": True}, "the two CFG passes of LTXVideoTransformer3DModel"),
-    "value": ({"guidance": "both"}, "guidance must be True or False, got 'both'"),
     "mesh": ({"guidance": True, "mesh": object()}, "a mesh says how all of them are used"),
     "auto": ({"guidance": "auto"}, "guidance must be True or False, got 'auto'"),
     "on one rank": ({"guidance": True}, "differ"),
@@ -172,18 +172,15 @@ REJECTED: dict[str, tuple[dict[str, Any], str]] = {
 def rejected_by_enable(rank: int, world: int, name: str) -> None:
     pipe = Guided("LTXPipeline" if name == "class" else "WanPipeline").pipe()
     before, (options, part) = fingerprint(pipe.transformer), REJECTED[name]
-    if rank != world - 1 and name.endswith("one rank"):
-        options = {"guidance": name != "on one rank"}
+    if rank != world - 1 and name == "on one rank":
+        options = {"guidance": False}
     assert part in said(lambda: dbsp_diffusers.enable(pipe, {"mask": MASKS["dense"]}, **options))
     assert fingerprint(pipe.transformer) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [*((name, 3 if name == "odd" else 2) for name in REJECTED), ("on one rank", 4)],
-)
-def test_enable_rejects_on_all_ranks(threads, name, world):
-    threads(world).run(rejected_by_enable, name)
+@pytest.mark.parametrize("name", REJECTED)
+def test_enable_rejects_on_all_ranks(threads, name):
+    threads(3 if name == "odd" else 2).run(rejected_by_enable, name)
 
 
 def rejected_in_a_pass(rank: int, world: int, name: str) -> str:
@@ -202,22 +199,110 @@ def test_passes_that_halves_cannot_share_are_rejected(threads, name, part):
         assert part in answer
 
 
-def failing_in_one_half(rank: int, world: int) -> None:
-    """Makes a call whose mask fails in the second half, and one that must be right."""
-    guided = Guided(strategy="U1R2")
-    _, expected = in_one_process(guided)
-    pipe = guided.pipe()
-    session = dbsp_diffusers.enable(pipe, guided.config, guidance=True)
-    no_mask = mock.patch.object(session, "attend", side_effect=UserError("no mask"))
-    with no_mask if rank >= world // 2 else nullcontext():
-        assert "rank(s) [2, 3]: no mask" in said(lambda: guided.made(pipe))
-    assert_near(guided.made(pipe), expected)
-
-
-def test_error_in_one_half_is_raised_in_both(threads):
-    threads(4).run(failing_in_one_half)
-
-
 def test_halves_on_processes(pool):
     pool(4).run(run_guided, Guided(strategy="U1R2"))
-    pool(4).run(failing_in_one_half)
+
+
+def dynamic(pipe: Any, step: int, timestep: Any, kept: dict[str, Any]) -> dict[str, Any]:
+    """A callback that ends guidance after the first step, and lets it return after the third."""
+    pipe._guidance_scale = 1.0 if step < 2 else 5.0
+    return kept
+
+
+@shared
+def dynamic_in_one_process(guided: Guided) -> torch.Tensor:
+    pipe = guided.pipe()
+    attach_pipeline(pipe, guided.config)
+    return guided.made(pipe, num_inference_steps=5, callback_on_step_end=dynamic)
+
+
+def guidance_that_changes(rank: int, world: int, guided: Guided) -> None:
+    expected, pipe = dynamic_in_one_process(guided), guided.pipe()
+    dbsp_diffusers.enable(pipe, guided.config, guidance=True)
+    for _ in range(2):
+        assert_near(guided.made(pipe, num_inference_steps=5, callback_on_step_end=dynamic), expected)
+
+
+@pytest.mark.parametrize("threshold", [None, 10.0])
+def test_guidance_that_ends_and_returns_equals_one_process(threads, threshold):
+    """Runs without a first-block cache, and with one that skips."""
+    threads(2).run(guidance_that_changes, Guided(cache=threshold))
+
+
+def rejected(call: Callable[[Any, Any], object]) -> str:
+    """Returns what a call of an enabled pipeline, and its session, says. The next call must be right."""
+    guided, (_, expected) = Guided(), in_one_process(Guided())
+    pipe = guided.pipe()
+    session = dbsp_diffusers.enable(pipe, guided.config, guidance=True)
+    answer = said(lambda: call(pipe, session))
+    assert_near(guided.made(pipe), expected)
+    return answer
+
+
+def early_reader(rank: int, world: int, steps: int) -> str:
+    return rejected(lambda pipe, _: Guided().made(pipe, num_inference_steps=steps))
+
+
+@pytest.mark.parametrize(("steps", "step"), [(1, 0), (2, 1)])
+def test_output_that_is_read_before_the_second_pass_is_an_error_on_all_ranks(threads, steps, step):
+    """Copies the first pass's output in one step."""
+    first, passes = GuidedCalls._first_pass, Counter[int]()
+
+    def copied(calls: GuidedCalls, *args: Any) -> torch.Tensor:
+        rank = calls.halves.ranks.rank
+        passes[rank] += 1
+        output = first(calls, *args)
+        return output.clone() if passes[rank] == step + 1 else output
+
+    with mock.patch.object(GuidedCalls, "_first_pass", copied):
+        for answer in threads(2).run(early_reader, steps):
+            assert answer.startswith("UserError: the latents became NaN on rank(s) [")
+            assert "copied before the second one" in answer
+
+
+def without_second(rank: int, world: int, in_call: bool) -> str:
+    """Returns what is said of a pass that no second one follows: at the end of the call, or in the next pass."""
+
+    def call(pipe: Any, session: Any) -> None:
+        if in_call:
+            Guided().made(pipe, guidance_scale=1.0, num_inference_steps=1)
+        for time in (900.0, 500.0):
+            with torch.no_grad(), pipe.transformer.cache_context("cond"):
+                pipe.transformer(**tiny_inputs("wan") | {"timestep": torch.tensor([time])})
+
+    return rejected(call)
+
+
+@pytest.mark.parametrize("in_call", [True, False])
+def test_pass_without_the_second_one_that_was_announced_is_an_error_on_all_ranks(threads, in_call):
+    with mock.patch.object(Generations, "has_second_pass", return_value=True):
+        for answer in threads(2).run(without_second, in_call):
+            assert "a pass in cache context 'cond' was not followed by one in 'uncond' of the same step" in answer
+
+
+def failing_half(rank: int, world: int, half: int, step: int, error: type[Exception]) -> str:
+    """Returns what a call says in which one half fails in some step."""
+
+    def call(pipe: Any, session: Any) -> None:
+        attend, calls = session.attend, Counter[str]()
+
+        def fail(*args: Any, **options: Any) -> torch.Tensor:
+            calls["attend"] += 1
+            if rank // (world // 2) == half and calls["attend"] > step * session.layers:
+                raise error("out of memory")
+            return attend(*args, **options)
+
+        with mock.patch.object(session, "attend", fail):
+            Guided().made(pipe)
+
+    return rejected(call)
+
+
+@pytest.mark.parametrize(("half", "step", "error"), [(0, 0, torch.OutOfMemoryError), (1, 2, ValueError)])
+def test_error_in_one_half_ends_both_in_every_step(threads, half, step, error):
+    for rank, answer in enumerate(threads(4).run(failing_half, half, step, error)):
+        assert "out of memory" in answer
+        if rank // 2 == half:
+            assert answer.startswith(error.__name__), "the rank's own error keeps its type"
+        else:
+            assert f"rank(s) {[2 * half, 2 * half + 1]}" in answer

@@ -23,14 +23,8 @@ CASES = [
     ("flux", 2, "U2R1", "synthetic", True),
     ("ltx2", 2, "U2R1", "synthetic", False),
     ("krea2", 2, "U1R2", "synthetic", True),
+    pytest.param("wan", 4, "U2R2", "synthetic", False, marks=pytest.mark.long),
 ]
-LONG = [
-    ("wan", 4, "U2R2", "synthetic", False),
-    ("ltx2.3", 2, "U1R2", "sparge", True),
-    ("animate", 2, "U2R1", "synthetic", True),
-    ("consisid", 2, "U1R2", "synthetic", False),
-]
-CASES += [pytest.param(*case, marks=pytest.mark.long) for case in LONG]
 
 
 def backward(transformer: Any, model: str) -> dict[str, torch.Tensor]:

@@ -51,21 +51,19 @@ def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
     return {"mask": MASKS[mask], **({"strategy": strategy} if strategy else {})}
 
 
-def losses_of_training(rank: int, world: int, steps: int, sequence: int, mask: str, strategy: str) -> list[float]:
+def losses_of_training(rank: int, world: int, sequence: int, strategy: str) -> list[float]:
     """Steps of AdamW over groups of `sequence` ranks, the rest data parallel by DDP. Returns each step's loss."""
     mesh = init_device_mesh("cpu", (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
     data, mine = mesh["data"].get_group(), BATCH // (world // sequence)
     transformer = make_tiny_transformer("wan").train()
     if sequence > 1:
-        dbsp_diffusers.enable(transformer, _config(mask, strategy), group=mesh["sequence"].get_group())
-        undo = dbsp_diffusers.disable
+        dbsp_diffusers.enable(transformer, _config("synthetic", strategy), group=mesh["sequence"].get_group())
     else:
-        attached = attach_single_process(transformer, _config(mask))
-        undo = lambda _: attached.detach()  # noqa: E731
+        attach_single_process(transformer, _config("synthetic"))
     model = DistributedDataParallel(transformer, process_group=data) if data.size() > 1 else transformer
     optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3)
     losses = []
-    for step in range(steps):
+    for step in range(3):
         loss = _loss(model, step, mesh["data"].get_local_rank() * mine, mine)
         optimizer.zero_grad()
         loss.backward()
@@ -75,17 +73,15 @@ def losses_of_training(rank: int, world: int, steps: int, sequence: int, mask: s
         total = loss.detach() / data.size()
         dist.all_reduce(total, group=data)
         losses.append(float(total))
-    undo(transformer)
+    dbsp_diffusers.disable(transformer)
     return losses
 
 
-@pytest.mark.parametrize("steps", [3, pytest.param(50, marks=pytest.mark.long)])
-def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool, steps):
+def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool):
     """Trains on two items a step, each at its own timestep; on four ranks two groups of two have one item each."""
-    (alone,) = pool(1).run(losses_of_training, steps, 1, "synthetic", "U1R1")
-    assert alone[-1] < 0.8 * alone[0] or steps < 50, "there must be something to learn"
-    for world, sequence, strategy in [(2, 2, "U1R2"), (4, 2, "U2R1")]:
-        for losses in pool(world).run(losses_of_training, steps, sequence, "synthetic", strategy):
+    (alone,) = pool(1).run(losses_of_training, 1, "U1R1")
+    for world, strategy in [(2, "U1R2"), (4, "U2R1")]:
+        for losses in pool(world).run(losses_of_training, 2, strategy):
             assert losses == pytest.approx(alone, abs=1e-5)
 
 
@@ -106,15 +102,13 @@ def summed_gradients(transformer: Any, *batch: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def gradients_under_fsdp(rank: int, world: int, over: str, checkpointing: bool) -> None:
-    """Shards parameters over all ranks, or "data", of two that share a sequence each, or both ("hybrid")."""
+def gradients_under_fsdp(rank: int, world: int) -> None:
+    """Shards parameters over two groups that share a sequence each, under checkpoints."""
     expected, data = expected_gradients("synthetic", False), world // 2
     mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "sequence"))
-    everyone = init_device_mesh("cpu", (world,), mesh_dim_names=("everyone",))
     transformer = make_tiny_transformer("wan").train()
-    if checkpointing:
-        transformer.enable_gradient_checkpointing()
-    shard_fully(transformer, {"everyone": everyone, "data": mesh["data"], "hybrid": mesh}[over])
+    transformer.enable_gradient_checkpointing()
+    shard_fully(transformer, mesh)
     dbsp_diffusers.enable(transformer, _config("synthetic"), group=mesh["sequence"].get_group())
     mine = BATCH // data
     found = summed_gradients(transformer, mesh["data"].get_local_rank() * mine, mine)
@@ -122,15 +116,8 @@ def gradients_under_fsdp(rank: int, world: int, over: str, checkpointing: bool) 
     assert share_apart(found.values(), expected.values()) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("world", "over", "checkpointing"),
-    [
-        (4, "hybrid", True),
-        pytest.param(4, "everyone", True, marks=pytest.mark.long),
-    ],
-)
-def test_fsdp2_has_one_process_gradients(pool, world, over, checkpointing):
-    pool(world).run(gradients_under_fsdp, over, checkpointing)
+def test_fsdp2_has_one_process_gradients(pool):
+    pool(4).run(gradients_under_fsdp)
 
 
 def _with_lora() -> Any:
@@ -144,11 +131,10 @@ def _with_lora() -> Any:
     return transformer
 
 
-def gradients_of_lora(rank: int, world: int, strategy: str, checkpointing: bool) -> None:
+def gradients_of_lora(rank: int, world: int) -> None:
     expected, transformer = expected_gradients("sparge", True), _with_lora()
-    if checkpointing:
-        transformer.enable_gradient_checkpointing()
-    dbsp_diffusers.enable(transformer, _config("sparge", strategy))
+    transformer.enable_gradient_checkpointing()
+    dbsp_diffusers.enable(transformer, _config("sparge", "U2R1"))
     found = summed_gradients(transformer)
     assert found.keys() == expected.keys()
     assert all("lora_" in name for name in found)
@@ -156,13 +142,9 @@ def gradients_of_lora(rank: int, world: int, strategy: str, checkpointing: bool)
     assert share_apart(found.values(), expected.values()) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("world", "strategy", "checkpointing"),
-    [(2, "U2R1", True), pytest.param(4, "U2R2", False, marks=pytest.mark.long)],
-)
-def test_lora_adapters_have_one_process_gradients(pool, world, strategy, checkpointing):
+def test_lora_adapters_have_one_process_gradients(pool):
     pytest.importorskip("peft")
-    pool(world).run(gradients_of_lora, strategy, checkpointing)
+    pool(2).run(gradients_of_lora)
 
 
 def under_autocast(rank: int, world: int) -> None:
@@ -174,19 +156,17 @@ def under_autocast(rank: int, world: int) -> None:
 
     expected = backward(make_tiny_transformer("wan").train())
     transformer = make_tiny_transformer("wan").train()
-    session = dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
-    given: set[torch.dtype] = set()
+    dbsp_diffusers.enable(transformer, {"mask": {"source": "dense"}})
+    given: set[tuple[torch.dtype, bool]] = set()
     attend = sessions.attend
 
-    def watched(prepared: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> torch.Tensor:
-        given.update(t.dtype for t in (q, k, v))
-        assert not torch.is_autocast_enabled("cpu"), "nothing within attention is cast"
-        return attend(prepared, q, k, v, *options)
+    def watched(prepared: Any, q: torch.Tensor, *others: Any) -> torch.Tensor:
+        given.add((q.dtype, torch.is_autocast_enabled("cpu")))
+        return attend(prepared, q, *others)
 
     with patch.object(sessions, "attend", watched):
         backward(transformer)
-    assert given == {torch.bfloat16}
-    assert session.statistics()["calls"] == session.layers
+    assert given == {(torch.bfloat16, False)}, "nothing within attention is cast"
     dbsp_diffusers.sum_gradients(transformer)
     assert share_apart(gradients_of(transformer).values(), expected.values()) <= 0.02
     dbsp_diffusers.disable(transformer)
@@ -210,27 +190,3 @@ def by_step(rank: int, world: int, training: bool) -> None:
 def test_masks_by_denoising_step_are_rejected_in_training(pool):
     assert_all_raise(pool, 2, "training draws timesteps at random", by_step, True)
     pool(2).run(by_step, False)
-
-
-def masks_are_constants(rank: int, world: int) -> None:
-    """Asks a mask source without autograd, and gives q and k gradients all the same."""
-    asked: list[bool] = []
-    transformer = make_tiny_transformer("wan").train()
-    session = dbsp_diffusers.enable(transformer, _config("sparge"))
-    source = type(session.config.mask)
-    mask = source.mask
-
-    def watched(self: Any, *args: Any) -> Any:
-        asked.append(torch.is_grad_enabled())
-        return mask(self, *args)
-
-    with patch.object(source, "mask", watched):
-        _loss(transformer, 0).backward()
-    dbsp_diffusers.disable(transformer)
-    assert set(asked) == {False}
-    attention = transformer.blocks[0].attn1
-    assert all(bool(part.weight.grad.any()) for part in (attention.to_q, attention.to_k))
-
-
-def test_predicted_masks_are_constants_of_backward(pool):
-    pool(2).run(masks_are_constants)

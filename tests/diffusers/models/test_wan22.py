@@ -35,28 +35,14 @@ def run_kind(rank: int, world: int, kind: str, folder: str, config: dict[str, An
     ("kind", "mask"),
     [
         pytest.param("a14b", SPARGE, marks=pytest.mark.long),  # with masks that are not predicted: below
-        pytest.param("ti2v", MASK, marks=pytest.mark.long),
         ("ti2v of an image", SPARGE),
         ("i2v of Wan2.1", MASK),
-        pytest.param("i2v of Wan2.2", MASK, marks=pytest.mark.long),
         ("vace with references", SPARGE),
     ],
     ids=lambda part: part if isinstance(part, str) else part["source"],
 )
 def test_pipeline_equals_one_process(pool, folder, kind, mask):
     pool(2).run(run_kind, kind, folder, {"mask": mask, "strategy": "U1R2"})
-
-
-def run_record_qk(rank: int, world: int, folder: str, where: str) -> None:
-    """Records queries and keys of Wan2.2's two transformers, whose layers have the same numbers."""
-    pipe, _ = make_pipe("a14b", folder)
-    dbsp_diffusers.enable(pipe, {"mask": {"source": "record_qk", "path": where}, "strategy": "U1R2"})
-    paths = [session.config.mask.path for session in dbsp_diffusers.sessions_of(pipe).values()]
-    assert paths == [f"{where}/transformer", f"{where}/transformer_2"]
-
-
-def test_queries_and_keys_of_two_transformers_are_recorded_apart(pool, folder, tmp_path):
-    pool(2).run(run_record_qk, folder, str(tmp_path / "qk"))
 
 
 def run_both(rank: int, world: int, folder: str, where: str) -> None:

@@ -34,34 +34,21 @@ def make_pipe(kind: str, folder: str) -> tuple[Any, dict[str, Any]]:
     if kind == "ti2v":
         return diffusers.WanPipeline(**parts | {"expand_timesteps": True}), {}
     parts.pop("transformer_2", None)
-    if kind.startswith("vace"):
+    if kind == "vace with references":
         transformer = make_tiny_transformer("vace", vace_in_channels=96, **LATENTS)
         pipe = diffusers.WanVACEPipeline(**parts | {"transformer": transformer})
-        video: dict[str, Any] = {"video": [make_image(seed) for seed in range(5)]}
-        return pipe, video | ({"reference_images": [[make_image(9)]]} if kind == "vace with references" else {})
+        return pipe, {"video": [make_image(seed) for seed in range(5)], "reference_images": [[make_image(9)]]}
     if kind == "ti2v of an image":
         return diffusers.WanImageToVideoPipeline(**parts | {"expand_timesteps": True}), image
-    sizes = LATENTS | {"in_channels": 36}
-    if kind == "i2v of Wan2.2":
-        return diffusers.WanImageToVideoPipeline(
-            **parts | {"transformer": make_tiny_transformer("wan", **sizes)}
-        ), image
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
+    sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        encoder = CLIPVisionModel(
-            CLIPVisionConfig(
-                hidden_size=20,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                intermediate_size=32,
-                image_size=32,
-                patch_size=8,
-            )
-        ).eval()
+        encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=32, patch_size=8)).eval()
     processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    parts |= {"transformer": make_tiny_transformer("wan-i2v", **sizes), "image_encoder": encoder}
+    parts |= {"transformer": make_tiny_transformer("wan-i2v", **LATENTS | {"in_channels": 36})}
+    parts |= {"image_encoder": encoder}
     return diffusers.WanImageToVideoPipeline(**parts, image_processor=processor), image
 
 

@@ -16,11 +16,6 @@ from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.outcomes import said, share_apart
 from tests.support.workers import assert_all_raise
 
-
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
-
-
 SEVERAL: dict[str, Any] = {"mask": "sparge", "samples": (2, 1), "seed": 8, "fsdp": True, "checkpointing": True}
 
 
@@ -34,10 +29,8 @@ SEVERAL: dict[str, Any] = {"mask": "sparge", "samples": (2, 1), "seed": 8, "fsdp
         (4, PackedCase("g2n2", "dense", (3, 2), seed=14, model="hunyuan", local=False, planner="contiguous")),
         (4, PackedCase("g2n2", samples=(2,), seed=13, model="wan-lora", checkpointing=True)),
         (4, PackedCase("g4n1", samples=(3, 3), seed=14, moved=True)),  # the same sizes in another layout
-        long(4, PackedCase("g1n2+g2n1", **SEVERAL, model="flux")),
-        long(4, PackedCase("g1n2+g2n1", **SEVERAL | {"mask": "synthetic"}, model="hunyuan")),
-        long(6, PackedCase("g2n3", samples=(2, 12), seed=9)),
-        long(6, PackedCase("g1n2+g4n1", samples=(3, 20), seed=12)),
+        pytest.param(4, PackedCase("g1n2+g2n1", **SEVERAL, model="flux"), marks=pytest.mark.long),
+        pytest.param(6, PackedCase("g1n2+g4n1", samples=(3, 20), seed=12), marks=pytest.mark.long),
     ],
     ids=lambda value: f"{value.model} {value.bags}" if isinstance(value, PackedCase) else str(value),
 )
@@ -73,10 +66,9 @@ def int8_in_bags(rank: int, world: int, case: PackedCase) -> float:
     return max((share_apart([a], [expected[one]]) for a, one in zip(found, mine, strict=True)), default=0.0)
 
 
-@pytest.mark.parametrize(("bags", "samples"), [("g2n2", 3), ("g1n2+g2n1", 1)])
-def test_int8_in_bags_is_near_one_by_one_without_gradients(pool, bags, samples):
+def test_int8_in_bags_is_near_one_by_one_without_gradients(pool):
     """Expects rejections on all ranks, also where a bag has nothing to attend to."""
-    assert 1e-6 < max(pool(4).run(int8_in_bags, PackedCase(bags, "dense", samples=(samples,), seed=3))) < 0.02
+    assert 1e-6 < max(pool(4).run(int8_in_bags, PackedCase("g1n2+g2n1", "dense", samples=(1,), seed=3))) < 0.02
 
 
 def _sample(*thw: int) -> PackedSample:
@@ -84,40 +76,23 @@ def _sample(*thw: int) -> PackedSample:
     return PackedSample(torch.randn(4, t, 2 * h, 2 * w), torch.tensor(500.0), torch.randn(3, 16))
 
 
-def groups_of_attention(rank: int, world: int, bags: str) -> None:
+def groups_of_attention(rank: int, world: int) -> None:
     """Compares the ranks in which a bag attends with those that distribute sequences."""
     transformer = make_tiny_transformer("wan")
     session = dbsp_diffusers.enable(transformer, {"mask": CONFIGS["dense"]})
-    found = packed_forward_local(transformer, [_sample(1, 4, 6)], bags=bags)
+    found = packed_forward_local(transformer, [_sample(1, 4, 6)], bags="g2n2")
     assert found.session is not None
     members, whole = (dist.get_process_group_ranks(one.group.group) for one in (found.session, session))
     assert members == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert whole == [0, 1, 2, 3]
-    packed_forward_local(transformer, [_sample(2, 4, 6)], bags=bags)
-    again = packed_forward_local(transformer, [_sample(1, 4, 6)], bags=bags)
+    packed_forward_local(transformer, [_sample(2, 4, 6)], bags="g2n2")
+    again = packed_forward_local(transformer, [_sample(1, 4, 6)], bags="g2n2")
     assert again.session is found.session, "groups and sessions are made once"
     dbsp_diffusers.disable(transformer)
 
 
 def test_attention_stays_within_the_bag(pool):
-    pool(4).run(groups_of_attention, "g2n2")
-
-
-def tokens_held(rank: int, world: int, bags: dict[str, Any]) -> int:
-    """Returns the most tokens of a rank."""
-    transformer = make_tiny_transformer("wan")
-    dbsp_diffusers.enable(transformer, {"mask": CONFIGS["dense"]})
-    own = [[_sample(1, 4, 6)], [_sample(1, 4, 6)], [_sample(4, 4, 6)], []][rank]
-    plan = packed_forward_local(transformer, own, bags=bags).plan
-    dbsp_diffusers.disable(transformer)
-    assert plan is not None
-    return int(plan.runs.by_rank(world).max())
-
-
-def test_tokens_per_rank_stay_within_max_tokens(pool):
-    """Sequences of 24, 24 and 96 tokens: bags of two hold the last, and then none of the others, at 48 a rank."""
-    for held in pool(4).run(tokens_held, {"topology": "g2n2", "max_tokens": 48}):
-        assert held <= 48
+    pool(4).run(groups_of_attention)
 
 
 def bad_bags(rank: int, world: int, bags: list[Any], in_config: bool, config: dict[str, Any]) -> None:

@@ -45,8 +45,6 @@ def denoised(
     ("world", "kind", "enabled", "output_type", "bags"),
     [
         (1, "a14b", False, "np", None),
-        pytest.param(1, "ti2v", False, "latent", None, marks=pytest.mark.long),
-        pytest.param(2, "a14b", True, "latent", "g1n2", marks=pytest.mark.long),
         (2, "ti2v", True, "latent", None),
         pytest.param(4, "ti2v", True, "latent", "g1n2+g2n1", marks=pytest.mark.long),
     ],
