@@ -42,11 +42,6 @@ _parsed = cache(ast.parse)
 _walked = cache(lambda source: list(ast.walk(_parsed(source))))
 
 
-def docstrings_of(path: Path) -> list[str]:
-    """Returns a source file's texts that are statements: of modules, classes and functions, and those below fields."""
-    return [text.value for text in _docstrings(path)]
-
-
 def strings_of(path: Path) -> set[str]:
     """Returns a source file's other texts."""
     prose = {id(text) for text in _docstrings(path)}
