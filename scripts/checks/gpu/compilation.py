@@ -40,7 +40,7 @@ def compiled(setting: Setting, shape: Shape, tiles: Tiles) -> Iterator[Row]:
     in_use = tiles == used_tiles(setting, shape)
     for name in ("serialised", "local_in_loops"):
         yield Row(name.replace("_", " "), float(record[name]), "", 0.0 if in_use else None)
-    for name in ("seconds", "products", "waits", "in_flight", "registers", "spills", "programs_per_multiprocessor"):
+    for name in ("seconds", "products", "waits", "registers", "spills", "programs_per_multiprocessor"):
         if record[name] is not None:
             yield Row(name.replace("_", " "), float(record[name]))
 

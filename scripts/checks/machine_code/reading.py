@@ -12,16 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from scripts.checks.machine_code.launches import Compiled
-from scripts.checks.machine_code.sass import (
-    LOCAL,
-    OF_INT8,
-    OF_WARPGROUPS,
-    PRODUCTS,
-    Instruction,
-    in_flight_at_exponentials,
-    instructions,
-    loops,
-)
+from scripts.checks.machine_code.sass import LOCAL, OF_INT8, OF_WARPGROUPS, PRODUCTS, Instruction, instructions, loops
 
 
 class Multiprocessor(NamedTuple):
@@ -44,10 +35,7 @@ MULTIPROCESSORS = {
     121: Multiprocessor(100 << 10, 1536),
 }
 """By architecture, as in the CUDA C++ Programming Guide, "Compute Capabilities"."""
-OF_STEP = (
-    *("tile_distance", "products", "products_of_int8", "waits", "in_flight", "tile_waits", "exponentials", "fused"),
-    *("instructions", "serialised"),
-)
+OF_STEP = ("tile_distance", "products", "products_of_int8", "waits", "exponentials", "fused", "serialised")
 
 
 def findings(compiled: Compiled, arch: int) -> dict[str, Any]:
@@ -79,10 +67,7 @@ def of_step(compiled: Compiled, code: Sequence[Instruction]) -> dict[str, Any]:
     Returns:
         tile_distance: Steps before their use at which tiles of keys and values are fetched; 0: in the same one.
         products, products_of_int8, waits: Tensor-core instructions, those that multiply int8, and waits for them.
-        in_flight: Of a warpgroup's products, those queued and not waited for while an exponential runs, on average;
-            None: not sm90.
-        tile_waits: Instructions that wait for tiles.
-        exponentials, fused, instructions: EX2, fused multiply-adds, and all together.
+        exponentials, fused: EX2, and fused multiply-adds.
         serialised: ptxas says, or the loop shows, that no product runs next to another.
     """
     loop = full_loop(code)
@@ -96,11 +81,8 @@ def of_step(compiled: Compiled, code: Sequence[Instruction]) -> dict[str, Any]:
         "products": products,
         "products_of_int8": sum(step[name] for name in OF_INT8),
         "waits": waits,
-        "in_flight": in_flight_at_exponentials(loop),
-        "tile_waits": step["SYNCS.PHASECHK"] + step["DEPBAR"],
         "exponentials": step["MUFU.EX2"],
         "fused": step["FFMA"] + 2 * step["FFMA2"],
-        "instructions": step.total(),
         "serialised": is_serialised(compiled.log) or (of_warpgroups > 2 and waits >= products),
     }
 

@@ -27,17 +27,13 @@ class Instruction:
     text: str
 
     @property
-    def opcode(self) -> str:
-        """With all of its suffixes, as "LDSM.16.M88.4"."""
-        return re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]
-
-    @property
     def name(self) -> str:
         """Name, with as much of its suffix as says what it does."""
-        for kept in ("MUFU.EX2", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "SYNCS.PHASECHK"):
-            if self.opcode.startswith(kept):
+        opcode = re.sub(r"^@!?U?P\w+\s+", "", self.text).split()[0]  # as "LDSM.16.M88.4"
+        for kept in ("MUFU.EX2", "WARPGROUP.DEPBAR"):
+            if opcode.startswith(kept):
                 return kept
-        return self.opcode.split(".")[0]
+        return opcode.split(".")[0]
 
     @property
     def target(self) -> int | None:
@@ -66,32 +62,3 @@ def loops(code: Sequence[Instruction]) -> list[Sequence[Instruction]]:
             if not any(inner.name == "EXIT" for inner in body):
                 bodies.append(body)
     return bodies
-
-
-def _queue_of_products(waiting: list[int], instruction: Instruction) -> list[int]:
-    """Returns the groups of products not waited for after an instruction; the last one is open."""
-    if instruction.name in OF_WARPGROUPS:
-        waiting = [*waiting[:-1], waiting[-1] + 1]
-        return [*waiting, 0] if "gsb" in instruction.text else waiting
-    if instruction.name == "WARPGROUP.DEPBAR":
-        kept = int(instruction.text.rsplit(",", 1)[1], 16)
-        return [*(waiting[:-1][-kept:] if kept else []), waiting[-1]]
-    return waiting
-
-
-def in_flight_at_exponentials(loop: Sequence[Instruction]) -> float | None:
-    """Counts a warpgroup's products not yet waited for at a MUFU.EX2 of a step, on average; None: there are none.
-
-    What is 0 has nothing on the tensor core while its softmax runs. Exponentials of one value a row count as others.
-    """
-    if not any(instruction.name in OF_WARPGROUPS for instruction in loop):
-        return None
-    waiting: list[int] = [0]
-    for instruction in loop:  # a step before, for what it leaves in flight
-        waiting = _queue_of_products(waiting, instruction)
-    counted = []
-    for instruction in loop:
-        waiting = _queue_of_products(waiting, instruction)
-        if instruction.name == "MUFU.EX2":
-            counted.append(sum(waiting))
-    return sum(counted) / len(counted) if counted else None
