@@ -92,7 +92,7 @@ FRAMEWORKS = (
         "xDiT",
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
-        "from dbsp_cli.import_hook import after_import; from dbsp_xdit.runner import install; "
+        "from dbsp_cli.autoload import after_import; from dbsp_xdit.runner import install; "
         "install(after_import); import xfuser.runner, dbsp_xdit.attachment",
         "for xdit --sp-backend dbsp",
     ),

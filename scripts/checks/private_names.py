@@ -85,7 +85,7 @@ def _source(value: Any) -> str:
 
 
 def main() -> None:
-    from dbsp_cli.import_hook import after_import
+    from dbsp_cli.autoload import after_import
     from dbsp_xdit.runner import install
     from tests.support import interpreter  # noqa: F401  before anything else imports triton
 

@@ -35,7 +35,7 @@ LESS = {
 }
 """Fewer steps of a smaller video, for time's sake."""
 ON_CPU = """import runpy, sys
-from dbsp_cli.import_hook import after_import
+from dbsp_cli.autoload import after_import
 from dbsp_xdit.runner import allow_all_degrees, install
 allow_all_degrees(install(after_import))  # xfuser cannot be imported without a GPU otherwise
 sys.argv = ["xdit_wan.py", *sys.argv[1:]]

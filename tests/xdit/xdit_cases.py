@@ -13,7 +13,7 @@ from typing import Any
 
 from diffusers import CogVideoXPipeline
 
-from dbsp_cli.import_hook import after_import
+from dbsp_cli.autoload import after_import
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.runner import allow_all_degrees, install
 from tests.support.models.tiny_transformers import make_tiny_transformer
