@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.config import DbspConfig
 from dbsp_core.reports.collect import require_report_folder
 from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.utils.errors import UserError
@@ -62,13 +61,17 @@ def preflight(argv: Sequence[str]) -> None:
         raise UserError("--prompt is missing; say what to generate")
     require_possible(config)
     for image in args["input_images"] or ():
-        require_image(image)
+        _require_image(image)
     if torchrun["--nnodes"] == "1":  # of several nodes, one writes
-        require_places(args["output_directory"], config)
+        require_folder_path(Path(args["output_directory"]).absolute(), "--output_directory")
+        if config.report:
+            require_report_folder(Path(config.report).absolute(), "report")
+        if config.record:
+            require_new_recording(Path(config.record).absolute(), f"${RECORD}")
     require_checkpoint(source_of(args["model"]))
 
 
-def require_image(image: str) -> None:
+def _require_image(image: str) -> None:
     """Raises UserError for a file of `--input_images` that is no image; addresses in the network pass."""
     from PIL import Image
 
@@ -79,15 +82,6 @@ def require_image(image: str) -> None:
         Image.open(image).verify()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"--input_images {image} cannot be read as an image; give a PNG or JPEG") from error
-
-
-def require_places(output_directory: str, config: DbspConfig) -> None:
-    """Raises UserError where xfuser's videos, a report or recorded masks cannot be written."""
-    require_folder_path(Path(output_directory).absolute(), "--output_directory")
-    if config.report:
-        require_report_folder(Path(config.report).absolute(), "report")
-    if config.record:
-        require_new_recording(Path(config.record).absolute(), f"${RECORD}")
 
 
 @exit_on_user_error()

@@ -145,9 +145,7 @@ def bench_command(
         work.say(f"one rank exchanges nothing: rates of exchanges are those of {others.name}, not measured")
     worst = max(abs(attention.predicted_s / attention.seconds - 1) for attention in measured.attentions)
     if worst > _WRONG:
-        work.say(
-            f"these constants predict a measured attention wrong by {worst:.0%}: something else ran; measure again"
-        )
+        work.say(f"these constants predict an attention wrong by {worst:.0%}: something else ran; measure again")
     print(f"wrote {out}", file=sys.stderr)
 
 
@@ -368,14 +366,12 @@ def measure(work: Workload, others: Constants) -> Measured:
     work.say("measuring kernels against the reference")
     shapes = sorted({work.blocks} if work.device.type == "cpu" else {work.blocks, (128, 128)})
     kernels = [result for blocks in shapes for result in compare_kernels(work, blocks)]
-    work.say("measuring dense and sparse attention of one rank")
+    work.say("measuring dense and sparse attention of one rank, exchanges, and whole attentions")
     residual: dict[str, float] = {}
     dense_s, known = _measure_compute(work, others, residual)
     if work.group.size > 1:
-        work.say("measuring exchanges")
         known = _measure_exchanges(work, known, residual)
     known = _measure_packing(work, known, residual)
-    work.say("measuring whole attentions, balanced and unbalanced")
     attentions, known = _measure_attentions(work, known)
     return Measured(kernels, dense_s, attentions, known, residual)
 
@@ -385,22 +381,23 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
     rows = Rows.from_mask(work, work.mask(work.local_heads, SPARSE, blocks=blocks))
     needs = KernelRequirements(blocks, work.head_dim, tokens=work.tokens)
     # 1. Problem and error of each on this rank, then the worst of all ranks
-    names = [name for name, kernel in KERNELS.items() if name != "reference" and work.device.type in kernel.devices]
-    problems = {name: KERNELS[name].why_unsupported(work.device, work.dtype, needs) for name in names}
-    errors = dict.fromkeys(names, float("nan"))
-    for name in names:
-        if problems[name] is None:
+    tried: list[tuple[str, str | None, float]] = []
+    for name, kernel in KERNELS.items():
+        if name == "reference" or work.device.type not in kernel.devices:
+            continue
+        problem, error = kernel.why_unsupported(work.device, work.dtype, needs), float("nan")
+        if problem is None:
             try:
-                errors[name] = rows.error(name)
-            except Exception as error:  # other projects' kernels raise anything: it is what the table says of them
-                problems[name] = f"failed: {type(error).__name__}: {error}"
-    by_rank = work.gathered((problems, errors))
+                error = rows.error(name)
+            except Exception as raised:  # other projects' kernels raise anything: it is what the table says of them
+                problem = f"failed: {type(raised).__name__}: {raised}"
+        tried.append((name, problem, error))
     results = []
-    for name in names:
-        problem = next((problems[name] for problems, _ in by_rank if problems[name]), None)
-        worst = float(np.max([errors[name] for _, errors in by_rank]))
+    for of_ranks in zip(*work.gathered(tried), strict=True):
+        (name, *_), problems, errors = zip(*of_ranks, strict=True)
+        worst = float(np.max(errors))
         exact = worst <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
-        results.append(KernelResult(name, blocks, problem, worst, exact))
+        results.append(KernelResult(name, blocks, next(filter(None, problems), None), worst, exact))
     # 2. Times of those that run everywhere
     run = [result for result in results if result.problem is None]
     seconds = work.medians([partial(rows.attend, result.kernel) for result in run])
