@@ -62,23 +62,15 @@ diffusers' for HunyuanVideo, 512 are assumed for H3, whose text has any length."
 
 @dataclass(frozen=True)
 class ModelledVideo:
-    """The modelled time of one video.
+    """The modelled time of one video."""
 
-    Attributes:
-        attention: "dense" or "sparse".
-        rho: ρ_s of the plans, mean over layers.
-        attention_s: Seconds of all self-attentions.
-        seconds: Seconds of the whole video.
-        speedup: Over dense Ulysses, of the whole video.
-    """
-
-    attention: str
+    attention: str  # "dense" or "sparse"
     strategy: str
     planner: str
-    rho: float
-    attention_s: float
+    rho: float  # Mean over layers
+    attention_s: float  # Of all self-attentions
     seconds: float
-    speedup: float
+    speedup: float  # Over dense Ulysses, of the whole video
 
 
 def modelled_videos(spec: ModelSpec, gpus: int, hardware: Hardware) -> list[ModelledVideo]:

@@ -46,20 +46,13 @@ _UNLIMITED = 10_000
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text without markup.
-
-    Attributes:
-        title: Line above.
-        columns: Names of the columns.
-        caption: Line below.
-        left: Names of columns with words, which are aligned on the left.
-    """
+    """A table of text without markup, with a line above and one below."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
-    left: Collection[str] = ()
+    left: Collection[str] = ()  # Columns with words
 
 
 def options_for(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -151,22 +151,16 @@ def bench_command(
 
 @dataclass(frozen=True)
 class Workload:
-    """One model's attention, and the ranks that it is measured on.
-
-    Attributes:
-        blocks: Tokens of a query block and of a KV block.
-        sizes: log2 of the bytes that a rank sends, for the rates of exchanges.
-        repeats: Turns.
-    """
+    """One model's attention, and the ranks that it is measured on."""
 
     heads: int
     head_dim: int
     tokens: int
-    blocks: tuple[int, int]
+    blocks: tuple[int, int]  # Tokens of a query block and of a KV block
     dtype: torch.dtype
     device: torch.device
     group: SequenceGroup
-    sizes: Sequence[int] = range(16, 29, 3)
+    sizes: Sequence[int] = range(16, 29, 3)  # log2 of the bytes that a rank sends, for the rates of exchanges
     repeats: int = 9
 
     def __str__(self) -> str:
@@ -276,22 +270,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelResult:
-    """One kernel at one size of blocks.
-
-    Attributes:
-        problem: Reason why it did not run, or None.
-        speed: Over the first kernel that was exact with these blocks.
-        flops_per_s: Rate of the products of active blocks, launch included.
-    """
+    """One kernel at one size of blocks."""
 
     kernel: str
     blocks: tuple[int, int]
-    problem: str | None = None
+    problem: str | None = None  # Why it did not run
     error: float = float("nan")
     exact: bool = False
     seconds: float = float("nan")
-    speed: float = 0.0
-    flops_per_s: float = float("nan")
+    speed: float = 0.0  # Over the first kernel that was exact with these blocks
+    flops_per_s: float = float("nan")  # Of the products of active blocks, launch included
 
 
 @dataclass(frozen=True)
@@ -308,19 +296,13 @@ class Attention:
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of kernels and attentions, and the constants fitted to them.
-
-    Attributes:
-        dense_s: Dense attention of a rank's heads by torch.
-        constants: Those of the latency model; another machine's where nothing was measured, or too short to see.
-        residual: Largest relative error of the fits, by part.
-    """
+    """Times of kernels and attentions, and the constants fitted to them."""
 
     kernels: list[KernelResult]
-    dense_s: float
+    dense_s: float  # Dense attention of a rank's heads by torch
     attentions: list[Attention]
-    constants: Constants
-    residual: dict[str, float]
+    constants: Constants  # Another machine's where nothing was measured, or it was too short to see
+    residual: dict[str, float]  # Largest relative error of the fits, by part
 
     @property
     def exact_kernels(self) -> tuple[str, ...]:
@@ -358,11 +340,7 @@ class Measured:
 
 
 def measure(work: Workload, others: Constants) -> Measured:
-    """Measures kernels, an attention's parts, and whole attentions. Collective.
-
-    Args:
-        others: Another machine's constants, for what is not measured: exchanges, if there is one rank.
-    """
+    """Measures kernels, an attention's parts, and whole attentions; `others` are another machine's. Collective."""
     work.say("measuring kernels against the reference")
     shapes = sorted({work.blocks} if work.device.type == "cpu" else {work.blocks, (128, 128)})
     kernels = [result for blocks in shapes for result in compare_kernels(work, blocks)]

@@ -59,21 +59,7 @@ _NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The options of `dbsp generate`; None and empty mean the usual.
-
-    Attributes:
-        config: File, or name of a shipped one.
-        model: Name or folder.
-        prompt: A text, or "@FILE" for a file with one prompt a line.
-        images: Files of the first frame, and maybe of the last.
-        video: File of a video to start from.
-        seed: Seed of a prompt's first video; the next ones have the next.
-        videos: Number of videos for each prompt.
-        changes: "key=value", with dots in the key.
-        features: Changes to the pipeline in addition to db-SP.
-        out: Files to write; may have the fields `{index}` and `{seed}`.
-        resume: True if files that are there already are left out.
-    """
+    """The options of `dbsp generate`, whose help says what they are; None and empty mean the usual."""
 
     config: str | None = None
     model: str | None = None
@@ -97,11 +83,8 @@ class Generation:
         config: The settings, with the model's usual video filled in.
         settings: The settings as the user gave them, with the location of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
-        frames: Images of the first frame and the last that the video is made from, or those of the video that it
-            starts from, in its size.
-        outputs: All videos that are asked for.
+        frames: The first frame and the last, or those of the video that it starts from, in the new video's size.
         report: Folder for reports; with several videos, each has a folder in it, named as its file.
-        warnings: Warnings for the user, shown before.
     """
 
     request: GenerationRequest
@@ -140,13 +123,9 @@ class Generation:
 
 
 def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
-    """Decides and checks all that can be known before weights are loaded.
+    """Decides and checks for a rank all that can be known before weights are loaded.
 
-    Args:
-        rank_info: One of the ranks that make the videos.
-
-    Raises:
-        UserError: The user must change something.
+    Raises UserError for what the user must change.
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:

@@ -29,20 +29,13 @@ _PLANNER = "dbsp"
 
 @dataclass(frozen=True)
 class MaskSeries:
-    """Masks over the steps of one CFG pass.
+    """Masks over the steps of one CFG pass."""
 
-    Attributes:
-        steps: First step of each moment that has masks.
-        layers: The layers that every moment has.
-        get: Returns the mask of a step and a layer.
-        stopped: Reason why the recording ended before the run did, or None.
-    """
-
-    steps: tuple[int, ...]
-    layers: tuple[int, ...]
-    get: Callable[[int, int], BlockMask]
+    steps: tuple[int, ...]  # First step of each moment that has masks
+    layers: tuple[int, ...]  # Those that every moment has
+    get: Callable[[int, int], BlockMask]  # By step and layer
     branches: tuple[int, ...] = (0,)
-    stopped: str | None = None
+    stopped: str | None = None  # Why the recording ended before the run did
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
@@ -86,20 +79,13 @@ class Balance:
 
 @dataclass(frozen=True)
 class Drift:
-    """Changes of a layer's mask from one recorded step to the next.
-
-    Attributes:
-        steps: The later step of each pair of neighbours of one shape.
-        iou: Share of each pair's active blocks that both have.
-        changed: Share of each pair's blocks that differ.
-        replans: Plans made, the first included, as a run on Ulysses makes them.
-    """
+    """Changes of a layer's mask from one recorded step to the next, between pairs of one shape."""
 
     layer: int
-    steps: tuple[int, ...]
-    iou: tuple[float, ...]
-    changed: tuple[float, ...]
-    replans: int
+    steps: tuple[int, ...]  # The later one of each pair
+    iou: tuple[float, ...]  # Share of each pair's active blocks that both have
+    changed: tuple[float, ...]  # Share of each pair's blocks that differ
+    replans: int  # Plans that a run on Ulysses makes, the first included
 
 
 @dataclass(frozen=True, eq=False)
