@@ -416,8 +416,8 @@ def _measure_compute(work: Workload, others: Constants, residual: dict[str, floa
         network_bytes_per_s=None,
     )
     columns = np.array([[r.flops, len(r.q), 1.0] for r in rows])
-    (per_flop, row_s, launch_s), residual["compute"] = fit(columns, np.array(seconds))
-    known = replace(known, flops_per_s=_rate(per_flop, others.flops_per_s), row_s=row_s, launch_s=launch_s)
+    names = ("flops_per_s", "row_s", "launch_s")
+    known, residual["compute"] = _with_fitted(known, names, columns, np.array(seconds))
     return dense_s, known
 
 
@@ -434,10 +434,8 @@ def _measure_exchanges(work: Workload, known: Constants, residual: dict[str, flo
         actions += [partial(group.all_to_all, sent, splits, splits), partial(_send_and_receive, both)]
     seconds, columns = work.medians(actions), np.array([[1.0, size] for size in sizes])
     for number, part in enumerate(("exchange", "p2p")):
-        (latency, per_byte), residual[part] = fit(columns, seconds[number::2])
-        rate = f"{part}_bytes_per_s"
-        changed = {f"{part}_latency_s": latency, rate: _rate(per_byte, getattr(known, rate))}
-        known = replace(known, **changed)
+        names = (f"{part}_latency_s", f"{part}_bytes_per_s")
+        known, residual[part] = _with_fitted(known, names, columns, seconds[number::2])
     return known
 
 
@@ -455,8 +453,9 @@ def _measure_packing(work: Workload, known: Constants, residual: dict[str, float
     predicted = [_predict(work, plan, no_row) for plan in plans]
     columns = np.array([[p.pack_s * known.pack_bytes_per_s, 1.0] for p in predicted])
     explained = np.array([p.exchange_s + p.attention_s for p in predicted])
-    (per_byte, call_s), residual["call"] = fit(columns, work.medians(calls), explained)
-    return replace(known, pack_bytes_per_s=_rate(per_byte, known.pack_bytes_per_s), call_s=call_s)
+    names = ("pack_bytes_per_s", "call_s")
+    known, residual["call"] = _with_fitted(known, names, columns, work.medians(calls), explained)
+    return known
 
 
 def _measure_attentions(work: Workload, known: Constants) -> tuple[list[Attention], Constants]:
@@ -527,9 +526,17 @@ def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.
     return best.tolist(), float(np.abs(relative @ best - wanted).max())
 
 
-def _rate(seconds_per_unit: float, otherwise: float) -> float:
-    """Returns units per second, or another machine's where the time was too short to see."""
-    return 1 / seconds_per_unit if seconds_per_unit > 0 else otherwise
+def _with_fitted(
+    known: Constants, names: Sequence[str], columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0
+) -> tuple[Constants, float]:
+    """Fits a constant per column, and keeps the known rate where its time was too short to see; see `fit`."""
+    values, error = fit(columns, seconds, given)
+    for name, value in zip(names, values, strict=True):
+        if not name.endswith("_per_s"):
+            known = replace(known, **{name: value})
+        elif value > 0:
+            known = replace(known, **{name: 1 / value})
+    return known, error
 
 
 def _shipped_like(device: torch.device) -> Hardware:

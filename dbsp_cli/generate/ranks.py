@@ -40,22 +40,15 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's rank in a run, one process each.
-
-    Attributes:
-        local: Rank on this node.
-        local_world: Number of ranks on this node.
-        nodes: Number of nodes, the same on all ranks.
-        address: Host name of rank 0, where ranks meet at `port`; any free port for 0, of one rank alone.
-    """
+    """This process's rank in a run, one process each."""
 
     rank: int = 0
     world: int = 1
-    local: int = 0
+    local: int = 0  # On this node, of `local_world`
     local_world: int = 1
-    nodes: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
+    nodes: int = 1  # The same on all ranks
+    address: str = "127.0.0.1"  # Of rank 0, where ranks meet
+    port: int = 0  # 0: any free one, for one rank alone
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RankInfo | None:

@@ -252,7 +252,8 @@ def _masks(
     Without one tensor of them, those of each layer are joined: of the list or mapping `key`, or all large ones.
     """
     large = {name: array for name, array in arrays.items() if len(array.shape) >= 3}
-    key = options.key or next((name for name in _MASKS if name in large), None)
+    names = {name.partition("/")[0] for name in large}
+    key = options.key or next((name for name in _MASKS if name in names), None)
     if key is not None and key not in arrays:
         large = {name: array for name, array in large.items() if name.startswith(f"{key}/")}
     if key is not None and (key in arrays or not large):

@@ -147,7 +147,6 @@ MISTAKES = [
         )
     ),
 ]
-MISTAKES += [([*args, "--json"], message) for args, message in MISTAKES if args[0] == "plan"]
 
 
 @pytest.mark.parametrize(("args", "message"), MISTAKES, ids=[" ".join(args) for args, _ in MISTAKES])

@@ -133,6 +133,7 @@ class TestForms:
         assert bits[:, -1].all()
         assert bits[:, :, -1].all()
         assert int(bits.sum()) == 2 * 11
+        assert torch.equal(convert(tmp_path, {"sparse": list(sparse)}, options).layer(0).bits, bits)
         assert not convert(tmp_path, {"sparse": sparse}, replace(options, tail_dense=False)).layer(0).bits.any()
         assert not convert(tmp_path, {"mask": sparse}, options).layer(0).bits.any()
         assert convert(tmp_path, {"mask": sparse}, options).grid == grid
