@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,7 @@ from dbsp_diffusers.patching import PatchSet, require_names
 from dbsp_diffusers.resolve import require_possible
 from dbsp_xdit.command_line import add_flags, config_from, source_of, xfuser_name
 from dbsp_xdit.cpu_shim import cpu_patches
+from dbsp_xdit.import_hook import after_import
 
 _BASE_MODEL = "xfuser.model_executor.models.runner_models.base_model"
 _LAUNCHER = {"xfuser.cli:main": ("args",), "xfuser.cli:extract_torchrun_args": ("args",)}
@@ -38,7 +39,7 @@ _RUNNER = {
 _FIX = "install xfuser 0.7, or leave --sp-backend out"
 
 
-def install(after_import: Callable[..., Callable[[], None]]) -> PatchSet:
+def install() -> PatchSet:
     """Makes the changes as xfuser's modules are imported; returns them, to be undone."""
     patches = PatchSet()
     actions: dict[str, Any] = {"xfuser.cli": _change_launcher, _BASE_MODEL: _change_runner, **cpu_patches(patches)}

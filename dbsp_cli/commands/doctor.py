@@ -80,8 +80,7 @@ FRAMEWORKS = (
         "xDiT",
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
-        "from dbsp_cli.autoload import after_import; from dbsp_xdit.runner import install; "
-        "install(after_import); import xfuser.runner, dbsp_xdit.attachment",
+        "from dbsp_xdit.runner import install; install(); import xfuser.runner, dbsp_xdit.attachment",
         "for xdit --sp-backend dbsp",
     ),
     Importable(

@@ -1,0 +1,49 @@
+"""Acts on other libraries' modules right after they are imported, so that nothing is imported beforehand."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+Action = Callable[[ModuleType], object]
+
+
+def after_import(actions: Mapping[str, Action]) -> Callable[[], None]:
+    """Runs each action once the module of that name has been executed, at once where it has been already.
+
+    Returns:
+        A function that takes back the actions that have not run.
+    """
+    waiting = dict(actions)
+    for name in [name for name in waiting if name in sys.modules]:
+        waiting.pop(name)(sys.modules[name])
+    finder = _Finder(waiting)
+    sys.meta_path.insert(0, finder)
+    return lambda: sys.meta_path.remove(finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, actions: dict[str, Action]) -> None:
+        self._actions = actions
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        action = self._actions.pop(fullname, None)  # popped first: the nested search below must not come back here
+        if action is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_then_act(module: ModuleType) -> None:
+            execute(module)
+            action(module)
+
+        spec.loader.exec_module = execute_then_act  # type: ignore[method-assign]
+        return spec
