@@ -186,12 +186,12 @@ def _tables(examined: MaskInfo, gpus: int) -> Iterator[TextTable]:
     ]
     yield TextTable("density", ("layer", "least dense head", "mean", "densest head"), rows)
     rows = [
-        (b.strategy, b.planner, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
+        (b.strategy, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
         for b in examined.balance
     ]
-    names: tuple[str, ...] = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
+    names: tuple[str, ...] = ("strategy", "ρ_s before", "ρ_s", "max", "moved")
     title = f"balance on {gpus} GPUs, mean over sampled layers"
-    yield TextTable(title, names, rows, left=("strategy", "planner"))
+    yield TextTable(title, names, rows, left=("strategy",))
     if examined.drift:
         rows = [
             (str(d.layer), f"{min(d.iou):.3f}", f"{fmean(d.iou):.3f}", f"{fmean(d.changed):.2%}", str(d.replans))

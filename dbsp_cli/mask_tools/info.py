@@ -70,7 +70,6 @@ class Balance:
     """Plans of a strategy: means over sampled layers, and the largest ρ_s."""
 
     strategy: str
-    planner: str
     rho_before: float
     rho: float
     rho_max: float
@@ -137,7 +136,7 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
             layout = usual_layout(_PLANNER, mask.grid.with_orders((CANONICAL,)), strategy)
             plans.append(make_plan(mask, strategy, _PLANNER, layout=layout))
         before, rho, moved = (fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved"))
-        balance.append(Balance(str(strategy), _PLANNER, before, rho, max(plan.rho for plan in plans), moved))
+        balance.append(Balance(str(strategy), before, rho, max(plan.rho for plan in plans), moved))
     # 3. Changes from step to step
     drift = [_drift(series, layer, gpus) for layer in sampled] if len(series.steps) > 1 else []
     # 4. Warnings

@@ -73,8 +73,8 @@ class TestInfo:
         balance, masks = info(dbsp, file, "--gpus", 4)["balance"], [drifting(layer, 0) for layer in range(3)]
         assert [row["strategy"] for row in balance] == ["U4R1", "U2R2", "U1R4"]
         for row in balance:
-            layout = usual_layout(row["planner"], masks[0].grid, Strategy.parse(row["strategy"]))
-            plans = [make_plan(mask, row["strategy"], row["planner"], layout=layout) for mask in masks]
+            layout = usual_layout("dbsp", masks[0].grid, Strategy.parse(row["strategy"]))
+            plans = [make_plan(mask, row["strategy"], layout=layout) for mask in masks]
             assert row["rho_before"] == pytest.approx(np.mean([plan.rho_before for plan in plans]))
             assert row["rho"] == pytest.approx(np.mean([plan.rho for plan in plans]))
             assert row["rho_max"] == pytest.approx(max(plan.rho for plan in plans))
