@@ -29,8 +29,8 @@ PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
 ENCODINGS = ("absolute", "delta")
 """Key blocks by number ("absolute"), or the first by number and each later one by its distance to the one before it
 ("delta"), as SpargeAttn's kernels and the official db-SP scripts write them."""
-_MASKS = ("mask", "sparse", "lut")
-_COUNTS = ("counts", "valid_block_num")
+_MASKS = ("mask", "sparse", "masks", "lut")
+_COUNTS = ("counts", "count", "valid_block_num")
 
 
 def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: int) -> torch.Tensor:
@@ -93,8 +93,7 @@ class ConvertOptions:
         steps: Denoising steps, divided equally over the file's groups, as PAROAttention does it.
         lut: "absolute" or "delta" where the tensor lists each row's key blocks.
         counts: Name of the tensor with the lengths of these lists.
-        joined_text: True if blocks are counted from the first token on, so that one may hold text and video; False if
-            text and video have blocks of their own.
+        joined_text: True if blocks run on from text into video; None for whichever fits.
         tail_dense: True if the last row and column are dense, as PAROAttention makes them; None: in its sparse plans.
     """
 
@@ -111,7 +110,7 @@ class ConvertOptions:
     steps: int | None = None
     lut: str | None = None
     counts: str | None = None
-    joined_text: bool = False
+    joined_text: bool | None = None
     tail_dense: bool | None = None
 
     def __post_init__(self) -> None:

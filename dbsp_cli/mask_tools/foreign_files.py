@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -166,23 +167,40 @@ class ForeignBlocks:
     text: bool = True
 
     @classmethod
-    def find(cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool) -> ForeignBlocks:
-        """Finds whether masks with these rows and columns have text; columns is None where unknown.
+    def find(cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None) -> ForeignBlocks:
+        """Finds how masks with these rows and columns count blocks.
+
+        Args:
+            columns: None where unknown.
+            joined: None for whichever fits.
 
         Raises:
-            UserError: They fit neither way.
+            UserError: None fits or two do; the message names an option.
         """
-        kinds = [cls(grid, joined, text) for text in ((True, False) if grid.text_tokens else (True,))]
-        for kind in kinds:
-            if rows == kind.shape[0] and columns in (None, kind.shape[1]):
-                return kind
-        expected = ", or ".join(f"{kind.shape[0]}×{kind.shape[1]}" for kind in kinds)
-        raise UserError(
-            f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
-            f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {expected}"
-            f"{' without text' if grid.text_tokens else ''}; correct thw (or tokens), text_tokens, block_q, block_k"
-            + ("" if joined or not grid.text_tokens else ", or set joined_text=true if one may hold text and video")
-        )
+        aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
+        joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
+        kinds = (True, False) if grid.text_tokens else (True,)
+        readings = [cls(grid, choice, text) for choice, text in itertools.product(joinings, kinds)]
+        fitting = [r for r in readings if rows == r.shape[0] and columns in (None, r.shape[1])]
+        if len(fitting) > 1:
+            raise UserError(
+                f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: "
+                "joined_text=false or joined_text=true"
+            )
+        if not fitting:
+            expected = ", or ".join(f"{r.shape[0]}×{r.shape[1]} ({r})" for r in readings)
+            raise UserError(
+                f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
+                f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {expected}; correct "
+                "thw (or tokens), text_tokens, block_q, block_k"
+            )
+        return fitting[0]
+
+    def __str__(self) -> str:
+        blocks = "blocks that run on from text into video" if self.joined else "blocks of text and of video"
+        if self.text:
+            return blocks if self.grid.text_tokens else "blocks"
+        return f"{blocks}, those of text left out"
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -227,7 +227,7 @@ class TestTextBlocks:
         grid = BlockGrid(17776, 226, 64, 64)
         plan = torch.zeros(1, 274, 274, dtype=torch.bool)
         plan[0, 0, 1] = True  # tokens 256…319 attend to tokens 320…383
-        fitted = ForeignBlocks.find(274, 274, grid, joined=True).fit(plan)
+        fitted = ForeignBlocks.find(274, 274, grid).fit(plan)
         assert (grid.nq, fitted.shape) == (279, (1, 279, 279))
         rows, columns = (grid.q_axis.block_of[[first, last]] for first, last in ((256, 319), (320, 383)))
         # Block 4 starts at token 226 and shares 30 tokens with the plan's text: dense, as in PAROAttention.
@@ -236,19 +236,22 @@ class TestTextBlocks:
         dense[rows[0] : rows[1] + 1, columns[0] : columns[1] + 1] = True
         assert torch.equal(fitted[0], dense)
 
-    def test_text_may_be_left_out(self):
+    def test_the_reading_that_fits_is_taken_and_one_can_be_asked_for(self):
         grid = BlockGrid(40, 4, 8, 8)
-        assert ForeignBlocks.find(6, 6, grid, joined=False) == ForeignBlocks(grid, joined=False)
+        assert ForeignBlocks.find(6, 6, grid) == ForeignBlocks(grid, joined=False)
+        assert ForeignBlocks.find(4, 4, grid) == ForeignBlocks(grid, joined=True, text=False)
         assert ForeignBlocks.find(5, 5, grid, joined=False) == ForeignBlocks(grid, joined=False, text=False)
         assert ForeignBlocks.find(5, None, grid, joined=True) == ForeignBlocks(grid, joined=True)
-        assert ForeignBlocks.find(4, 4, grid, joined=True) == ForeignBlocks(grid, joined=True, text=False)
+        aligned = BlockGrid(40, 16, 8, 8)
+        assert ForeignBlocks.find(5, 5, aligned, joined=True) == ForeignBlocks(aligned, joined=False)
 
     @pytest.mark.parametrize(
         ("shape", "grid", "joined", "message"),
         [
-            ((4, 5), BlockGrid(40, 0, 8, 8), False, "4×5 blocks; 40 tokens .* make 5×5; correct thw .*block_k$"),
-            ((4, 4), BlockGrid(40, 4, 8, 8), False, "make 6×6, or 5×5 without text; .* set joined_text=true"),
-            ((6, 6), BlockGrid(40, 4, 8, 8), True, "make 5×5, or 4×4 without text; .*block_k$"),
+            ((4, 5), BlockGrid(40, 0, 8, 8), None, r"make 5×5 \(blocks\); correct thw .*block_k$"),
+            ((5, 5), BlockGrid(40, 4, 8, 8), None, "left out or blocks that run on .* say which: joined_text=false"),
+            ((6, 5), BlockGrid(40, 4, 8, 8), None, "make 6×6 .*, or 5×5 .*, or 5×5 .*, or 4×4 "),
+            ((6, 6), BlockGrid(40, 4, 8, 8), True, "make 5×5 .*, or 4×4 .*"),
         ],
     )
     def test_what_does_not_fit_raises_and_names_the_option(self, shape, grid, joined, message):
