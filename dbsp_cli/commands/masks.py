@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,7 +32,6 @@ from dbsp_cli.output import (
     print_json,
     print_tables,
     require_apart,
-    require_picture_path,
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
@@ -128,7 +128,11 @@ def info(
     as_json: JsonFlag = False,
 ) -> None:
     """Say how dense masks are, how balanced their work is, and how they change by step."""
-    require_picture_path(picture, {"the mask file": file})
+    if picture is not None:
+        require_file_path(picture, "--picture")
+        require_apart({"--picture": picture}, inputs={"the mask file": file})
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UserError("matplotlib is needed for pictures; pip install matplotlib")
     series = MaskSeries.read(file, branch)
     examined = examine_masks(series, gpus)
     if picture is not None:
