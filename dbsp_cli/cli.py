@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -15,10 +14,8 @@ from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.plan import plan_command
 from dbsp_cli.commands.report import report_command
 from dbsp_cli.commands.tiny import tiny_command
-from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, printable
-from dbsp_core.utils.schema import setting_names
 
 _INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
@@ -54,27 +51,9 @@ app.command("bench", short_help="Measure this machine, for strategy: auto and ke
 app.add_typer(masks_app, name="masks")
 
 
-_SETTINGS = {
-    **{name: name for name in setting_names(GenerateSettings) if name not in ("prompt", "seed", "image")},
-    "num_inference_steps": "steps",
-}
-"""Names of options by which other programs say what a video is like, and the settings that do so here."""
-
-
-def _require_no_settings(words: Sequence[str]) -> None:
-    """Raises UserError for an option of `dbsp generate` that is a setting here."""
-    words = words[: words.index("--")] if "--" in words else words  # what follows is another program's
-    options = [word.partition("=")[0] for word in words]
-    for word in options if options[:1] == ["generate"] else ():
-        name = word.removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in _SETTINGS:
-            raise UserError(f"dbsp generate has no {word}; write --set generate.{_SETTINGS[name]}=VALUE")
-
-
 def main() -> None:
     """Runs the command. A user error is one line on standard error and exit code 2, an interrupt exit code 130."""
     try:
-        _require_no_settings(sys.argv[1:])
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)

@@ -20,21 +20,17 @@ from typing import NoReturn
 def dbsp() -> None:
     _open_streams()
     with fast_exit():
-        _dbsp()
+        before = _end_when_interrupted()
+        passing = sys.stderr.isatty()
+        long = sys.argv[1:2] == ["generate"] and "RANK" not in os.environ  # the command has said it for its ranks
+        if passing or long:  # a log gets this line only for what takes long anyway
+            print("dbsp: loading libraries", end="" if passing else "\n", file=sys.stderr, flush=True)
+        from dbsp_cli.cli import main
 
-
-def _dbsp() -> None:
-    before = _end_when_interrupted()
-    passing = sys.stderr.isatty()
-    long = sys.argv[1:2] == ["generate"] and "RANK" not in os.environ  # the command has said it for its ranks
-    if passing or long:  # a log gets this line only for what takes long anyway
-        print("dbsp: loading libraries", end="" if passing else "\n", file=sys.stderr, flush=True)
-    from dbsp_cli.cli import main
-
-    if passing:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-    signal.signal(signal.SIGINT, before)
-    main()
+        if passing:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        signal.signal(signal.SIGINT, before)
+        main()
 
 
 def _open_streams() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from dbsp_cli.output import TextTable
 from dbsp_core.cost.machine import Hardware
@@ -62,23 +62,15 @@ diffusers' for HunyuanVideo, 512 are assumed for H3, whose text has any length."
 
 @dataclass(frozen=True)
 class ModelledVideo:
-    """The modelled time of one video.
+    """The modelled time of one video."""
 
-    Attributes:
-        attention: "dense" or "sparse".
-        rho: ρ_s of the plans, mean over layers.
-        attention_s: Seconds of all self-attentions.
-        seconds: Seconds of the whole video.
-        speedup: Over dense Ulysses, of the whole video.
-    """
-
-    attention: str
+    attention: str  # "dense" or "sparse"
     strategy: str
     planner: str
-    rho: float
-    attention_s: float
+    rho: float  # Mean over layers
+    attention_s: float  # Of all self-attentions
     seconds: float
-    speedup: float
+    speedup: float  # Over dense Ulysses, of the whole video
 
 
 def modelled_videos(spec: ModelSpec, gpus: int, hardware: Hardware) -> list[ModelledVideo]:
@@ -95,29 +87,21 @@ def modelled_videos(spec: ModelSpec, gpus: int, hardware: Hardware) -> list[Mode
         runs += [("sparse", sparse, strategy, planner) for planner in ("contiguous", "dbsp")]
     known = hardware.constants
     other_s = passes(spec) * linear_flops(spec) / known.linear_flops_per_s / gpus + known.serial_s
+    nodes = [rank // (hardware.gpus_per_node or 8) for rank in range(gpus)]
+    shape = AttentionShape(1, spec.heads, spec.head_dim)
     videos: list[ModelledVideo] = []
     for attention, masks, strategy, planner in runs:
-        rho, one_s = _of_layers(masks, strategy, planner, spec, hardware)
-        attention_s = passes(spec) * spec.layers * one_s
+        rho, layer_s = [], []
+        for mask in masks:
+            layout = usual_layout(planner, mask.grid, strategy)
+            plan = make_plan(mask, strategy, planner, layout=layout, compare=False)
+            rho.append(plan.rho)
+            layer_s.append(predict(plan, shape, hardware, nodes, layout).total_s)
+        attention_s = passes(spec) * spec.layers * fmean(layer_s)
         seconds = attention_s + other_s
         speedup = (videos[0].seconds if videos else seconds) / seconds
-        videos.append(ModelledVideo(attention, str(strategy), planner, rho, attention_s, seconds, speedup))
+        videos.append(ModelledVideo(attention, str(strategy), planner, fmean(rho), attention_s, seconds, speedup))
     return videos
-
-
-def _of_layers(
-    masks: Sequence[BlockMask], strategy: Strategy, planner: str, spec: ModelSpec, hardware: Hardware
-) -> tuple[float, float]:
-    """Returns ρ_s and the seconds of one attention, means over the masks."""
-    nodes = [rank // (hardware.gpus_per_node or 8) for rank in range(strategy.world)]
-    shape = AttentionShape(1, spec.heads, spec.head_dim)
-    rho, seconds = [], []
-    for mask in masks:
-        layout = usual_layout(planner, mask.grid, strategy)
-        plan = make_plan(mask, strategy, planner, layout=layout, compare=False)
-        rho.append(plan.rho)
-        seconds.append(predict(plan, shape, hardware, nodes, layout).total_s)
-    return math.fsum(rho) / len(rho), math.fsum(seconds) / len(seconds)
 
 
 def passes(spec: ModelSpec) -> int:

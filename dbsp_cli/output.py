@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import os
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dbsp_core.utils.errors import UserError, cut_short
-from dbsp_core.utils.files import require_file_path, user_path
+from dbsp_core.utils.files import user_path
 from dbsp_core.utils.process import printable
 
 MOST_GPUS = 4096
@@ -46,41 +45,18 @@ _UNLIMITED = 10_000
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text without markup.
-
-    Attributes:
-        title: Line above.
-        columns: Names of the columns.
-        caption: Line below.
-        left: Names of columns with words, which are aligned on the left.
-    """
+    """A table of text without markup, with a line above and one below."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     caption: str = ""
-    left: Collection[str] = ()
+    left: Collection[str] = ()  # Columns with words
 
 
 def options_for(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Picks those of a command's options (its `context.params`) that are fields of a dataclass."""
     return {field.name: options[field.name] for field in fields(kind) if field.name in options}
-
-
-def require_picture_path(picture: Path | None, others: Mapping[str, Path]) -> None:
-    """Raises UserError for a --picture that cannot be written: over another file, or without matplotlib.
-
-    Args:
-        others: Files that are read or written, by their names in messages.
-    """
-    if picture is None:
-        return
-    require_file_path(picture, "--picture")
-    require_apart({"--picture": picture}, inputs=others)
-    try:
-        importlib.import_module("matplotlib.backends.backend_agg")
-    except ImportError as error:
-        raise UserError(f"{error.name} is needed for pictures; pip install matplotlib") from error
 
 
 def print_json(**values: Any) -> None:

@@ -22,11 +22,12 @@ _SIGMA, _RADIUS = 1.5, 5
 """Of the Gaussian window of SSIM, in pixels."""
 
 
-def compare_videos(a: Path, b: Path) -> tuple[float, float]:
-    """Returns PSNR in dB, infinite for equal videos, and SSIM of two videos, over all frames.
+def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
+    """Compares the videos of two report folders, each of which has one mp4.
 
-    Args:
-        a, b: Report folders, each with one mp4, or with the frames as PNG files.
+    Returns:
+        psnr: In dB over all frames, infinite for equal videos.
+        ssim: Mean over frames.
 
     Raises:
         UserError: A folder has no video or several, one cannot be read, or sizes or numbers of frames differ.
@@ -43,11 +44,14 @@ def compare_videos(a: Path, b: Path) -> tuple[float, float]:
         squared_error += float(((frame - other) ** 2).sum())
         values += frame.size
         similarities.append(structural_similarity(frame, other))
-    return _psnr(squared_error / values, 1.0), math.fsum(similarities) / len(similarities)
+    return {"psnr": _psnr(squared_error / values, 1.0), "ssim": math.fsum(similarities) / len(similarities)}
 
 
-def compare_latents(a: Path, b: Path) -> float:
-    """Returns the PSNR in dB of the final latents in folder b, against the range of those in folder a.
+def compare_latents(a: Path, b: Path) -> dict[str, float | None]:
+    """Compares the final latents of two report folders.
+
+    Returns:
+        latents_psnr: In dB, against the range of those in folder a.
 
     Raises:
         UserError: A folder has no latents, they cannot be read, or shapes differ.
@@ -61,31 +65,24 @@ def compare_latents(a: Path, b: Path) -> float:
     expected, latents = both
     if expected.shape != latents.shape:
         raise UserError(f"the latents have shapes {list(expected.shape)} and {list(latents.shape)}")
-    return _psnr(float((expected - latents).square().mean()), float(expected.max() - expected.min()))
+    value_range = float(expected.max() - expected.min())
+    return {"latents_psnr": _psnr(float((expected - latents).square().mean()), value_range)}
 
 
 def _frames(folder: Path) -> Iterator[np.ndarray]:
     """Yields frames, float64[H, W, 3] in [0, 1]. Raises UserError where there is no one video."""
     try:
         import imageio.v3 as imageio
-        from PIL import Image
     except ImportError as error:
         raise UserError(f"{error.name} is needed to compare videos; {install_command('diffusers')}") from error
-    videos = sorted(folder.glob("*.mp4"))
-    pictures = sorted(path for path in folder.glob("*.png") if path.name != "balance.png")
-    if len(videos) > 1 or not (videos or pictures):
-        raise UserError(f"{folder} has {len(videos) or 'no'} videos; put one there, as mp4 or frames as png")
-    path = videos[0] if videos else pictures[0]
+    videos = list(folder.glob("*.mp4"))
+    if len(videos) != 1:
+        raise UserError(f"{folder} has {len(videos) or 'no'} videos; put one mp4 there")
     try:
-        if videos:
-            frames = imageio.imiter(path, plugin="FFMPEG")
-            yield from (np.asarray(frame, dtype=np.float64) / 255 for frame in frames)
-            return
-        for path in pictures:
-            with Image.open(path) as picture:
-                yield np.asarray(picture.convert("RGB"), dtype=np.float64) / 255
+        for frame in imageio.imiter(videos[0], plugin="FFMPEG"):
+            yield np.asarray(frame, dtype=np.float64) / 255
     except (OSError, RuntimeError, ValueError, IndexError, SyntaxError) as error:
-        raise UserError(f"{path} cannot be read as a video or a picture") from error
+        raise UserError(f"{videos[0]} cannot be read as a video") from error
 
 
 def structural_similarity(frame: np.ndarray, other: np.ndarray) -> float:

@@ -32,7 +32,7 @@ def parallelize_pipe(pipe: Model, *, mesh: Any = None, attn: str | None = "dbsp"
         UserError: On all ranks, for a mesh that does not fit, and as `dbsp_diffusers.enable` does. The pipeline is
             then as it was.
     """
-    return _parallelize(pipe, mesh, attn, config)
+    return parallelize_transformer(pipe, mesh=mesh, attn=attn, config=config)
 
 
 def parallelize_transformer(
@@ -58,7 +58,19 @@ def parallelize_transformer(
     Raises:
         UserError: As for a pipeline.
     """
-    return _parallelize(transformer, mesh, attn, config, steps)
+    if attn != "dbsp":
+        raise UserError(
+            f'unknown attn {attn!r}; pass attn="dbsp", or call para-attn\'s own function for its attention'
+        )
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    groups = mesh.size(names.index("batch")) if "batch" in names else 1
+    if groups > 1:  # as para-attn's own attention splits it
+        raise UserError(
+            f"the mesh splits the batch over {groups} groups of ranks, and db-SP does not; make it with "
+            "max_batch_dim_size=1, and all ranks share every item"
+        )
+    enable(transformer, config, mesh=mesh, steps=steps, framework="para")
+    return transformer
 
 
 def unparallelize(model: Any) -> None:
@@ -68,26 +80,3 @@ def unparallelize(model: Any) -> None:
         model: The pipeline, or its transformer, compiled since or not.
     """
     disable(model)
-
-
-def _parallelize(
-    model: Model, mesh: Any, attn: str | None, config: ConfigLike, steps: Callable[[], int | None] | None = None
-) -> Model:
-    if attn != "dbsp":
-        raise UserError(
-            f'unknown attn {attn!r}; pass attn="dbsp", or call para-attn\'s own function for its attention'
-        )
-    _require_whole_batch(mesh)
-    enable(model, config, mesh=mesh, steps=steps, framework="para")
-    return model
-
-
-def _require_whole_batch(mesh: Any) -> None:
-    """Raises UserError for a mesh of para-attn's that splits the batch, as para-attn's own attention does."""
-    names = getattr(mesh, "mesh_dim_names", None) or ()
-    groups = mesh.size(names.index("batch")) if "batch" in names else 1
-    if groups > 1:
-        raise UserError(
-            f"the mesh splits the batch over {groups} groups of ranks, and db-SP does not; make it with "
-            "max_batch_dim_size=1, and all ranks share every item"
-        )

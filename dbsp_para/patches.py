@@ -24,13 +24,7 @@ from dbsp_para.attach import parallelize_pipe, parallelize_transformer
 
 _ADAPTERS = tuple(
     f"para_attn.context_parallel.diffusers_adapters.{name}"
-    for name in (
-        "wan",
-        "cogvideox",
-        "flux",
-        "hunyuan_video",
-        "mochi",
-    )  # the last three reject attn="dbsp" with a reason
+    for name in ("wan", "cogvideox", "flux", "hunyuan_video", "mochi")
 )
 _CACHE = "para_attn.first_block_cache.utils"
 _WRAPPED = {

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dbsp_core.config import DbspConfig
 from dbsp_core.reports.collect import require_report_folder
 from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.utils.errors import UserError
@@ -21,6 +20,7 @@ from dbsp_diffusers.patching import PatchSet, require_names
 from dbsp_diffusers.resolve import require_possible
 from dbsp_xdit.command_line import add_flags, config_from, source_of, xfuser_name
 from dbsp_xdit.cpu_shim import cpu_patches
+from dbsp_xdit.import_hook import after_import
 
 _BASE_MODEL = "xfuser.model_executor.models.runner_models.base_model"
 _LAUNCHER = {"xfuser.cli:main": ("args",), "xfuser.cli:extract_torchrun_args": ("args",)}
@@ -39,7 +39,7 @@ _RUNNER = {
 _FIX = "install xfuser 0.7, or leave --sp-backend out"
 
 
-def install(after_import: Callable[..., Callable[[], None]]) -> PatchSet:
+def install() -> PatchSet:
     """Makes the changes as xfuser's modules are imported; returns them, to be undone."""
     patches = PatchSet()
     actions: dict[str, Any] = {"xfuser.cli": _change_launcher, _BASE_MODEL: _change_runner, **cpu_patches(patches)}
@@ -62,13 +62,17 @@ def preflight(argv: Sequence[str]) -> None:
         raise UserError("--prompt is missing; say what to generate")
     require_possible(config)
     for image in args["input_images"] or ():
-        require_image(image)
+        _require_image(image)
     if torchrun["--nnodes"] == "1":  # of several nodes, one writes
-        require_places(args["output_directory"], config)
+        require_folder_path(Path(args["output_directory"]).absolute(), "--output_directory")
+        if config.report:
+            require_report_folder(Path(config.report).absolute(), "report")
+        if config.record:
+            require_new_recording(Path(config.record).absolute(), f"${RECORD}")
     require_checkpoint(source_of(args["model"]))
 
 
-def require_image(image: str) -> None:
+def _require_image(image: str) -> None:
     """Raises UserError for a file of `--input_images` that is no image; addresses in the network pass."""
     from PIL import Image
 
@@ -79,15 +83,6 @@ def require_image(image: str) -> None:
         Image.open(image).verify()
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"--input_images {image} cannot be read as an image; give a PNG or JPEG") from error
-
-
-def require_places(output_directory: str, config: DbspConfig) -> None:
-    """Raises UserError where xfuser's videos, a report or recorded masks cannot be written."""
-    require_folder_path(Path(output_directory).absolute(), "--output_directory")
-    if config.report:
-        require_report_folder(Path(config.report).absolute(), "report")
-    if config.record:
-        require_new_recording(Path(config.record).absolute(), f"${RECORD}")
 
 
 @exit_on_user_error()

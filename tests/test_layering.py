@@ -111,8 +111,9 @@ def test_plain_diffusers_needs_neither_of_the_other_hosts():
 
 def test_what_begins_a_process_needs_nothing_but_python():
     """Keeps an interrupt quiet before torch has been imported, and lets torch call what it loads."""
-    first = [folder_of("dbsp_cli") / f"{name}.py" for name in ("__init__", "entry", "import_hook")]
-    own = {"dbsp_cli"} | sys.stdlib_module_names
+    first = [folder_of("dbsp_cli") / f"{name}.py" for name in ("__init__", "entry", "autoload")]
+    first += [folder_of("dbsp_xdit") / f"{name}.py" for name in ("__init__", "import_hook")]
+    own = {"dbsp_cli", "dbsp_xdit"} | sys.stdlib_module_names
     assert found_in(first, lambda path: tops(imports(path, inside_functions=False)) - own) == {}
 
 

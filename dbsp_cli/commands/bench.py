@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -90,6 +90,7 @@ def bench_command(
     device = use_local_device()
     out = out or measured_file(device.type)
     require_file_path(out, "--out")
+    others = _shipped_like(device)
     with nullcontext() if rank_info is None else process_group(device):
         # 1. The model's attention, cut down on a CPU
         spec = find_model_spec(model) or published_model(identity)
@@ -107,14 +108,10 @@ def bench_command(
         if device.type == "cpu":
             work = replace(work, heads=min(heads, _ON_CPU[0]), tokens=min(work.tokens, _ON_CPU[1]))
             work = replace(work, dtype=torch.float32, sizes=range(12, 23, 3), repeats=5)
-        # 2. Kernels, and everything else
-        work.say("measuring kernels against the reference")
-        shapes = sorted({work.blocks} if device.type == "cpu" else {work.blocks, (128, 128)})
-        kernels = [result for blocks in shapes for result in compare_kernels(work, blocks)]
-        others = _shipped_like(device)
+        # 2. Its times, and the constants that they are fitted by
         measured = measure(work, others.constants)
     # 3. The file that runs read
-    hardware = _hardware(out.stem, work, kernels, measured, others)
+    hardware = measured.hardware(out.stem, work, others)
     record = {
         "versions": {
             "dbsp-attention": installed_version("dbsp-attention") or "not installed",
@@ -124,7 +121,7 @@ def bench_command(
         "residuals": {part: round(error, 4) for part, error in measured.residual.items()},
         "date": datetime.date.today().isoformat(),
         "notes": f"dbsp bench {model}: {work}. Errors of kernels: "
-        + "; ".join(f"{k.kernel} {k.blocks} {k.problem or f'{k.error:.1e}'}" for k in kernels),
+        + "; ".join(f"{k.kernel} {k.blocks} {k.problem or f'{k.error:.1e}'}" for k in measured.kernels),
     }
     if rank_info is None or rank_info.local == 0:  # nodes may have folders of their own
         save_hardware(out, hardware, record)
@@ -136,40 +133,34 @@ def bench_command(
             ranks=work.group.size,
             file=str(out),
             hardware=asdict(hardware) | record,
-            kernels=[{key: None if value != value else value for key, value in vars(k).items()} for k in kernels],
+            kernels=[
+                {key: None if value != value else value for key, value in vars(k).items()} for k in measured.kernels
+            ],
             dense_s=measured.dense_s,
-            attentions=[run.as_json() for run in measured.attentions],
+            attentions=[asdict(attention) for attention in measured.attentions],
         )
     else:
-        print_tables(_tables(f"{model} on {hardware.device}, measured: {work}", kernels, hardware, measured))
+        print_tables(_tables(f"{model} on {hardware.device}, measured: {work}", measured))
     if work.group.size == 1:
         work.say(f"one rank exchanges nothing: rates of exchanges are those of {others.name}, not measured")
-    worst = max(abs(run.predicted_s / run.seconds - 1) for run in measured.attentions)
+    worst = max(abs(attention.predicted_s / attention.seconds - 1) for attention in measured.attentions)
     if worst > _WRONG:
-        work.say(
-            f"these constants predict a measured attention wrong by {worst:.0%}: something else ran; measure again"
-        )
+        work.say(f"these constants predict an attention wrong by {worst:.0%}: something else ran; measure again")
     print(f"wrote {out}", file=sys.stderr)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One model's attention, and the ranks that it is measured on.
-
-    Attributes:
-        blocks: Tokens of a query block and of a KV block.
-        sizes: log2 of the bytes that a rank sends, for the rates of exchanges.
-        repeats: Turns.
-    """
+    """One model's attention, and the ranks that it is measured on."""
 
     heads: int
     head_dim: int
     tokens: int
-    blocks: tuple[int, int]
+    blocks: tuple[int, int]  # Tokens of a query block and of a KV block
     dtype: torch.dtype
     device: torch.device
     group: SequenceGroup
-    sizes: Sequence[int] = range(16, 29, 3)
+    sizes: Sequence[int] = range(16, 29, 3)  # log2 of the bytes that a rank sends, for the rates of exchanges
     repeats: int = 9
 
     def __str__(self) -> str:
@@ -200,11 +191,10 @@ class Workload:
         if density == 1:
             return BlockMask.dense(heads, grid)
         rng = np.random.default_rng(0)
-        bits = np.empty((heads, grid.nq, grid.nk), dtype=bool)
-        head, row, column = (np.linspace(0.5, 1.5, n, dtype=np.float32) for n in bits.shape)
-        for h in range(heads):
-            bits[h] = rng.random(bits.shape[1:], dtype=np.float32) < density * head[h] * row[:, None] * column
-        return BlockMask(torch.from_numpy(bits), grid)
+        head, row, column = (np.linspace(0.5, 1.5, n, dtype=np.float32) for n in (heads, grid.nq, grid.nk))
+        likely = density * row[:, None] * column
+        bits = [rng.random(likely.shape, dtype=np.float32) < share * likely for share in head]
+        return BlockMask(torch.from_numpy(np.stack(bits)), grid)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
@@ -216,16 +206,13 @@ class Workload:
             dist.all_gather_object(values, value)
         return values
 
-    def medians(self, actions: Mapping[str, Action]) -> dict[str, float]:
-        """Returns seconds of each action. Collective: all ranks begin each one together."""
-        for action in [*actions.values()] * 2:
+    def medians(self, actions: Sequence[Action]) -> np.ndarray:
+        """Returns float64[actions], seconds. Collective: all ranks begin each action together."""
+        for action in [*actions] * 2:
             action()
-        seconds: dict[str, list[float]] = {name: [] for name in actions}
-        for _ in range(self.repeats):
-            for name, action in actions.items():
-                seconds[name].append(self._seconds(action))
-        by_rank = self.gathered(seconds)
-        return {name: float(np.median(np.max([rank[name] for rank in by_rank], axis=0))) for name in actions}
+        seconds = np.array([[self._seconds(action) for action in actions] for _ in range(self.repeats)])
+        slowest = np.max(self.gathered(seconds), axis=0)  # [ranks, repeats, actions] → [repeats, actions]
+        return np.asarray(np.median(slowest, axis=0))
 
     def _seconds(self, action: Action) -> float:
         on_gpu = self.device.type == "cuda"
@@ -253,6 +240,7 @@ class Rows(NamedTuple):
     v: torch.Tensor
     table: KernelTable
     tokens: int
+    flops: float  # Of the products of active blocks
 
     @classmethod
     def from_mask(cls, work: Workload, mask: BlockMask) -> Rows:
@@ -261,7 +249,8 @@ class Rows(NamedTuple):
         table = build_tables(layout, mask)[0].expanded()
         q = work.random(len(table.kv_count), grid.block_q, work.head_dim)
         k, v = (work.random(len(table.kv_len), grid.block_k, work.head_dim) for _ in range(2))
-        return cls(q, k, v, table, grid.tokens)
+        flops = 4.0 * int(mask.bits.sum()) * grid.block_q * grid.block_k * work.head_dim
+        return cls(q, k, v, table, grid.tokens, flops)
 
     def attend(self, kernel: str) -> PartialAttention:
         whole: dict[str, Any] = {} if KERNELS[kernel].returns_lse else {"head_tokens": self.tokens, "lse": False}
@@ -281,195 +270,160 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelResult:
-    """One kernel at one size of blocks.
-
-    Attributes:
-        problem: Reason why it did not run, or None.
-        speed: Over the first kernel that was exact with these blocks.
-        flops_per_s: Rate of the products of active blocks, launch included.
-    """
+    """One kernel at one size of blocks."""
 
     kernel: str
     blocks: tuple[int, int]
-    problem: str | None = None
+    problem: str | None = None  # Why it did not run
     error: float = float("nan")
     exact: bool = False
     seconds: float = float("nan")
-    speed: float = 0.0
-    flops_per_s: float = float("nan")
-
-
-def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResult]:
-    """Runs every kernel for this device on a rank's heads: errors against float64, then times. Collective."""
-    mask = work.mask(work.local_heads, SPARSE, blocks=blocks)
-    rows, flops = Rows.from_mask(work, mask), 4.0 * int(mask.bits.sum()) * blocks[0] * blocks[1] * work.head_dim
-    needs = KernelRequirements(blocks, work.head_dim, tokens=work.tokens)
-    # 1. Problem and error of each on this rank, then the worst of all ranks
-    tried: dict[str, tuple[str | None, float]] = {}
-    for name, kernel in KERNELS.items():
-        if name == "reference" or work.device.type not in kernel.devices:
-            continue
-        tried[name] = kernel.why_unsupported(work.device, work.dtype, needs), float("nan")
-        if tried[name][0] is None:
-            try:
-                tried[name] = None, rows.error(name)
-            except Exception as error:  # other projects' kernels raise anything: it is what the table says of them
-                tried[name] = f"failed: {type(error).__name__}: {error}", float("nan")
-    by_rank = work.gathered(tried)
-    results = {}
-    for name in tried:
-        problem = next((rank[name][0] for rank in by_rank if rank[name][0]), None)
-        worst = float(np.max([rank[name][1] for rank in by_rank]))
-        exact = worst <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
-        results[name] = KernelResult(name, blocks, problem, worst, exact)
-    # 2. Times of those that run everywhere
-    runs = {name: partial(rows.attend, name) for name, result in results.items() if result.problem is None}
-    seconds = work.medians(runs)
-    first = next((seconds[name] for name in seconds if results[name].exact), float("nan"))
-    for name, took in seconds.items():
-        results[name] = replace(results[name], seconds=took, speed=first / took, flops_per_s=flops / took)
-    return list(results.values())
-
-
-def exact_kernels(results: Sequence[KernelResult]) -> tuple[str, ...]:
-    """Returns the kernels that were exact wherever they ran, the fastest first."""
-    speeds: dict[str, list[float]] = {}
-    for result in results:
-        if result.problem is None:
-            speeds.setdefault(result.kernel, []).append(result.speed if result.exact else float("nan"))
-    exact = {name: float(np.mean(values)) for name, values in speeds.items() if np.isfinite(values).all()}
-    return tuple(sorted(exact, key=lambda name: -exact[name]))
-
-
-def kernel_rates(results: Sequence[KernelResult], work: Workload) -> dict[str, KernelConstants]:
-    """Returns the rates of the exact kernels by blocks, but for those that the machine's constants are fitted to."""
-    rates: dict[str, dict[str, float]] = {}
-    for result in results:
-        if result.exact and (result.kernel, result.blocks) != (work.kernel, work.blocks):
-            rates.setdefault(result.kernel, {})["{}x{}".format(*result.blocks)] = result.flops_per_s
-    return {name: KernelConstants("measured", flops_by_blocks=by_blocks) for name, by_blocks in rates.items()}
+    speed: float = 0.0  # Over the first kernel that was exact with these blocks
+    flops_per_s: float = float("nan")  # Of the products of active blocks, launch included
 
 
 @dataclass(frozen=True)
 class Attention:
     """One whole attention on all ranks: q, k and v to their owners, the kernel, the outputs back."""
 
+    strategy: str
+    planner: str
+    rho: float
     density: float
-    plan: Plan
     seconds: float
-    predicted_s: float = float("nan")
-
-    def as_json(self) -> dict[str, Any]:
-        plan = {"strategy": str(self.plan.strategy), "planner": self.plan.planner, "rho": self.plan.rho}
-        return plan | {"density": self.density, "seconds": self.seconds, "predicted_s": self.predicted_s}
+    predicted_s: float
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of attentions, and the constants fitted to them.
+    """Times of kernels and attentions, and the constants fitted to them."""
 
-    Attributes:
-        dense_s: Dense attention of a rank's heads by torch.
-        constants: Those of the latency model; another machine's where nothing was measured, or too short to see.
-        residual: Largest relative error of the fits, by part.
-    """
-
-    dense_s: float
+    kernels: list[KernelResult]
+    dense_s: float  # Dense attention of a rank's heads by torch
     attentions: list[Attention]
-    constants: Constants
-    residual: dict[str, float]
+    constants: Constants  # Another machine's where nothing was measured, or it was too short to see
+    residual: dict[str, float]  # Largest relative error of the fits, by part
+
+    @property
+    def exact_kernels(self) -> tuple[str, ...]:
+        """The kernels that were exact wherever they ran, the fastest first."""
+        ran = [result for result in self.kernels if result.problem is None]
+        wrong = {result.kernel for result in ran if not result.exact}
+        speeds = {
+            name: np.mean([result.speed for result in ran if result.kernel == name])
+            for name in dict.fromkeys(result.kernel for result in ran)
+            if name not in wrong
+        }
+        return tuple(sorted(speeds, key=speeds.__getitem__, reverse=True))
+
+    def hardware(self, name: str, work: Workload, others: Hardware) -> Hardware:
+        """Returns the machine as runs read it, with the origin of each constant."""
+        labels = {}
+        for key, value in vars(self.constants).items():
+            if value is not None:
+                same = value == getattr(others.constants, key)
+                labels[key] = others.sources[key] if same else "assumed" if value == 0 else "measured"
+        # Rates by blocks of the exact kernels, but for those that the constants are fitted to
+        rates: dict[str, dict[str, float]] = {}
+        for result in self.kernels:
+            if result.exact and (result.kernel, result.blocks) != (work.kernel, work.blocks):
+                rates.setdefault(result.kernel, {})["{}x{}".format(*result.blocks)] = result.flops_per_s
+        return Hardware(
+            name,
+            device_class(work.device),
+            str(work.dtype).removeprefix("torch."),
+            self.constants,
+            labels,
+            kernels={key: KernelConstants("measured", flops_by_blocks=by_blocks) for key, by_blocks in rates.items()},
+            exact_kernels=self.exact_kernels,
+        )
 
 
 def measure(work: Workload, others: Constants) -> Measured:
-    """Measures an attention's parts, and whole attentions. Collective.
-
-    Args:
-        others: Another machine's constants, for what is not measured: exchanges, if there is one rank.
-    """
-    # 1. Parts of an attention
-    work.say("measuring dense and sparse attention of one rank")
+    """Measures kernels, an attention's parts, and whole attentions; `others` are another machine's. Collective."""
+    work.say("measuring kernels against the reference")
+    shapes = sorted({work.blocks} if work.device.type == "cpu" else {work.blocks, (128, 128)})
+    kernels = [result for blocks in shapes for result in compare_kernels(work, blocks)]
+    work.say("measuring dense and sparse attention of one rank, exchanges, and whole attentions")
     residual: dict[str, float] = {}
     dense_s, known = _measure_compute(work, others, residual)
     if work.group.size > 1:
-        work.say("measuring exchanges")
-        known = replace(known, **_measure_exchanges(work, others, residual))
-    # 2. Packing and bookkeeping: what an attention without active blocks takes beyond its exchange and launch
-    ulysses, ring = Strategy(work.group.size, 1), Strategy(1, work.group.size)
-    sizes = [work.tokens // part // work.group.size * work.group.size for part in (1, 2, 4)]
-    empty = [_whole(work, work.mask(work.heads, 0.0, size), ulysses, _PLAIN) for size in sizes]
-    seconds = work.medians({str(size): call for size, (_, call) in zip(sizes, empty, strict=True)})
-    no_row = replace(known, row_s=0.0)  # a row's time is that of filling and emptying its pipeline
-    predicted = [_predict(work, plan, no_row) for plan, _ in empty]
-    explained = np.array([p.total_s - p.pack_s for p in predicted])
-    columns = np.array([[p.pack_s, 1.0] for p in predicted])
-    (per_byte, call_s), residual["call"] = fit(columns, np.array([*seconds.values()]), explained)
-    known = replace(known, pack_bytes_per_s=_rate(per_byte, others.pack_bytes_per_s), call_s=call_s)
-    # 3. Whole attentions: dense Ulysses, and the sparse mask on Ulysses and Ring, unbalanced and balanced
-    work.say("measuring whole attentions, balanced and unbalanced")
-    runs: list[tuple[float, Strategy, str]] = [(1.0, ulysses, _PLAIN)]
-    for strategy in dict.fromkeys((ulysses, ring)):
-        runs += [(SPARSE, strategy, planner) for planner in (_PLAIN, "dbsp")]
-    masks = {density: work.mask(work.heads, density) for density in (1.0, SPARSE)}
-    wholes = [_whole(work, masks[density], strategy, planner) for density, strategy, planner in runs]
-    seconds = work.medians({str(number): call for number, (_, call) in enumerate(wholes)})
-    attentions = [
-        Attention(masks[density].density, plan, took)
-        for (density, *_), (plan, _), took in zip(runs, wholes, seconds.values(), strict=True)
-    ]
-    plain_rings = [a for a in attentions if a.plan.planner == _PLAIN and a.plan.strategy.ring > 1]
-    if plain_rings:
-        known = replace(known, overlap=_fit_overlap(work, plain_rings, known))
-    attentions = [replace(a, predicted_s=_predict(work, a.plan, known).total_s) for a in attentions]
-    return Measured(dense_s, attentions, known, residual)
+        known = _measure_exchanges(work, known, residual)
+    known = _measure_packing(work, known, residual)
+    attentions, known = _measure_attentions(work, known)
+    return Measured(kernels, dense_s, attentions, known, residual)
+
+
+def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResult]:
+    """Runs every kernel for this device on a rank's heads: errors against float64, then times. Collective."""
+    rows = Rows.from_mask(work, work.mask(work.local_heads, SPARSE, blocks=blocks))
+    needs = KernelRequirements(blocks, work.head_dim, tokens=work.tokens)
+    # 1. Problem and error of each on this rank, then the worst of all ranks
+    tried: list[tuple[str, str | None, float]] = []
+    for name, kernel in KERNELS.items():
+        if name == "reference" or work.device.type not in kernel.devices:
+            continue
+        problem, error = kernel.why_unsupported(work.device, work.dtype, needs), float("nan")
+        if problem is None:
+            try:
+                error = rows.error(name)
+            except Exception as raised:  # other projects' kernels raise anything: it is what the table says of them
+                problem = f"failed: {type(raised).__name__}: {raised}"
+        tried.append((name, problem, error))
+    results = []
+    for of_ranks in zip(*work.gathered(tried), strict=True):
+        (name, *_), problems, errors = zip(*of_ranks, strict=True)
+        worst = float(np.max(errors))
+        exact = worst <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
+        results.append(KernelResult(name, blocks, next(filter(None, problems), None), worst, exact))
+    # 2. Times of those that run everywhere
+    run = [result for result in results if result.problem is None]
+    seconds = work.medians([partial(rows.attend, result.kernel) for result in run])
+    first = next((s for s, result in zip(seconds, run, strict=True) if result.exact), float("nan"))
+    timed = {
+        result.kernel: replace(result, seconds=float(s), speed=float(first / s), flops_per_s=float(rows.flops / s))
+        for s, result in zip(seconds, run, strict=True)
+    }
+    return [timed.get(result.kernel, result) for result in results]
 
 
 def _measure_compute(work: Workload, others: Constants, residual: dict[str, float]) -> tuple[float, Constants]:
-    """Times attention without exchanges, merging and a matrix product; returns the constants, exchanges as in others.
+    """Times attention without exchanges, merging and a matrix product; returns seconds of dense, and the constants.
 
     The time of a score's softmax is in that of the products: one head dim cannot separate them.
     """
     heads, few = work.local_heads, max(work.blocks[0], work.tokens // 4)
-    masks = {str(density): work.mask(heads, density) for density in _DENSITIES}
-    masks["few"] = work.mask(heads, SPARSE, few)
-    rows = {name: Rows.from_mask(work, mask) for name, mask in masks.items()}
+    masks = [*(work.mask(heads, density) for density in _DENSITIES), work.mask(heads, SPARSE, few)]
+    rows = [Rows.from_mask(work, mask) for mask in masks]
     q, k, v = (work.random(1, heads, work.tokens, work.head_dim) for _ in range(3))
     width = work.heads * work.head_dim
     left, right = work.random(-(-work.tokens // work.group.size), width), work.random(width, width)
     out, part = (torch.randn(heads * work.tokens // 64, 64, work.head_dim, device=work.device) for _ in range(2))
     lse, part_lse = (torch.randn(out.shape[:2], device=work.device) for _ in range(2))
-    kernel = work.kernel
-    actions: dict[str, Action] = {name: partial(r.attend, kernel) for name, r in rows.items()}
-    actions["dense"] = lambda: F.scaled_dot_product_attention(q, k, v)
-    actions["linear"] = lambda: left @ right
-    actions["merge"] = lambda: merge_into(out, lse, part, part_lse)
-    seconds = work.medians(actions)
-    flops = [4.0 * int(mask.bits.sum()) * np.prod(work.blocks) * work.head_dim for mask in masks.values()]
-    columns = np.array([[flop, len(r.q), 1.0] for flop, r in zip(flops, rows.values(), strict=True)])
-    (per_flop, row_s, launch_s), residual["compute"] = fit(columns, np.array([seconds[name] for name in masks]))
-    constants = replace(
+    actions: list[Action] = [partial(r.attend, work.kernel) for r in rows]
+    actions.append(partial(F.scaled_dot_product_attention, q, k, v))
+    actions.append(partial(torch.matmul, left, right))
+    actions.append(partial(merge_into, out, lse, part, part_lse))
+    *seconds, dense_s, linear_s, merge_s = work.medians(actions).tolist()
+    known = replace(
         others,
-        flops_per_s=_rate(per_flop, others.flops_per_s),
         score_s=0.0,
-        row_s=row_s,
-        launch_s=launch_s,
-        call_s=0.0,
-        pack_bytes_per_s=1.0,
-        merge_bytes_per_s=heads * work.tokens * work.head_dim * MERGE_BYTES / seconds["merge"],
+        merge_bytes_per_s=heads * work.tokens * work.head_dim * MERGE_BYTES / merge_s,
         overlap=1.0,
-        linear_flops_per_s=2.0 * len(left) * width**2 / seconds["linear"],
+        linear_flops_per_s=2.0 * len(left) * width**2 / linear_s,
         serial_s=0.0,
         network_latency_s=None,
         network_bytes_per_s=None,
     )
-    return seconds["dense"], constants
+    columns = np.array([[r.flops, len(r.q), 1.0] for r in rows])
+    names = ("flops_per_s", "row_s", "launch_s")
+    known, residual["compute"] = _with_fitted(known, names, columns, np.array(seconds))
+    return dense_s, known
 
 
-def _measure_exchanges(work: Workload, others: Constants, residual: dict[str, float]) -> dict[str, float]:
-    """Times an all-to-all in which each rank sends some bytes to the others, and as many to the next rank alone.
-
-    Returns the constants that are fitted to it.
-    """
-    group, actions, sizes = work.group, dict[str, Action](), [1 << bits for bits in work.sizes]
+def _measure_exchanges(work: Workload, known: Constants, residual: dict[str, float]) -> Constants:
+    """Times an all-to-all in which each rank sends some bytes to the others, and as many to the next rank alone."""
+    group, sizes, actions = work.group, [1 << bits for bits in work.sizes], list[Action]()
     before, after = ((group.rank + way) % group.size for way in (-1, 1))
     for size in sizes:
         each = max(1, size // 4 // (group.size - 1))
@@ -477,14 +431,11 @@ def _measure_exchanges(work: Workload, others: Constants, residual: dict[str, fl
         sent, to_next = (torch.zeros(n, device=work.device) for n in (sum(splits), max(1, size // 4)))
         received = torch.empty_like(to_next)
         both = [dist.P2POp(dist.isend, to_next, after), dist.P2POp(dist.irecv, received, before)]
-        actions[f"exchange {size}"] = partial(group.all_to_all, sent, splits, splits)
-        actions[f"p2p {size}"] = partial(_send_and_receive, both)
-    seconds = work.medians(actions)
-    columns, known = np.array([[1.0, size] for size in sizes]), dict[str, float]()
-    for part in ("exchange", "p2p"):
-        (latency, per_byte), residual[part] = fit(columns, np.array([seconds[f"{part} {size}"] for size in sizes]))
-        rate = f"{part}_bytes_per_s"
-        known |= {f"{part}_latency_s": latency, rate: _rate(per_byte, getattr(others, rate))}
+        actions += [partial(group.all_to_all, sent, splits, splits), partial(_send_and_receive, both)]
+    seconds, columns = work.medians(actions), np.array([[1.0, size] for size in sizes])
+    for number, part in enumerate(("exchange", "p2p")):
+        names = (f"{part}_latency_s", f"{part}_bytes_per_s")
+        known, residual[part] = _with_fitted(known, names, columns, seconds[number::2])
     return known
 
 
@@ -493,36 +444,65 @@ def _send_and_receive(both: list[dist.P2POp]) -> None:
         transfer.wait()
 
 
+def _measure_packing(work: Workload, known: Constants, residual: dict[str, float]) -> Constants:
+    """Times attentions without active blocks: packing is what they take beyond exchange, launch and bookkeeping."""
+    sizes = [work.tokens // part // work.group.size * work.group.size for part in (1, 2, 4)]
+    strategy = Strategy(work.group.size, 1)
+    plans, calls = zip(*[_whole(work, work.mask(work.heads, 0.0, n), strategy, _PLAIN) for n in sizes], strict=True)
+    no_row = replace(known, row_s=0.0)  # a row's time is that of filling and emptying its pipeline
+    predicted = [_predict(work, plan, no_row) for plan in plans]
+    columns = np.array([[p.pack_s * known.pack_bytes_per_s, 1.0] for p in predicted])
+    explained = np.array([p.exchange_s + p.attention_s for p in predicted])
+    names = ("pack_bytes_per_s", "call_s")
+    known, residual["call"] = _with_fitted(known, names, columns, work.medians(calls), explained)
+    return known
+
+
+def _measure_attentions(work: Workload, known: Constants) -> tuple[list[Attention], Constants]:
+    """Times dense Ulysses, and the sparse mask on Ulysses and Ring, unbalanced and balanced; fits `overlap`."""
+    ulysses, ring = Strategy(work.group.size, 1), Strategy(1, work.group.size)
+    dense, sparse = (work.mask(work.heads, density) for density in (1.0, SPARSE))
+    runs = [(dense, ulysses, _PLAIN)]
+    runs += [
+        (sparse, strategy, planner) for strategy in dict.fromkeys((ulysses, ring)) for planner in (_PLAIN, "dbsp")
+    ]
+    plans, calls = zip(*[_whole(work, *run) for run in runs], strict=True)
+    seconds = work.medians(calls).tolist()
+    # How far compute hides P2P, by the unbalanced ring: 1 is max(compute, P2P), 0 their sum
+    for plan, took in zip(plans, seconds, strict=True):
+        if plan.strategy.ring > 1 and plan.planner == _PLAIN:
+            hidden, apart = (_predict(work, plan, replace(known, overlap=overlap)).total_s for overlap in (1.0, 0.0))
+            if apart > hidden:
+                known = replace(known, overlap=min(max((apart - took) / (apart - hidden), 0.0), 1.0))
+    attentions = [
+        Attention(
+            strategy=str(plan.strategy),
+            planner=plan.planner,
+            rho=plan.rho,
+            density=mask.density,
+            seconds=took,
+            predicted_s=_predict(work, plan, known).total_s,
+        )
+        for (mask, *_), plan, took in zip(runs, plans, seconds, strict=True)
+    ]
+    return attentions, known
+
+
 def _whole(work: Workload, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:
     """Prepares an attention; returns its plan, and a call of it on this rank's random q, k, v."""
     layout = usual_layout(planner, mask.grid, strategy)
     plan = make_plan(mask, strategy, planner, layout=layout)
     attend = DualBalancedAttention.prepare(plan, mask, layout, work.group, device=work.device, kernel=work.kernel)
-    q, k, v = (work.random(1, mask.heads, layout.shard, work.head_dim) for _ in range(3))
-    return plan, lambda: attend(q, k, v)
+    return plan, partial(attend, *(work.random(1, mask.heads, layout.shard, work.head_dim) for _ in range(3)))
 
 
 def _predict(work: Workload, plan: Plan, known: Constants) -> Prediction:
     shape = AttentionShape(1, plan.heads, work.head_dim, work.dtype.itemsize)
-    labels = {key: "measured" for key, value in vars(known).items() if value is not None}
-    machine = Hardware("being measured", "", "", known, labels)
+    machine = Hardware("being measured", "", "", known, {})
     return predict(plan, shape, machine, layout=usual_layout(plan.planner, plan.grid, plan.strategy))
 
 
-def _fit_overlap(work: Workload, rings: Sequence[Attention], known: Constants) -> float:
-    """Fits how far compute hides P2P: 1 is max(compute, P2P), 0 their sum; 1 where it makes no difference."""
-    seconds = np.array([ring.seconds for ring in rings])
-    hidden, apart = (
-        np.array([_predict(work, ring.plan, replace(known, overlap=overlap)).total_s for ring in rings])
-        for overlap in (1.0, 0.0)
-    )
-    gap = (apart - hidden) / seconds
-    if not gap.any():
-        return 1.0
-    return float(np.clip((gap * (apart - seconds) / seconds).sum() / (gap**2).sum(), 0, 1))
-
-
-def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0) -> tuple[tuple[float, ...], float]:
+def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0) -> tuple[list[float], float]:
     """Finds the coefficients ≥ 0 with the least sum of squared relative errors, one per column.
 
     Every set of coefficients that are not zero is tried: exact, and there are few.
@@ -535,25 +515,28 @@ def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.
     Returns:
         The coefficients, and the largest relative error.
     """
-    samples, n = columns.shape
-    scaled, wanted = columns / seconds[:, None], np.ones(samples) - given / seconds
-    norms = np.linalg.norm(scaled, axis=0)
-    scaled = scaled / np.where(norms > 0, norms, 1)
-    best, least = np.zeros(n), np.inf
-    for size in range(1, n + 1):
-        for chosen in itertools.combinations(range(n), size):
-            found, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
-            loss = float(((scaled[:, chosen] @ found - wanted) ** 2).sum())
-            if (found >= 0).all() and loss < least - 1e-12:
-                best, least = np.zeros(n), loss
-                best[list(chosen)] = found
-    errors = scaled @ best - wanted
-    return tuple((best / np.where(norms > 0, norms, 1)).tolist()), float(np.abs(errors).max())
+    relative, wanted = columns / seconds[:, None], 1 - given / seconds
+    norms = np.maximum(np.linalg.norm(relative, axis=0), np.finfo(float).tiny)
+    best, least = np.zeros(columns.shape[1]), np.inf
+    for used in itertools.product((False, True), repeat=columns.shape[1]):
+        found = np.linalg.lstsq(relative / norms * used, wanted, rcond=None)[0] * used
+        loss = float(np.linalg.norm(relative / norms @ found - wanted))
+        if (found >= 0).all() and loss < least - 1e-9:
+            best, least = found / norms, loss
+    return best.tolist(), float(np.abs(relative @ best - wanted).max())
 
 
-def _rate(seconds_per_unit: float, otherwise: float) -> float:
-    """Returns units per second, or another machine's where the time was too short to see."""
-    return 1 / seconds_per_unit if seconds_per_unit > 0 else otherwise
+def _with_fitted(
+    known: Constants, names: Sequence[str], columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0
+) -> tuple[Constants, float]:
+    """Fits a constant per column, and keeps the known rate where its time was too short to see; see `fit`."""
+    values, error = fit(columns, seconds, given)
+    for name, value in zip(names, values, strict=True):
+        if not name.endswith("_per_s"):
+            known = replace(known, **{name: value})
+        elif value > 0:
+            known = replace(known, **{name: 1 / value})
+    return known, error
 
 
 def _shipped_like(device: torch.device) -> Hardware:
@@ -563,43 +546,23 @@ def _shipped_like(device: torch.device) -> Hardware:
     return next((machine for machine in shipped if machine.device == device_class(device)), usual)
 
 
-def _hardware(
-    name: str, work: Workload, kernels: Sequence[KernelResult], measured: Measured, others: Hardware
-) -> Hardware:
-    """Returns the machine as runs read it, with the origin of each constant."""
-    labels = {}
-    for key, value in vars(measured.constants).items():
-        if value is not None:
-            same = value == getattr(others.constants, key)
-            labels[key] = others.sources[key] if same else "assumed" if value == 0 else "measured"
-    return Hardware(
-        name,
-        device_class(work.device),
-        str(work.dtype).removeprefix("torch."),
-        measured.constants,
-        labels,
-        kernels=kernel_rates(kernels, work),
-        exact_kernels=exact_kernels(kernels),
-    )
-
-
-def _tables(title: str, kernels: Sequence[KernelResult], hardware: Hardware, measured: Measured) -> list[TextTable]:
+def _tables(title: str, measured: Measured) -> list[TextTable]:
     """Returns the tables of kernels and of whole attentions."""
     rows: list[tuple[str, ...]] = [("torch, dense", "", f"{measured.dense_s * 1e3:.2f}", "", "", "")]
-    for k in kernels:
+    for k in measured.kernels:
         numbers = (f"{k.seconds * 1e3:.2f}", f"{k.speed:.2f}×", f"{k.error:.1e}")
         verdict = k.problem or ("exact" if k.exact else "not exact")
         rows.append((k.kernel, "×".join(map(str, k.blocks)), *(("–",) * 3 if k.problem else numbers), verdict))
-    names: tuple[str, ...] = ("kernel", "blocks", "ms", "speed", "error", "verdict")
+    names = ("kernel", "blocks", "ms", "speed", "error", "verdict")
     caption = f"one rank's heads, density {SPARSE:g}; kernel: auto takes, in this order: "
-    caption += ", ".join(hardware.exact_kernels) or "none"
-    tables = [TextTable(title, names, rows, caption, left=("kernel", "verdict"))]
+    caption += ", ".join(measured.exact_kernels) or "none"
+    kernels = TextTable(title, names, rows, caption, left=("kernel", "verdict"))
     dense_s, rows = measured.attentions[0].seconds, []
     for run in measured.attentions:
         mask = "dense" if run.density == 1 else f"density {run.density:.2f}"
         times = f"{run.seconds * 1e3:.2f}", f"{run.predicted_s * 1e3:.2f}", f"{dense_s / run.seconds:.2f}×"
-        rows.append((mask, str(run.plan.strategy), run.plan.planner, f"{run.plan.rho:.3f}", *times))
-    names = ("mask", "strategy", "planner", "ρ_s", "ms", "predicted", "over dense")
+        rows.append((mask, run.strategy, run.planner, f"{run.rho:.3f}", *times))
+    columns = ("mask", "strategy", "planner", "ρ_s", "ms", "predicted", "over dense")
     caption = "ρ_s: slowest rank over mean; predicted: by the constants that are written"
     left = ("mask", "strategy", "planner")
-    return [*tables, TextTable("whole attentions on all ranks", names, rows, caption, left=left)]
+    return [kernels, TextTable("whole attentions on all ranks", columns, rows, caption, left=left)]

@@ -39,15 +39,10 @@ def doctor_command(as_json: JsonFlag = False) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
-
-    Attributes:
-        state: "ok", "missing", or "not here" where nothing could be installed to change it.
-        fix: Fix if it is not ok.
-    """
+    """One thing that was looked at, and the fix if it is not ok."""
 
     what: str
-    state: str
+    state: str  # "ok", "missing", or "not here" where nothing could be installed to change it
     detail: str
     fix: str = ""
 
@@ -58,19 +53,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Importable:
-    """Something that works if it can be imported, which is tried in a process of its own.
-
-    Attributes:
-        needs: Packages, by the names they are imported by, whose versions are shown.
-        extra: Extra of dbsp-attention that installs them.
-        code: Imports what is used of them.
-        use: Purpose of the package.
-    """
+    """Something that works if it can be imported, which is tried in a process of its own."""
 
     what: str
-    needs: tuple[str, ...]
-    extra: str
-    code: str = ""
+    needs: tuple[str, ...]  # Packages, by the names they are imported by
+    extra: str  # Of dbsp-attention, which installs them
+    code: str = ""  # Imports what is used of them
     use: str = ""
 
     def check(self) -> Check:
@@ -92,8 +80,7 @@ FRAMEWORKS = (
         "xDiT",
         ("xfuser", "diffusers", "transformers", "triton"),
         "xdit",
-        "from dbsp_cli.import_hook import after_import; from dbsp_xdit.runner import install; "
-        "install(after_import); import xfuser.runner, dbsp_xdit.attachment",
+        "from dbsp_xdit.runner import install; install(); import xfuser.runner, dbsp_xdit.attachment",
         "for xdit --sp-backend dbsp",
     ),
     Importable(
@@ -199,13 +186,12 @@ def _between_nodes() -> list[Check]:
             continue
         names = value.lstrip("=").split(",")
         unknown = [name for name in names if not any(interface.startswith(name) for interface in interfaces)]
+        state, detail = "ok", f"{variable}={value}"
         if unknown:
-            detail = f"{variable}={value} names {', '.join(unknown)}; here are {', '.join(interfaces)}"
-            checks.append(Check(what, "missing", detail, fix.format(variable)))
+            state, detail = "missing", f"{detail} names {', '.join(unknown)}; here are {', '.join(interfaces)}"
         elif names == ["lo"]:
-            checks.append(Check(what, "not here", f"{variable}={value} is loopback", fix.format(variable)))
-        else:
-            checks.append(Check(what, "ok", f"{variable}={value}"))
+            state, detail = "not here", f"{detail} is loopback"
+        checks.append(Check(what, state, detail, "" if state == "ok" else fix.format(variable)))
     if environment_value(GLOO) is None:
         host = socket.gethostname()
         try:

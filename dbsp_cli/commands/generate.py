@@ -26,6 +26,7 @@ _NO_REPORT = 3
 
 
 def generate_command(
+    context: typer.Context,
     config: Annotated[str | None, typer.Option(help="YAML file, or a shipped one's name.")] = None,
     model: Annotated[str | None, typer.Option(help="Name or folder of the checkpoint; default: the file's.")] = None,
     prompt: Annotated[str | None, typer.Option(help="What it shows; @FILE: one prompt a line.")] = None,
@@ -51,10 +52,9 @@ def generate_command(
 
     Started by torchrun, srun or MPI, it joins the ranks that are there.
     """
-    arguments = locals()
-    lists = {name: tuple(arguments[name] or ()) for name in ("images", "lora", "changes")}
-    features = Features(**options_for(Features, arguments | lists))
-    request = GenerationRequest(**options_for(GenerationRequest, arguments | lists | {"features": features}))
+    options = context.params | {name: tuple(context.params[name] or ()) for name in ("images", "lora", "changes")}
+    features = Features(**options_for(Features, options))
+    request = GenerationRequest(**options_for(GenerationRequest, options | {"features": features}))
     joined = RankInfo.from_environment(os.environ)
     count = 1 if joined else processes_here(nproc)
     rank_info = joined or RankInfo(world=count, local_world=count)
@@ -68,7 +68,7 @@ def generate_command(
     if dry_run:
         _say_what_would_be_made(generation, rank_info)
     elif all_is_there:
-        _say_that_all_is_there(generation)
+        _say_what_was_made(generation, {}, 0.0)
     else:
         _make(generation, rank_info)
 
@@ -93,14 +93,10 @@ def _say_what_would_be_made(generation: Generation, rank_info: RankInfo) -> None
     print(yaml.safe_dump(generation.effective, allow_unicode=True, sort_keys=False), end="")
 
 
-def _say_that_all_is_there(generation: Generation) -> None:
-    count = len(generation.outputs)
-    print(f"nothing to make: {count} of {count} videos are there")
-
-
 def _say_what_was_made(generation: Generation, reports: Mapping[Output, RunReport | None], seconds: float) -> None:
     if not reports:
-        _say_that_all_is_there(generation)
+        count = len(generation.outputs)
+        print(f"nothing to make: {count} of {count} videos are there")
         return
     for output, did in reports.items():
         if did is not None:

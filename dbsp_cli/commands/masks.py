@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -31,7 +32,6 @@ from dbsp_cli.output import (
     print_json,
     print_tables,
     require_apart,
-    require_picture_path,
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
@@ -128,7 +128,11 @@ def info(
     as_json: JsonFlag = False,
 ) -> None:
     """Say how dense masks are, how balanced their work is, and how they change by step."""
-    require_picture_path(picture, {"the mask file": file})
+    if picture is not None:
+        require_file_path(picture, "--picture")
+        require_apart({"--picture": picture}, inputs={"the mask file": file})
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UserError("matplotlib is needed for pictures; pip install matplotlib")
     series = MaskSeries.read(file, branch)
     examined = examine_masks(series, gpus)
     if picture is not None:
@@ -186,12 +190,12 @@ def _tables(examined: MaskInfo, gpus: int) -> Iterator[TextTable]:
     ]
     yield TextTable("density", ("layer", "least dense head", "mean", "densest head"), rows)
     rows = [
-        (b.strategy, b.planner, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
+        (b.strategy, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
         for b in examined.balance
     ]
-    names: tuple[str, ...] = ("strategy", "planner", "ρ_s before", "ρ_s", "max", "moved")
+    names: tuple[str, ...] = ("strategy", "ρ_s before", "ρ_s", "max", "moved")
     title = f"balance on {gpus} GPUs, mean over sampled layers"
-    yield TextTable(title, names, rows, left=("strategy", "planner"))
+    yield TextTable(title, names, rows, left=("strategy",))
     if examined.drift:
         rows = [
             (str(d.layer), f"{min(d.iou):.3f}", f"{fmean(d.iou):.3f}", f"{fmean(d.changed):.2%}", str(d.replans))

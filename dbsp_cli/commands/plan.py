@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -20,12 +21,12 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.models.table import MODEL_SPECS, find_model_spec, unknown_model
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
-from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import printable
 
-_VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved")
+_VALUES = ("planner", "rho_before", "rho", "rho_bound", "moved", "split_heads", "extra_kv", "plan_ms")
 
 
 def plan_command(
@@ -60,9 +61,7 @@ def plan_command(
     mask = source.layer(layer)
     plans = _plans(mask, gpus, strategy, planner, keys)
     if as_json:
-        print_json(
-            file=str(file), gpus=gpus, density=mask.density, plans=[_record(file_plan, keys) for file_plan in plans]
-        )
+        print_json(file=str(file), gpus=gpus, density=mask.density, plans=plans)
         return
     if source.per_layer:
         print(printable(f"{file}: layer {layer} of {source.layers}"), file=sys.stderr)
@@ -84,65 +83,46 @@ def _show_model(model: str, gpus: int, machine: str | None, as_json: bool) -> No
     print_tables([modelled_table(spec, gpus, hardware, videos, by_default=measured is None)])
 
 
-class _FilePlan(NamedTuple):
-    plan: Plan
-    kv_received: float
-    """K and V that a rank receives, mean, in shares of one rank's Q."""
+def _plans(mask: BlockMask, gpus: int, strategy: str, planner: str, keys: str) -> list[dict[str, Any]]:
+    """Returns numbers of the mask's plan for every strategy and planner asked for.
 
-
-def _plans(mask: BlockMask, gpus: int, strategy: str, planner: str, keys: str) -> list[_FilePlan]:
-    """Plans the mask, a layer's of the file, for every strategy and planner asked for."""
-    strategies = candidates(gpus, mask.grid) if strategy == "all" else (strategy,)
-    strategies = tuple(map(Strategy.parse, strategies))
+    `kv_received` is K and V that a rank receives, mean, in shares of one rank's Q.
+    """
+    strategies = [*map(Strategy.parse, candidates(gpus, mask.grid) if strategy == "all" else (strategy,))]
     for parsed in strategies:
         parsed.require_world(gpus)
     require_keys(keys)
     names = tuple(PLANNERS) if planner == "all" else tuple(planner.split(","))
-    for name in names:
-        require_planner(name)
+    layouts = {name: "contiguous" if keys == NEEDED else require_planner(name).layout for name in names}
     share = mask.heads * mask.grid.tokens / gpus
     plans = []
-    for parsed in strategies:
-        for name in names:
-            usual = "contiguous" if keys == NEEDED else require_planner(name).layout
-            layout = SequenceLayout.named(usual, mask.grid, parsed)
-            plan = make_plan(mask, parsed, name, layout=layout, keys=keys)
-            plans.append(_FilePlan(plan, traffic_of(plan, layout).kv_received / share))
+    for parsed, (name, usual) in itertools.product(strategies, layouts.items()):
+        layout = SequenceLayout.named(usual, mask.grid, parsed)
+        plan = make_plan(mask, parsed, name, layout=layout, keys=keys)
+        received = traffic_of(plan, layout).kv_received / share
+        values = {value: getattr(plan, value) for value in _VALUES}
+        plans.append({"strategy": str(parsed), **values, "keys": keys, "kv_received": received})
     return plans
 
 
-def _record(file_plan: _FilePlan, keys: str) -> dict[str, Any]:
-    plan = file_plan.plan
-    return (
-        {"strategy": str(plan.strategy)}
-        | {name: getattr(plan, name) for name in _VALUES}
-        | {"split_heads": plan.split_heads, "extra_kv": plan.extra_kv, "plan_ms": plan.plan_ms}
-        | {"keys": keys, "kv_received": file_plan.kv_received}
+def _table(mask: BlockMask, gpus: int, plans: list[dict[str, Any]]) -> TextTable:
+    grid, rows = mask.grid, []
+    for plan in plans:
+        numbers = (f"{plan[name]:.4f}" for name in ("rho_before", "rho", "rho_bound"))
+        shares = (f"{plan['rho'] / plan['rho_bound'] - 1:.1%}", f"{plan['moved']:.1%}", f"{plan['extra_kv']:.0%}")
+        costs = (f"{plan['kv_received']:.2f}", f"{plan['plan_ms']:.2f}")
+        rows.append((plan["strategy"], plan["planner"], *numbers, *shares, *costs))
+    best = min(plans, key=lambda plan: (plan["rho"], plan["moved"]))
+    conclusion = (
+        f"most even: {best['strategy']}, {best['planner']}: ρ_s {best['rho_before']:.4f} → {best['rho']:.4f}\n"
     )
-
-
-def _table(mask: BlockMask, gpus: int, plans: list[_FilePlan]) -> TextTable:
-    grid = mask.grid
-    rows = []
-    for p, received in plans:
-        numbers = (f"{p.rho_before:.4f}", f"{p.rho:.4f}", f"{p.rho_bound:.4f}")
-        shares = (f"{p.rho / p.rho_bound - 1:.1%}", f"{p.moved:.1%}", f"{p.extra_kv:.0%}")
-        rows.append((str(p.strategy), p.planner, *numbers, *shares, f"{received:.2f}", f"{p.plan_ms:.2f}"))
     return TextTable(
         f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
         ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "KV in", "ms"),
         rows,
-        f"{_conclusion([file_plan.plan for file_plan in plans])}"
+        f"{conclusion if len(plans) > 1 else ''}"
         "ρ_s: slowest rank over mean; bound: least for any plan of whole rows; gap: above it;\n"
         "moved: rows, to other ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),
     )
-
-
-def _conclusion(plans: list[Plan]) -> str:
-    """Names the most even of several plans in a line."""
-    if len(plans) == 1:
-        return ""
-    best = min(plans, key=lambda plan: (plan.rho, plan.moved))
-    return f"most even: {best.strategy}, {best.planner}: ρ_s {best.rho_before:.4f} → {best.rho:.4f}\n"

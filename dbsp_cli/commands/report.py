@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables, require_apart
+from dbsp_cli.output import PATH, JsonFlag, TextTable, print_json, print_tables
 from dbsp_cli.video_quality import compare_latents, compare_videos
-from dbsp_core.reports.page import LAYER_COLUMNS, flat_settings, headline, in_seconds, report_page, strategies_in_words
+from dbsp_core.reports.page import LAYER_COLUMNS, flat_settings, headline, in_seconds, strategies_in_words
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import in_bytes, require_file_path, write_atomically
+from dbsp_core.utils.files import in_bytes
 
 
 def report_command(
@@ -23,51 +23,38 @@ def report_command(
         list[Path], typer.Argument(help="One run, or two to compare: report folders or report.json files.", **PATH)
     ],
     as_json: JsonFlag = False,
-    html: Annotated[Path | None, typer.Option(help="Of one run: write its page to this file as well.", **PATH)] = None,
 ) -> None:
     """Show the report of a run, or compare two: settings, density, ρ_s, seconds, and their videos."""
     if len(runs) > 2:
         raise UserError(f"dbsp report takes one run or two, got {len(runs)}")
-    if html is not None:
-        if len(runs) == 2:
-            raise UserError("--html writes the page of one run; leave it out to compare two")
-        require_file_path(html, "--html")
-        file = runs[0] / "report.json" if os.path.isdir(runs[0]) else runs[0]
-        require_apart({"--html": html}, inputs={str(file): file})
-    if len(runs) == 2:
-        table, values = compare_runs(*runs)
-        tables = [table]
-    else:
-        report = RunReport.read(runs[0])
-        names = ("model", "framework", "world_size", "strategy", "planner", "seconds")
-        values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals)}
-        values["layers"] = [
-            {"layer": layer, "seconds": totals.attention_s, **asdict(totals)}
-            for layer, totals in report.layers().items()
-        ]
-        tables = run_tables(report)
-        if html is not None:
-            write_atomically(html, report_page(report))
+    tables, values = show_run(RunReport.read(runs[0])) if len(runs) == 1 else compare_runs(*runs)
     if as_json:
         print_json(**values)
     else:
         print_tables(tables)
 
 
-def run_tables(report: RunReport) -> list[TextTable]:
-    """Returns the tables of one run: its main numbers, and its layers."""
+def show_run(report: RunReport) -> tuple[list[TextTable], dict[str, Any]]:
+    """Returns the tables of one run, its main numbers and its layers, and what --json prints."""
+    layers = report.layers()
+    names = ("model", "framework", "world_size", "strategy", "planner", "seconds")
+    values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals)}
+    values["layers"] = [
+        {"layer": layer, "seconds": totals.attention_s, **asdict(totals)} for layer, totals in layers.items()
+    ]
     compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
     rows = [
         [str(layer), *(in_words(getattr(totals, name)) for _, name, in_words in LAYER_COLUMNS)]
-        for layer, totals in report.layers().items()
+        for layer, totals in layers.items()
     ]
     columns = ("layer", *(heading for heading, _, _ in LAYER_COLUMNS))
     title = f"{report.model}, db-SP in {report.framework} on {report.world_size} ranks"
     caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
+    words = ("what", "value", "note")
     return [
-        TextTable(title, ("what", "value", "note"), headline(report), left=("what", "value", "note")),
+        TextTable(title, words, headline(report), left=words),
         TextTable("by layer", columns, rows, caption),
-    ]
+    ], values
 
 
 _NUMBERS = (
@@ -83,7 +70,7 @@ _NUMBERS = (
 """Totals of a run that are compared: name, field of `Totals`, unit."""
 
 
-def compare_runs(a: Path, b: Path) -> tuple[TextTable, dict[str, Any]]:
+def compare_runs(a: Path, b: Path) -> tuple[list[TextTable], dict[str, Any]]:
     """Compares settings, numbers, videos and latents of two runs; returns the table, and what --json prints."""
     reports = [RunReport.read(path) for path in (a, b)]
     rows: list[tuple[str, str, str, str]] = []
@@ -102,24 +89,23 @@ def compare_runs(a: Path, b: Path) -> tuple[TextTable, dict[str, Any]]:
         rows.append((name, _shown(x, unit), _shown(y, unit), words))
     # 3. Videos and latents, or why they are not compared
     folders = [path if os.path.isdir(path) else path.parent for path in (a, b)]
-    pictures: dict[str, float | None] = {"psnr": None, "ssim": None, "latents_psnr": None}
+    pictures: dict[str, float | None] = dict.fromkeys(("psnr", "ssim", "latents_psnr"))
     notes = []
-    try:
-        psnr, ssim = compare_videos(*folders)
-        pictures |= {"psnr": psnr if math.isfinite(psnr) else None, "ssim": ssim}
-        rows += [("video: PSNR", "", _decibels(psnr), ""), ("video: SSIM", "", f"{ssim:.4f}", "")]
-    except UserError as error:
-        notes.append(f"videos not compared: {error}")
-    try:
-        psnr = compare_latents(*folders)
-        pictures["latents_psnr"] = psnr if math.isfinite(psnr) else None
-        rows.append(("latents: PSNR", "", _decibels(psnr), ""))
-    except UserError as error:
-        notes.append(f"latents not compared: {error}")
+    for what, compare in (("videos", compare_videos), ("latents", compare_latents)):
+        try:
+            pictures |= compare(*folders)
+        except UserError as error:
+            notes.append(f"{what} not compared: {error}")
+    for name, key in (("video: PSNR", "psnr"), ("video: SSIM", "ssim"), ("latents: PSNR", "latents_psnr")):
+        number = pictures[key]
+        if number is not None:
+            words = f"{number:.4f}" if key == "ssim" else f"{number:.2f} dB" if math.isfinite(number) else "equal"
+            rows.append((name, "", words, ""))
+    finite = {key: None if number == math.inf else number for key, number in pictures.items()}
     names = ["what", f"A: {a}", f"B: {b}"]
     table = TextTable("", [*names, "B over A"], rows, "\n".join(notes), left=names[:1])
-    values = {"a": str(a), "b": str(b), "settings": settings, "numbers": numbers, **pictures, "notes": notes}
-    return table, values
+    values = {"a": str(a), "b": str(b), "settings": settings, "numbers": numbers, **finite, "notes": notes}
+    return [table], values
 
 
 def _context(report: RunReport) -> dict[str, Any]:
@@ -145,7 +131,3 @@ def _shown(value: Any, unit: str = "") -> str:
     if unit:
         return in_seconds(value) if unit == "s" else in_bytes(value)
     return f"{value:.4f}" if isinstance(value, float) else str(value)
-
-
-def _decibels(psnr: float) -> str:
-    return f"{psnr:.2f} dB" if math.isfinite(psnr) else "equal"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbsp_cli.tiny_models import MAKERS, trained_weights
+from dbsp_cli.tiny_models import MAKERS
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import model_title, tiny_architecture
 from dbsp_core.utils.errors import UserError, cut_short
@@ -118,11 +118,11 @@ def _without_weights(model: str, name: str) -> nn.Module | None:
     from dbsp_diffusers.checkpoint import local_checkpoint
 
     tiny = tiny_architecture(model)
-    if tiny is not None and tiny != "wan-trained":
+    if tiny is not None:
         with torch.random.fork_rng(devices=[]):
             transformer: nn.Module = getattr(MAKERS[tiny](), name)
         return transformer
-    checkpoint = local_checkpoint(str(trained_weights()) if tiny else model)
+    checkpoint = local_checkpoint(model)
     config = {} if checkpoint is None else checkpoint.config(name)
     if not hasattr(diffusers, str(config.get("_class_name"))):
         return None

@@ -28,15 +28,7 @@ _CACHE_THRESHOLD = 0.05
 
 @dataclass(frozen=True)
 class Features:
-    """Features of diffusers that a pipeline is given in addition to db-SP.
-
-    Attributes:
-        lora: Files, folders or repositories of LoRA weights, each maybe with ":TRANSFORMER" and "=WEIGHT".
-        offload: "model" or "sequential": weights wait in the host's memory until they are needed.
-        quantize: A key of `QUANTIZATIONS`, for the transformers' weights.
-        compile: True if the transformers' blocks are compiled.
-        cache: "first-block", maybe with "=THRESHOLD": steps whose first block changes little are not computed.
-    """
+    """Features of diffusers that a pipeline is given in addition to db-SP: options of `dbsp generate`."""
 
     lora: Sequence[str] = ()
     offload: str | None = None
@@ -89,17 +81,13 @@ def load_pipeline(
     *,
     from_video: bool = False,
 ) -> Any:
-    """Loads a checkpoint on a device, with LoRA weights, quantized, or offloaded to the host.
+    """Loads a folder or repository on a device, with LoRA weights, quantized, or offloaded to the host.
 
-    Args:
-        model: Folder or repository.
-        settings: Their dtype is the weights', but for Wan's VAE, which has float32 at least, as in diffusers'
-            examples.
-        from_video: True if the pipeline starts from a video.
+    Wan's VAE has float32 at least, as in diffusers' examples.
     """
     from dbsp_diffusers.checkpoint import load_stock_pipeline
 
-    # 1. The class, the dtypes and the files.
+    # 1. The class, the dtypes and the files
     kind, dtype = PIPELINES[identity.pipeline], settings.torch_dtype
     options: dict[str, Any] = {"torch_dtype": dtype}
     if kind.float32_vae and dtype.itemsize < 4:
@@ -111,9 +99,9 @@ def load_pipeline(
     pipe = load_stock_pipeline(
         model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
     )
-    # 2. LoRA weights.
+    # 2. LoRA weights
     load_loras(pipe, [lora.within(identity) for lora in features.loras()])
-    # 3. The device of the weights.
+    # 3. The device of the weights
     if features.offload == "model":
         pipe.enable_model_cpu_offload(device=device)
     elif features.offload == "sequential":

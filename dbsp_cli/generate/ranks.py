@@ -40,22 +40,15 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's rank in a run, one process each.
-
-    Attributes:
-        local: Rank on this node.
-        local_world: Number of ranks on this node.
-        nodes: Number of nodes, the same on all ranks.
-        address: Host name of rank 0, where ranks meet at `port`; any free port for 0, of one rank alone.
-    """
+    """This process's rank in a run, one process each."""
 
     rank: int = 0
     world: int = 1
-    local: int = 0
+    local: int = 0  # On this node, of `local_world`
     local_world: int = 1
-    nodes: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0
+    nodes: int = 1  # The same on all ranks
+    address: str = "127.0.0.1"  # Of rank 0, where ranks meet
+    port: int = 0  # 0: any free one, for one rank alone
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RankInfo | None:
@@ -65,20 +58,12 @@ class RankInfo:
             UserError: A variable that ranks need is missing or not a number, nothing says where ranks of several
                 nodes meet, or MASTER_PORT is not a port.
         """
-        incomplete: UserError | None = None
+        incomplete = None
         for *names, per_node, nodes in _LAUNCHERS:
             rank, world, local = (environment_number(name, environment) for name in names)
             if rank is None or world is None or local is None:
-                lacking = next(name for name in names if environment_number(name, environment) is None)
-                if environment.get(names[0]) and environment.get(names[1]) and world != 1 and incomplete is None:
-                    values = ", ".join(
-                        f"{name}={in_short(environment[name])}" for name in names if name in environment
-                    )
-                    incomplete = UserError(
-                        f"{values} name one of several ranks, but {lacking} is missing or not a number; start the "
-                        f"command by torchrun, or set {lacking} (and LOCAL_WORLD_SIZE, with RANK), or unset "
-                        f"{names[0]} and {names[1]} for a run of this machine alone"
-                    )
+                if world != 1 and environment.get(names[0]) and environment.get(names[1]):
+                    incomplete = incomplete or names
                 continue
             if world < 2:
                 continue
@@ -96,9 +81,15 @@ class RankInfo:
             if port is None or not 0 < port < 65536:
                 raise UserError(f"MASTER_PORT must be 1 to 65535, got {in_short(environment['MASTER_PORT'])}")
             return cls(rank, world, local, local_world, node_count, address, port)
-        if incomplete is not None:
-            raise incomplete
-        return None
+        if incomplete is None:
+            return None
+        values = ", ".join(f"{name}={in_short(environment[name])}" for name in incomplete if name in environment)
+        lacking = next(name for name in incomplete if environment_number(name, environment) is None)
+        raise UserError(
+            f"{values} name one of several ranks, but {lacking} is missing or not a number; start the command by "
+            f"torchrun, or set {lacking} (and LOCAL_WORLD_SIZE, with RANK), or unset {incomplete[0]} and "
+            f"{incomplete[1]} for a run of this machine alone"
+        )
 
     def export(self) -> None:
         """Sets the environment variables that torch.distributed and `use_local_device` read."""

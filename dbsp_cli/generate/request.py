@@ -59,21 +59,7 @@ _NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The options of `dbsp generate`; None and empty mean the usual.
-
-    Attributes:
-        config: File, or name of a shipped one.
-        model: Name or folder.
-        prompt: A text, or "@FILE" for a file with one prompt a line.
-        images: Files of the first frame, and maybe of the last.
-        video: File of a video to start from.
-        seed: Seed of a prompt's first video; the next ones have the next.
-        videos: Number of videos for each prompt.
-        changes: "key=value", with dots in the key.
-        features: Changes to the pipeline in addition to db-SP.
-        out: Files to write; may have the fields `{index}` and `{seed}`.
-        resume: True if files that are there already are left out.
-    """
+    """The options of `dbsp generate`, whose help says what they are; None and empty mean the usual."""
 
     config: str | None = None
     model: str | None = None
@@ -97,30 +83,24 @@ class Generation:
         config: The settings, with the model's usual video filled in.
         settings: The settings as the user gave them, with the location of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
-        frames: Images of the first frame and the last that the video is made from, or those of the video that it
-            starts from, in its size.
-        outputs: All videos that are asked for.
-        resume: True if those that are there already are left out.
+        frames: The first frame and the last, or those of the video that it starts from, in the new video's size.
         report: Folder for reports; with several videos, each has a folder in it, named as its file.
-        warnings: Warnings for the user, shown before.
     """
 
+    request: GenerationRequest
     config: DbspConfig
     settings: Settings
     model: str
     identity: ModelSignature
-    features: Features
-    video: Path | None
     frames: tuple[Any, ...]
     outputs: tuple[Output, ...]
-    resume: bool
     report: Path | None
-    warnings: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def left(self) -> tuple[Output, ...]:
         """The videos to make, by the files on this node: rank 0's count, see `outputs_left`."""
-        return tuple(output for output in self.outputs if not (self.resume and output.path.is_file()))
+        return tuple(output for output in self.outputs if not (self.request.resume and output.path.is_file()))
 
     def report_of(self, output: Output) -> Path | None:
         """Returns the folder of one video's report."""
@@ -143,13 +123,9 @@ class Generation:
 
 
 def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
-    """Decides and checks all that can be known before weights are loaded.
+    """Decides and checks for a rank all that can be known before weights are loaded.
 
-    Args:
-        rank_info: One of the ranks that make the videos.
-
-    Raises:
-        UserError: The user must change something.
+    Raises UserError for what the user must change.
     """
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
@@ -196,21 +172,16 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
     report = request.report or (Path(config.report) if config.report else None)
     generation = Generation(
+        request=request,
         config=replace(config, generate=video, strategy=strategy, origin=_origin(config, request.changes)),
         settings=settings,
         model=loaded,
         identity=identity,
-        features=request.features,
-        video=request.video,
         frames=frames,
         outputs=outputs,
-        resume=request.resume,
         report=None if report is None else report.absolute(),
-        warnings=(),
     )
-    if rank_info.rank == 0:
-        _require_places(generation, "--report" if request.report else "report")
-    _require_apart(generation)
+    _require_results(generation, is_written_here=rank_info.rank == 0)
     # 4. Warnings
     slow = spec is not None and not torch.accelerator.is_available()
     if tiny == "wan-trained":
@@ -286,10 +257,9 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
         settings = read_settings(find_config(config), "configuration file")
     else:
         default = default_config(signature_of_model(request.model or ""), find_model_spec(request.model or ""))
-        path = Path(default.origin or "")
-        settings = (
-            read_settings(path, "configuration file") if path.is_file() else Settings({}, {}, default.origin or "")
-        )
+        origin = default.origin or ""
+        is_file = os.path.isfile(origin)
+        settings = read_settings(Path(origin), "configuration file") if is_file else Settings({}, {}, origin)
     for change in request.changes:
         key, equals, text = change.partition("=")
         if not equals or not all(key.split(".")):
@@ -313,26 +283,23 @@ def _shipped_for(model: str | None) -> Path | None:
     return next((path for path in shipped_configs().glob(f"{TINY}*.yaml") if path.stem == model), None)
 
 
-def _require_places(generation: Generation, report: str) -> None:
-    """Raises UserError where videos, reports or recorded masks cannot be written; `report` names its option or key."""
-    for output in generation.outputs:
+def _require_results(generation: Generation, is_written_here: bool) -> None:
+    """Raises UserError for results over one another or over an input; and where they are written but cannot be."""
+    config, origin, request = generation.config, generation.settings.origin, generation.request
+    report = "--report" if request.report else "report"
+    for output in generation.outputs if is_written_here else ():
         require_file_path(output.path, "--out")
         folder = generation.report_of(output)
         if folder is not None:
             with generation.settings.located(), blame_setting("report") if report == "report" else nullcontext():
                 require_report_folder(folder, report)
-    if generation.config.record is not None:
-        require_new_recording(Path(generation.config.record).absolute(), f"${RECORD}")
-
-
-def _require_apart(generation: Generation) -> None:
-    """Raises UserError where results would be written over one another, or over what the video is made from."""
-    config, origin = generation.config, generation.settings.origin
+    if is_written_here and config.record is not None:
+        require_new_recording(Path(config.record).absolute(), f"${RECORD}")
     folders = {"--report": generation.report, f"${RECORD}": config.record}
     inputs = {
         "--image": config.generate.image,
         "the last --image": config.generate.last_image,
-        "--video": generation.video,
+        "--video": request.video,
         "--config": origin if os.path.isfile(origin) else None,
     }
     written, read = ({k: Path(path) for k, path in paths.items() if path is not None} for paths in (folders, inputs))

@@ -72,20 +72,14 @@ def _make_videos(
 
     # 1. The pipeline: db-SP comes after LoRA weights and offloading, and before compilation.
     settings = generation.config.generate
-    pipe = load_pipeline(
-        model,
-        generation.identity,
-        settings,
-        generation.features,
-        device,
-        from_video=generation.video is not None,
-    )
+    features, from_video = generation.request.features, generation.request.video is not None
+    pipe = load_pipeline(model, generation.identity, settings, features, device, from_video=from_video)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
     config = replace(generation.config, report=str(generation.report or unwanted))
     session = enable(pipe, config)
-    speed_up(transformers_in(pipe), generation.features)
+    speed_up(transformers_in(pipe), features)
     # 2. One video after another.
-    of_pipeline = arguments_of(pipe, settings, generation.frames, from_video=generation.video is not None)
+    of_pipeline = arguments_of(pipe, settings, generation.frames, from_video=from_video)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
     for number, output in enumerate(outputs, 1):
@@ -130,8 +124,8 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
         if not _whole(made):
             raise OSError(f"{path} could not be written whole; ffmpeg says why above (is the disk full?)")
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(folder, ignore_errors=True)  # ffmpeg may have begun to write after an error
+        for _ in range(2):  # ffmpeg may have begun to write after an error
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     try:
         made.replace(path)

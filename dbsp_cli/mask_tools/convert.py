@@ -8,19 +8,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 
-from dbsp_cli.mask_tools.foreign_files import (
-    SUFFIXES,
-    BlockReading,
-    StoredArray,
-    find_array,
-    fit_blocks,
-    numbered_arrays,
-    read_arrays,
-)
+from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, StoredArray, by_layer, read_arrays
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.masks.mask_file import MaskFile, Orders, one_or_each
@@ -37,6 +29,8 @@ PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
 ENCODINGS = ("absolute", "delta")
 """Key blocks by number ("absolute"), or the first by number and each later one by its distance to the one before it
 ("delta"), as SpargeAttn's kernels and the official db-SP scripts write them."""
+_MASKS = ("mask", "sparse", "masks", "lut")
+_COUNTS = ("counts", "count", "valid_block_num")
 
 
 def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: int) -> torch.Tensor:
@@ -77,10 +71,6 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     return bits[..., :nk]
 
 
-_MASKS = ("", "mask", "sparse", "masks", "lut")
-_COUNTS = ("counts", "count", "valid_block_num")
-
-
 def parse_thw(text: str) -> tuple[int, int, int]:
     """Parses "21,45,80" or "21x45x80". Raises UserError for anything else."""
     parts = text.replace("x", ",").split(",")
@@ -88,11 +78,6 @@ def parse_thw(text: str) -> tuple[int, int, int]:
         raise UserError(f"thw={text} is not of the form T,H,W, such as thw=21,45,80")
     frames, rows, columns = map(int, parts)
     return frames, rows, columns
-
-
-def _read_thw(value: Any, name: str) -> Any:
-    sizes = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-    return None if value is None else parse_thw(sizes)
 
 
 @dataclass(frozen=True)
@@ -104,30 +89,28 @@ class ConvertOptions:
         tokens: Text and video together; not needed with `thw`.
         orders: A token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
             PARO_ORDERS, as PAROAttention's permute plans have under 'permute'.
-        head_permutation: Path of a file with [L, H] or [H]: the head at each position, if heads were reordered.
         groups: Step groups, such as "5-9,10-24,25-49".
         steps: Denoising steps, divided equally over the file's groups, as PAROAttention does it.
         lut: "absolute" or "delta" where the tensor lists each row's key blocks.
         counts: Name of the tensor with the lengths of these lists.
         joined_text: True if blocks run on from text into video; None for whichever fits.
-        crop: True to drop rows and columns beyond the last block.
         tail_dense: True if the last row and column are dense, as PAROAttention makes them; None: in its sparse plans.
     """
 
     key: str | None = None
     tokens: int | None = None
-    thw: tuple[int, int, int] | None = field(default=None, metadata={"read": _read_thw})
+    thw: tuple[int, int, int] | None = field(
+        default=None, metadata={"read": lambda value, _: None if value is None else parse_thw(str(value))}
+    )
     text_tokens: int = 0
     block_q: int = 64
     block_k: int = 64
     orders: str | None = None
-    head_permutation: str | None = None
     groups: str | None = None
     steps: int | None = None
     lut: str | None = None
     counts: str | None = None
     joined_text: bool | None = None
-    crop: bool = False
     tail_dense: bool | None = None
 
     def __post_init__(self) -> None:
@@ -165,34 +148,22 @@ def convert_masks(
         pass
     else:
         raise UserError(f"{source} is a mask file already; use it as it is")  # its metadata would be lost
-    # 1. The file's tensors: masks […, H, nq, nk], or lists of key blocks […, H, nq, width]
-    arrays = read_arrays(source)
-    masks, name = _masks(arrays, options, source)
-    shape, grid, is_lists = masks.shape, options.grid, options.lut is not None
-    groups = _groups(shape, options)
-    lengths: torch.Tensor | None = None
-    counts = find_array(arrays, options.counts, _COUNTS, source, "counts") if is_lists else None
+    # 1. The file's tensors: masks […, H, nq, nk], or lists of key blocks […, H, nq, width] and their lengths
+    arrays, grid = read_arrays(source), options.grid
+    key = options.counts or next((name for name in _COUNTS if name in arrays), None)
+    counts = None if options.lut is None or key is None else _named(arrays, key, source, "counts")
+    masks, name = _masks({name: array for name, array in arrays.items() if array is not counts}, options, source)
+    shape, lengths = masks.shape, None
     if counts is not None:
         if counts.shape != shape[:-1]:
             raise UserError(
                 f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
             )
         lengths = counts.read().reshape(-1, *shape[-3:-1])
-    # 2. Token orders, and where the heads were
-    plan_file = options.orders if options.orders is not None and Path(options.orders).suffix in SUFFIXES else None
-    plan = arrays if plan_file is None else read_arrays(plan_file)
-    orders = _token_orders(None if plan_file else options.orders, plan, plan_file, shape)
-    heads = None
-    if options.head_permutation is not None:
-        table = _table(
-            read_arrays(options.head_permutation), "perm_idx", "a permutation of heads", options.head_permutation
-        )
-        heads = _by_mask(table, shape, "permutations of heads").long()
-        if not torch.equal(heads.sort(dim=1).values, torch.arange(shape[-3], device="cpu").expand(heads.shape)):
-            last = shape[-3] - 1
-            raise UserError(f"{options.head_permutation}: each row must hold every head from 0 to {last} once")
-    reading = BlockReading.find(shape[-2], None if is_lists else shape[-1], grid, options.joined_text, options.crop)
-    tail_dense = (name == "sparse" and not is_lists) if options.tail_dense is None else options.tail_dense
+    # 2. Steps, token orders, and how blocks are counted
+    groups, orders = _groups(shape, options), _token_orders(options.orders, arrays, shape)
+    fitted = ForeignBlocks.find(shape[-2], None if options.lut else shape[-1], grid, options.joined_text)
+    tail_dense = (name == "sparse" and not options.lut) if options.tail_dense is None else options.tail_dense
 
     # 3. One mask after another: bool[H, nq, nk]
     def converted() -> Iterator[torch.Tensor]:
@@ -200,9 +171,8 @@ def convert_masks(
             if options.lut is None:
                 bits = _as_bits(mask, source)
             else:
-                bits = lut_bits(mask, None if lengths is None else lengths[index], options.lut, reading.shape[1])
-            bits = fit_blocks(bits, reading, tail_dense)
-            yield bits if heads is None else bits[heads[index].argsort()]
+                bits = lut_bits(mask, None if lengths is None else lengths[index], options.lut, fitted.shape[1])
+            yield fitted.fit(bits, tail_dense)
 
     layout = MaskLayout(grid, shape[-3], shape[-4] if len(shape) > 3 else None, groups, orders)
     write_masks(target, layout, converted(), packed=True)
@@ -232,16 +202,13 @@ CONVERT_KEYS = (
 def read_options(words: Iterable[str], kind: type[Options]) -> Options:
     """Builds the options from words KEY=VALUE, with values in YAML. Raises UserError for anything else."""
     values: dict[str, Any] = {}
-    hints = get_type_hints(kind)
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not value:
             raise UserError(f"{in_short(word)} is not of the form KEY=VALUE; for example thw=21,45,80")
         if key in values:
             raise UserError(f"{key} is given twice; give it once")
-        read = parse_value(value, key)
-        is_text = str in get_args(hints.get(key)) and not isinstance(read, (str, type(None)))
-        values[key] = value if is_text else read  # a name such as 0, which YAML reads as a number
+        values[key] = parse_value(value, key)
     options: Options = build(kind, values, "the settings of dbsp masks convert")
     return options
 
@@ -270,37 +237,44 @@ def convert_recording(
     return layout
 
 
+def _named(arrays: Mapping[str, StoredArray], name: str, source: object, option: str) -> StoredArray:
+    if name not in arrays:
+        raise UserError(f"{source} has no tensor {name!r}; {option} can be one of {', '.join(arrays) or 'none'}")
+    return arrays[name]
+
+
 def _masks(
     arrays: Mapping[str, StoredArray], options: ConvertOptions, source: object
 ) -> tuple[StoredArray, str | None]:
     """Finds the masks, [H, nq, nk] after up to two leading dimensions, and their name.
 
-    Without one array of them, several are joined: those in a list or mapping of a usual name, or all large ones.
+    Without one tensor of them, those of each layer are joined: of the list or mapping `key`, or all large ones.
     """
     large = {name: array for name, array in arrays.items() if len(array.shape) >= 3}
-    usual = tuple(name for name in _MASKS if name in large) or (tuple(large) if len(large) == 1 else ())
-    key = options.key
-    if key not in arrays and not (key is None and usual):
-        for prefix in _MASKS if key is None else (key,):
-            inside = {name: array for name, array in large.items() if not prefix or name.startswith(f"{prefix}/")}
-            joined = numbered_arrays(inside) if prefix or key is None else None
-            if joined is not None:
-                return joined, prefix
-    masks = find_array(arrays, key, usual, source, "key")
-    if masks is None:
-        shapes = cut_short(", ".join(f"{name or '(unnamed)'} {list(one.shape)}" for name, one in arrays.items()))
+    names = {name.partition("/")[0] for name in large}
+    key = options.key or next((name for name in _MASKS if name in names), None)
+    if key is not None and key not in arrays:
+        large = {name: array for name, array in large.items() if name.startswith(f"{key}/")}
+    if key is not None and (key in arrays or not large):
+        masks = _named(arrays, key, source, "key")
+    else:
+        joined = next(iter(large.values())) if len(large) == 1 else by_layer(large)
+        if joined is None:
+            shapes = cut_short(", ".join(f"{name or '(unnamed)'} {list(a.shape)}" for name, a in arrays.items()))
+            raise UserError(
+                f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME, or stack the "
+                "masks of all layers: torch.stack(masks)"
+            )
+        masks = joined
+    shape = masks.shape
+    if len(shape) not in (3, 4, 5) or 0 in shape:
         raise UserError(
-            f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME, or stack the masks "
-            "of all layers: torch.stack(masks)"
-        )
-    if len(masks.shape) not in (3, 4, 5) or 0 in masks.shape:
-        raise UserError(
-            f"{source}: masks of shape {list(masks.shape)}; expected [heads, rows, columns], [layers, heads, …] or "
+            f"{source}: masks of shape {list(shape)}; expected [heads, rows, columns], [layers, heads, …] or "
             "[groups, layers, heads, …]"
         )
-    if len(masks.shape) == 5 and masks.shape[0] == 1 and options.groups is None and options.steps is None:
-        masks = masks.without_first()
-    return masks, key or (usual[0] if usual else None)
+    if len(shape) == 5 and shape[0] == 1 and options.groups is None and options.steps is None:
+        masks = StoredArray(shape[1:], masks.parts)
+    return masks, key
 
 
 def _as_bits(mask: torch.Tensor, source: object) -> torch.Tensor:
@@ -341,35 +315,28 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
     return groups
 
 
-def _token_orders(
-    words: str | None, plan: Mapping[str, StoredArray], plan_file: str | None, shape: Sequence[int]
-) -> tuple[Orders, ...]:
+def _token_orders(orders: str | None, arrays: Mapping[str, StoredArray], shape: Sequence[int]) -> tuple[Orders, ...]:
     """Returns the token orders of each mask [H, nq, nk], or one for all, by words or a plan's tensor 'permute'."""
-    if words is not None:
-        names = [name.strip() for name in words.split(",")]
+    in_file = orders is not None and Path(orders).suffix in SUFFIXES
+    if orders is not None and not in_file:
+        names = [name.strip() for name in orders.split(",")]
         for name in names:
             require_order(name)
         if len(names) not in (1, shape[-3]):
             raise UserError(f"orders names {len(names)} token orders, the masks have {shape[-3]} heads")
         return (one_or_each(names),)
-    if plan_file is None and "permute" not in plan:
+    # 1. A table [H], [L, H] or [S, L, H]
+    plan = read_arrays(str(orders)) if in_file else arrays
+    if not in_file and "permute" not in plan:
         return ((CANONICAL,),)
-    table = _by_mask(_table(plan, "permute", "token orders", plan_file), shape, "token orders")
-    if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
-        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
-    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in table.long().tolist())
-
-
-def _table(plan: Mapping[str, StoredArray], name: str, what: str, where: object) -> torch.Tensor:
-    """Returns the tensor of that name, or the only one."""
-    if name in plan or len(plan) == 1:
-        return plan.get(name, next(iter(plan.values()))).read()
-    raise UserError(f"{where} has no tensor {name!r} with {what} (it has {', '.join(plan)})")
-
-
-def _by_mask(table: torch.Tensor, shape: Sequence[int], what: str) -> torch.Tensor:
-    """Expands [H], [L, H] or [S, L, H] to [masks, H]."""
+    if "permute" not in plan and len(plan) != 1:
+        raise UserError(f"{orders} has no tensor 'permute' with token orders (it has {', '.join(plan)})")
+    table = plan.get("permute", next(iter(plan.values()))).read()
+    # 2. Its numbers for each mask: [masks, H]
     leading = tuple(shape[:-2])
     if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
-        raise UserError(f"{what} of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
-    return table.expand(leading).reshape(-1, leading[-1])
+        raise UserError(f"token orders of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
+    if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
+        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
+    rows = table.expand(leading).reshape(-1, leading[-1]).long().tolist()
+    return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in rows)

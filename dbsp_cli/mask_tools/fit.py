@@ -88,29 +88,25 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
     known: set[str] = set()
     for source in recordings:
         files = sorted(source.glob("moments-*.safetensors")) if os.path.isdir(source) else [source]
-        folders = source.glob("transformer*/moments-*.safetensors") if os.path.isdir(source) else ()
-        inside = sorted({str(path.parent) for path in folders})
-        if not files and inside:
-            raise UserError(f"{source} has recordings of several transformers; fit each apart: {' or '.join(inside)}")
-        if not files or not os.path.isfile(files[0]):
-            raise UserError(f"{source} holds no recording of queries and keys; {RECORD}")
+        inside = sorted({str(path.parent) for path in source.glob("transformer*/moments-*.safetensors")})
+        if not files:
+            apart = f" but in {' and '.join(inside)}; fit each apart" if inside else f"; {RECORD}"
+            raise UserError(f"{source} holds no recording of queries and keys{apart}")
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
                     about = file.metadata() or {}
-                    for name in file.keys():  # noqa: SIM118  no mapping
-                        count, moments = int(about[f"tokens of {name}"]), file.get_tensor(name).double()
-                        _require_moments(name, count, moments)
-                        if name in sums and sums[name].shape != moments.shape:
-                            raise UserError(
-                                f"{path} is of another model than the recordings before it; fit them apart"
-                            )
-                        sums[name] = sums.get(name, 0) + count * moments
-                        weights[name] = weights.get(name, 0) + count
+                    read = {name: file.get_tensor(name).double() for name in file.keys()}  # noqa: SIM118  no mapping
+                counts = {name: int(about[f"tokens of {name}"]) for name in read}
+                for name, moments in read.items():
+                    _require_moments(name, counts[name], moments)
             except (SafetensorError, OSError, KeyError, ValueError) as error:
-                if isinstance(error, UserError):
-                    raise
                 raise UserError(f"{path} is no recording of queries and keys ({error}); {RECORD}") from error
+            for name, moments in read.items():
+                if name in sums and sums[name].shape != moments.shape:
+                    raise UserError("the recordings are of different models; fit them apart")
+                sums[name] = sums.get(name, 0) + counts[name] * moments
+                weights[name] = weights.get(name, 0) + counts[name]
             known.add(about.get("layers", ""))
     shapes = {tuple(moments.shape) for moments in sums.values()}
     sides = [{name.partition(".")[2] for name in sums if name.startswith(side)} for side in ("query.", "key.")]

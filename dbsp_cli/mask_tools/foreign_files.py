@@ -8,6 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,42 +21,26 @@ from safetensors.torch import load_file
 from dbsp_core.masks.grid import BlockAxis, BlockGrid
 from dbsp_core.masks.mask_file import block_counts
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import in_bytes, require_file, user_path
+from dbsp_core.utils.files import require_file, user_path
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
-_MOST_VALUES = 1 << 28
-"""Most values of a tensor of which its file does not have each one, as of an expanded or a sparse one: a small file
-could claim to have any number."""
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_NUMBERS = "biuf"
-"""Kinds of NumPy's numbers that are read."""
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """An array in a file, read when it is used.
-
-    Attributes:
-        parts: Read the array in equal parts along its leading dimensions, mapped from disk if the format allows it.
-    """
+    """An array in a file, read when it is used, in equal parts along its leading dimensions."""
 
     shape: tuple[int, ...]
     parts: tuple[Callable[[], torch.Tensor], ...]
 
     def read(self) -> torch.Tensor:
-        """Returns all of it."""
-        parts = [part() for part in self.parts]
-        return (parts[0] if len(parts) == 1 else torch.stack(parts)).reshape(self.shape)
+        return torch.stack([part() for part in self.parts]).reshape(self.shape)
 
     def masks(self) -> Iterator[torch.Tensor]:
         """Yields the masks [H, nq, nk] of an array […, H, nq, nk], with one part in memory at a time."""
         for part in self.parts:
             masks = part()
             yield from (masks[index] for index in np.ndindex(masks.shape[:-3]))
-
-    def without_first(self) -> StoredArray:
-        """Returns the same array without its first dimension, which is of 1."""
-        return StoredArray(self.shape[1:], self.parts)
 
 
 def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
@@ -70,146 +55,110 @@ def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
     require_file(path, "file", "give the path of a file with masks")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
-    try:
-        arrays = _zipped_arrays(path) if path.suffix == ".npz" else _unpacked_arrays(path)
-    except Exception as error:  # damaged files bring up every kind from the libraries that read them
-        if isinstance(error, UserError):
-            raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain "
-            "tensors, in mappings at most: torch.save({'sparse': masks}, path)"
-        ) from error
+    with _readable(path):
+        if path.suffix == ".npz":
+            arrays = _zipped_arrays(path)
+        else:
+            tensors = dict(_named_tensors(_content(path)))
+            arrays = {name: StoredArray(tuple(t.shape), (partial(_plain, path, t),)) for name, t in tensors.items()}
     if not arrays:
         raise UserError(f"{path} has no tensors in it")
     return arrays
 
 
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # damaged files bring up every kind from the libraries that read them
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain tensors, in "
+            "mappings at most: torch.save({'sparse': masks}, path)"
+        ) from error
+
+
 def _zipped_arrays(path: Path) -> dict[str, StoredArray]:
     """Finds the arrays of numbers in an .npz file by their headers. Raises ValueError if it has none."""
 
-    def read(member: str) -> torch.Tensor:
-        with zipfile.ZipFile(path) as archive, archive.open(member) as file:
-            return _tensor(np.lib.format.read_array(file, allow_pickle=False))
+    def read(name: str) -> torch.Tensor:
+        with _readable(path), np.load(path, allow_pickle=False) as archive:
+            return torch.from_numpy(archive[name])
 
     arrays = {}
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
-            if not member.filename.endswith(".npy"):
-                continue
             with archive.open(member) as file:
                 version = np.lib.format.read_magic(file)
                 header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
                 shape, _, dtype = getattr(np.lib.format, header)(file)
                 size = member.file_size - file.tell()
-            if dtype.kind not in _NUMBERS:
-                continue
+            name = member.filename.removesuffix(".npy")
+            if dtype.kind == "O":
+                raise ValueError(f"{name} is an array of objects")
             if size != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{member.filename} has {size} bytes, not those of shape {list(shape)}")
-            arrays[member.filename.removesuffix(".npy")] = StoredArray(shape, (partial(read, member.filename),))
-    if not arrays:
-        raise ValueError("it has no arrays of numbers")
+                raise ValueError(f"{name} has {size} bytes, not those of shape {list(shape)}")
+            arrays[name] = StoredArray(shape, (partial(read, name),))
     return arrays
 
 
-def _unpacked_arrays(path: Path) -> dict[str, StoredArray]:
-    # 1. The file's content, without running anything of it
+def _content(path: Path) -> Any:
+    """Reads a file without running anything of it."""
     if path.suffix == ".safetensors":
-        content: Any = load_file(path)
-    elif path.suffix == ".npy":
-        content = np.load(path, allow_pickle=False, mmap_mode="c")
-    else:
-        mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
-        if mapped:
-            with zipfile.ZipFile(path) as archive:
-                unpacked = sum(info.file_size for info in archive.infolist())
-            if unpacked > path.stat().st_size:  # torch.save compresses nothing
-                raise ValueError(f"it would unpack to {in_bytes(unpacked)}")
-        with torch.sparse.check_sparse_tensor_invariants():  # else a sparse tensor's indices could lie anywhere
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    # 2. Its tensors, none of which has many more values than the file
-    tensors = dict(_named_tensors(content))
-    for name, tensor in tensors.items():
-        plain = tensor.layout == torch.strided
-        is_whole = plain and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()
-        is_small = tensor.numel() <= _MOST_VALUES and (plain or tensor.layout in _SPARSE)
-        if tensor.is_quantized or tensor.device.type != "cpu" or not (is_small or is_whole):
-            raise UserError(
-                f"{path}: tensor {name!r} of shape {list(tensor.shape)} is not whole in the file, but quantized, "
-                "expanded or sparse; save it as .contiguous() or .to_dense() makes it"
-            )
-    return {name: StoredArray(tuple(tensor.shape), (partial(_dense, tensor),)) for name, tensor in tensors.items()}
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_dense() if tensor.layout in _SPARSE else tensor
+        return load_file(path)
+    if path.suffix == ".npy":
+        return torch.from_numpy(np.load(path, allow_pickle=False, mmap_mode="c"))
+    mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
+    if mapped:
+        with zipfile.ZipFile(path) as archive:
+            mapped = all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of nested mappings and lists, and arrays of numbers, with their names."""
-    if isinstance(content, np.ndarray):
-        if content.dtype.kind in _NUMBERS:
-            yield name, _tensor(content)
-    elif isinstance(content, torch.Tensor):
+    """Yields the tensors of nested mappings and lists with their names."""
+    if isinstance(content, torch.Tensor):
         yield name, content
     elif isinstance(content, (Mapping, list, tuple)):
         for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
             yield from _named_tensors(value, f"{name}/{key}" if name else str(key))
 
 
-def _tensor(array: np.ndarray) -> torch.Tensor:
-    """Returns numbers of any byte order and precision as a tensor."""
-    dtype = array.dtype.newbyteorder("=")
-    if dtype.kind == "f" and dtype.itemsize > 8:  # which torch lacks
-        dtype = np.dtype(np.float64)
-    copy = not array.flags.writeable
-    return torch.from_numpy(np.array(array, dtype) if copy else array.astype(dtype, copy=False))
+def _plain(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        shape = list(tensor.shape)
+        raise UserError(f"{path}: a tensor of shape {shape} is sparse or quantized; save it as .to_dense() makes it")
+    return tensor
 
 
-def find_array(
-    arrays: Mapping[str, StoredArray], wanted: str | None, usual: tuple[str, ...], where: object, option: str
-) -> StoredArray | None:
-    """Returns the array called `wanted`; else the first of the usual names that is there; None if none is.
+def by_layer(arrays: Mapping[str, StoredArray]) -> StoredArray | None:
+    """Joins arrays [H, nq, nk], or [1, H, nq, nk], whose names differ in one number, the layer's, from 0 to L − 1.
 
-    Raises:
-        UserError: There is no `wanted`; the message names `option`.
+    Returns None where that is not so.
     """
-    if wanted is not None:
-        if wanted not in arrays:
-            raise UserError(f"{where} has no tensor {wanted!r}; {option} can be one of {', '.join(arrays) or 'none'}")
-        return arrays[wanted]
-    return next((arrays[name] for name in usual if name in arrays), None)
-
-
-def numbered_arrays(arrays: Mapping[str, StoredArray]) -> StoredArray | None:
-    """Joins arrays whose names differ in one number, 0 to L − 1, by layer; in two numbers, by step group and layer.
-
-    Each is of one shape, [H, nq, nk], maybe after a batch dimension of 1. Returns None where that is not so.
-    """
-    each = [
-        array.without_first() if len(array.shape) == 4 and array.shape[0] == 1 else array for array in arrays.values()
-    ]
-    words = [re.split(r"(\d+)", name) for name in arrays]  # every second part is a number
-    if len({array.shape for array in each}) != 1 or len(each[0].shape) != 3 or len(set(map(len, words))) != 1:
+    words, shapes = [re.split(r"(\d+)", name) for name in arrays], {array.shape for array in arrays.values()}
+    if len({len(parts) for parts in words}) != 1 or len(shapes) != 1:
         return None
-    differing = [place for place, column in enumerate(zip(*words, strict=True)) if len(set(column)) > 1]
-    if not 1 <= len(differing) <= 2 or any(place % 2 == 0 for place in differing):
+    differing = [column for column in zip(*words, strict=True) if len({*column}) > 1]
+    shape = shapes.pop()
+    if len(differing) != 1 or math.prod(shape[:-3]) != 1:
         return None
-    numbers = [tuple(int(parts[place]) for place in differing) for parts in words]
-    leading = tuple(max(column) + 1 for column in zip(*numbers, strict=True))
-    if sorted(numbers) != list(np.ndindex(leading)):
+    layers = {int(number): a for number, a in zip(differing[0], arrays.values(), strict=True) if number.isdecimal()}
+    if layers.keys() != set(range(len(arrays))):
         return None
-    in_order = [array for _, array in sorted(zip(numbers, each, strict=True), key=lambda pair: pair[0])]
-    return StoredArray((*leading, *each[0].shape), tuple(array.read for array in in_order))
+    parts = [part for layer in range(len(arrays)) for part in layers[layer].parts]
+    return StoredArray((len(arrays), *shape[-3:]), tuple(parts))
 
 
 @dataclass(frozen=True)
-class BlockReading:
-    """A way to count blocks.
+class ForeignBlocks:
+    """How masks count blocks.
 
     Attributes:
-        joined: True if blocks are counted from the first token on, so that one may hold text and video; else text and
-            video have blocks of their own.
+        joined: True if blocks are counted from the first token on, so that one may hold text and video; False: text
+            and video have blocks of their own.
         text: True if blocks of text are among them; False: only the video's.
     """
 
@@ -218,15 +167,12 @@ class BlockReading:
     text: bool = True
 
     @classmethod
-    def find(
-        cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None, crop: bool = False
-    ) -> BlockReading:
-        """Finds the reading of masks with these numbers of rows and columns of blocks.
+    def find(cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None) -> ForeignBlocks:
+        """Finds how masks with these rows and columns count blocks.
 
         Args:
             columns: None where unknown.
             joined: None for whichever fits.
-            crop: True if there may be more rows and columns at the end, which don't count.
 
         Raises:
             UserError: None fits or two do; the message names an option.
@@ -236,21 +182,17 @@ class BlockReading:
         kinds = (True, False) if grid.text_tokens else (True,)
         readings = [cls(grid, choice, text) for choice, text in itertools.product(joinings, kinds)]
         fitting = [r for r in readings if rows == r.shape[0] and columns in (None, r.shape[1])]
-        beyond = [r for r in readings if r.shape[0] <= rows and r.shape[1] <= (columns or r.shape[1])]
-        if not fitting and crop:
-            fitting = [r for r in beyond if r.text]
         if len(fitting) > 1:
             raise UserError(
                 f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: "
                 "joined_text=false or joined_text=true"
             )
         if not fitting:
-            wanted = ", or ".join(f"{r.shape[0]}×{r.shape[1]} ({r})" for r in readings)
+            expected = ", or ".join(f"{r.shape[0]}×{r.shape[1]} ({r})" for r in readings)
             raise UserError(
                 f"masks have {rows}×{'?' if columns is None else columns} blocks; {grid.tokens} tokens "
-                f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {wanted}; correct "
+                f"({grid.text_tokens} of text) in blocks of {grid.block_q}×{grid.block_k} make {expected}; correct "
                 "thw (or tokens), text_tokens, block_q, block_k"
-                + ("; or drop what is beyond the last block with crop=true" if len(beyond) == len(readings) else "")
             )
         return fitting[0]
 
@@ -262,7 +204,7 @@ class BlockReading:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of masks that are read so."""
+        """Rows and columns."""
         sizes = self.grid.block_q, self.grid.block_k
         whole = [-(-self.grid.tokens // size) for size in sizes] if self.joined else block_counts(self.grid)
         rows, columns = (count - self.left_out(size) for count, size in zip(whole, sizes, strict=True))
@@ -272,26 +214,24 @@ class BlockReading:
         """Returns the number of text rows or columns, in blocks of this size, that the masks lack."""
         return 0 if self.text else -(-self.grid.text_tokens // block)
 
+    def fit(self, bits: torch.Tensor, tail_dense: bool = False) -> torch.Tensor:
+        """Fits bool[H, rows, columns] to the grid, as bool[H, nq, nk].
 
-def fit_blocks(bits: torch.Tensor, reading: BlockReading, tail_dense: bool = False) -> torch.Tensor:
-    """Fits bool[H, ≥ rows, ≥ columns] to the reading's grid, as bool[H, nq, nk]; drops what is beyond the last block.
+        Rows and columns of text that are left out become dense. Where blocks run on from text into video, a block of
+        the grid is dense when any of those that share tokens with it is.
 
-    Rows and columns of text that are left out become dense. Where blocks run on from text into video, a block of the
-    grid is dense when any of those that share tokens with it is.
-
-    Args:
-        tail_dense: True to make the last row and column dense if the last block is short.
-    """
-    grid, (rows, columns) = reading.grid, reading.shape
-    row, column = (reading.left_out(axis.block) for axis in (grid.q_axis, grid.k_axis))
-    whole = torch.ones(bits.shape[0], rows + row, columns + column, dtype=torch.bool, device="cpu")
-    whole[:, row:, column:] = bits[:, :rows, :columns]
-    counted = grid.tokens - (0 if reading.joined else grid.text_tokens)
-    if tail_dense and counted % grid.block_q:
-        whole[:, -1] = True
-    if tail_dense and counted % grid.block_k:
-        whole[:, :, -1] = True
-    return _spread(_spread(whole, grid.q_axis, 1), grid.k_axis, 2) if reading.joined else whole
+        Args:
+            tail_dense: True to make the last row and column dense if the last block is short.
+        """
+        grid = self.grid
+        row, column = self.left_out(grid.block_q), self.left_out(grid.block_k)
+        whole = torch.nn.functional.pad(bits, (column, 0, row, 0), value=True)
+        counted = grid.tokens - (0 if self.joined else grid.text_tokens)
+        if tail_dense and counted % grid.block_q:
+            whole[:, -1] = True
+        if tail_dense and counted % grid.block_k:
+            whole[:, :, -1] = True
+        return _spread(_spread(whole, grid.q_axis, 1), grid.k_axis, 2) if self.joined else whole
 
 
 def _spread(bits: torch.Tensor, axis: BlockAxis, dim: int) -> torch.Tensor:

@@ -29,20 +29,13 @@ _PLANNER = "dbsp"
 
 @dataclass(frozen=True)
 class MaskSeries:
-    """Masks over the steps of one CFG pass.
+    """Masks over the steps of one CFG pass."""
 
-    Attributes:
-        steps: First step of each moment that has masks.
-        layers: The layers that every moment has.
-        get: Returns the mask of a step and a layer.
-        stopped: Reason why the recording ended before the run did, or None.
-    """
-
-    steps: tuple[int, ...]
-    layers: tuple[int, ...]
-    get: Callable[[int, int], BlockMask]
+    steps: tuple[int, ...]  # First step of each moment that has masks
+    layers: tuple[int, ...]  # Those that every moment has
+    get: Callable[[int, int], BlockMask]  # By step and layer
     branches: tuple[int, ...] = (0,)
-    stopped: str | None = None
+    stopped: str | None = None  # Why the recording ended before the run did
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
@@ -74,10 +67,9 @@ class MaskSeries:
 
 @dataclass(frozen=True)
 class Balance:
-    """ρ_s of the sampled layers' plans, before (contiguous) and after: means, and the maximum."""
+    """Plans of a strategy: means over sampled layers, and the largest ρ_s."""
 
     strategy: str
-    planner: str
     rho_before: float
     rho: float
     rho_max: float
@@ -86,20 +78,13 @@ class Balance:
 
 @dataclass(frozen=True)
 class Drift:
-    """The changes of a layer's mask from one recorded step to the next.
-
-    Attributes:
-        steps: The later step of each pair of neighbours of one shape.
-        iou: Share of each pair's active blocks that both have.
-        changed: Share of each pair's blocks that differ.
-        replans: Plans made, the first included, as a run makes them by the rule given.
-    """
+    """Changes of a layer's mask from one recorded step to the next, between pairs of one shape."""
 
     layer: int
-    steps: tuple[int, ...]
-    iou: tuple[float, ...]
-    changed: tuple[float, ...]
-    replans: int
+    steps: tuple[int, ...]  # The later one of each pair
+    iou: tuple[float, ...]  # Share of each pair's active blocks that both have
+    changed: tuple[float, ...]  # Share of each pair's blocks that differ
+    replans: int  # Plans that a run on Ulysses makes, the first included
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,55 +122,37 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
     Args:
         gpus: Ranks for which ρ_s is computed.
     """
+    # 1. Density of all layers, float64[layers, H]; H counts the heads of all batch items that have masks of their own
+    rows = [mask.counts.rows.sum(axis=1) / mask.grid.pairs for mask in map(series.first, series.layers)]
+    most = max(map(len, rows))  # dense layers have one batch item's
+    densities = np.array([np.tile(row, most // len(row)) for row in rows])
+    # 2. Plans of sampled layers for each strategy, without rings longer than the KV blocks
     sampled = spread_out(series.layers, _SAMPLED_LAYERS)
     masks = [series.first(layer) for layer in sampled]
-    densities = densities_of(series, series.layers)
-    balance = balance_of(masks, gpus)
-    drift = [drift_of(series, layer, gpus) for layer in sampled]
-    warnings = [f"the recording stopped before the run did: {series.stopped}"] if series.stopped else []
-    idle = {layer: int((mask.counts.rows == 0).sum()) for layer, mask in zip(sampled, masks, strict=True)}
-    worst = max(sampled, key=lambda layer: idle[layer])
-    if idle[worst]:
-        warnings.append(f"rows of blocks that attend to nothing give zeros: {idle[worst]} in layer {worst}")
-    empty = np.argwhere(densities == 0)
-    if len(empty):
-        first = f"layer {series.layers[empty[0][0]]}, head {empty[0][1]}"
-        warnings.append(f"{len(empty)} heads have no block at all, the first is {first}")
-    return MaskInfo(
-        first=masks[0],
-        series=series,
-        densities=densities,
-        balance=balance,
-        drift=[layer for layer in drift if layer.iou],
-        warnings=warnings,
-    )
-
-
-def densities_of(series: MaskSeries, layers: Sequence[int]) -> np.ndarray:
-    """Returns float64[layers, H]: the density by head of each layer's first mask.
-
-    Where batch items have masks of their own, H counts the heads of all of them.
-    """
-    masks = [series.first(layer) for layer in layers]
-    rows = [mask.counts.rows.sum(axis=1) / mask.grid.pairs for mask in masks]
-    most = max(map(len, rows))  # dense layers have one batch item's
-    return np.array([np.tile(row, -(-most // len(row)))[:most] for row in rows])
-
-
-def balance_of(masks: Sequence[BlockMask], gpus: int) -> list[Balance]:
-    """Plans masks for each strategy, without rings longer than the KV blocks."""
-    rows = []
+    balance = []
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
         plans = []
         for mask in masks:
             layout = usual_layout(_PLANNER, mask.grid.with_orders((CANONICAL,)), strategy)
             plans.append(make_plan(mask, strategy, _PLANNER, layout=layout))
         before, rho, moved = (fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved"))
-        rows.append(Balance(str(strategy), _PLANNER, before, rho, max(plan.rho for plan in plans), moved))
-    return rows
+        balance.append(Balance(str(strategy), before, rho, max(plan.rho for plan in plans), moved))
+    # 3. Changes from step to step
+    drift = [_drift(series, layer, gpus) for layer in sampled] if len(series.steps) > 1 else []
+    # 4. Warnings
+    warnings = [f"the recording stopped before the run did: {series.stopped}"] if series.stopped else []
+    idle = [int((mask.counts.rows == 0).sum()) for mask in masks]
+    if any(idle):
+        worst = sampled[idle.index(max(idle))]
+        warnings.append(f"rows of blocks that attend to nothing give zeros: {max(idle)} in layer {worst}")
+    empty = np.argwhere(densities == 0)
+    if len(empty):
+        first = f"layer {series.layers[empty[0][0]]}, head {empty[0][1]}"
+        warnings.append(f"{len(empty)} heads have no block at all, the first is {first}")
+    return MaskInfo(masks[0], series, densities, balance, [layer for layer in drift if layer.iou], warnings)
 
 
-def drift_of(series: MaskSeries, layer: int, gpus: int) -> Drift:
+def _drift(series: MaskSeries, layer: int, gpus: int) -> Drift:
     """Compares all recorded steps of one layer, and counts the plans that a run on Ulysses makes."""
     grid = series.first(layer).grid
 

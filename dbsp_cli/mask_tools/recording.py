@@ -19,18 +19,12 @@ from dbsp_core.utils.files import read_text
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording in a folder: of several generations, the last of those with the most passes.
-
-    Attributes:
-        passes: Name of each recorded layer's mask file, by moment, in the order in which they ran.
-        layers: Number of layers of the model, recorded or not.
-        stopped: Reason why it ended before the run did, or None.
-    """
+    """The recording in a folder: of several generations, the last of those with the most passes."""
 
     folder: Path
-    passes: Mapping[DenoisingStep, Mapping[int, str]]
-    layers: int
-    stopped: str | None
+    passes: Mapping[DenoisingStep, Mapping[int, str]]  # Each recorded layer's mask file, in the order of moments
+    layers: int  # Of the model, recorded or not
+    stopped: str | None  # Why it ended before the run did
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Recording:

@@ -85,11 +85,10 @@ def _source(value: Any) -> str:
 
 
 def main() -> None:
-    from dbsp_cli.import_hook import after_import
     from dbsp_xdit.runner import install
     from tests.support import interpreter  # noqa: F401  before anything else imports triton
 
-    install(after_import)  # without which xfuser cannot be imported where there is no accelerator
+    install()  # without which xfuser cannot be imported where there is no accelerator
     names = [name for name in private_names() if name.belongs]
     report = {"of": Counter(name.package for name in names), "messages": list(filter(None, map(message, names)))}
     print(json.dumps(report))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,15 +15,7 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls
 
 from dbsp_cli.commands import bench
-from dbsp_cli.commands.bench import (
-    KernelResult,
-    Workload,
-    compare_kernels,
-    exact_kernels,
-    fit,
-    kernel_rates,
-    measure,
-)
+from dbsp_cli.commands.bench import KernelResult, Measured, Workload, compare_kernels, fit, measure
 from dbsp_core import SequenceGroup, make_plan
 from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
 from dbsp_core.utils.errors import UserError
@@ -50,33 +41,24 @@ class TestFit:
         assert error == pytest.approx(np.abs((columns @ expected + given) / seconds - 1).max())
 
 
-def test_kernels_are_ordered_by_speed_and_those_that_were_wrong_once_are_left_out():
+def test_exact_kernels_are_ordered_by_speed_and_their_rates_are_kept_by_blocks():
     exact = {"error": 1e-4, "exact": True}
     found = [
-        KernelResult("triton", (128, 64), **exact, seconds=2.0, speed=1.0),
+        KernelResult("triton", (128, 64), **exact, speed=1.0, flops_per_s=1e14),
         KernelResult("fa4", (128, 64), "it supports blocks of 128×128, not 128×64"),
-        KernelResult("triton", (128, 128), **exact, seconds=2.0, speed=1.0),
-        KernelResult("fa4", (128, 128), **exact, seconds=1.0, speed=2.0),
-        KernelResult("sparge", (128, 64), error=0.1, exact=False, seconds=0.5, speed=4.0),
+        KernelResult("triton", (128, 128), **exact, speed=1.0, flops_per_s=2e14),
+        KernelResult("fa4", (128, 128), **exact, speed=2.0, flops_per_s=4e14),
+        KernelResult("sparge", (128, 64), error=0.1, speed=4.0, flops_per_s=9e14),
+        KernelResult("sparge", (128, 128), **exact, speed=4.0, flops_per_s=8e14),
     ]
-    assert exact_kernels(found) == ("fa4", "triton")
-    assert exact_kernels(found[:2]) == ("triton",)
-
-
-def test_rates_of_exact_kernels_are_kept_by_blocks_but_for_those_of_the_constants():
-    work = SimpleNamespace(kernel="triton", blocks=(128, 64))
-    found = [
-        KernelResult("triton", (128, 64), exact=True, flops_per_s=1e14),
-        KernelResult("triton", (128, 128), exact=True, flops_per_s=2e14),
-        KernelResult("fa4", (128, 128), exact=True, flops_per_s=3e14),
-        KernelResult("sparge", (128, 64), exact=False, flops_per_s=9e14),
-    ]
-    rates = kernel_rates(found, work)
-    assert {name: one.flops_by_blocks for name, one in rates.items()} == {
-        "triton": {"128x128": 2e14},
-        "fa4": {"128x128": 3e14},
-    }
-    assert {one.source for one in rates.values()} == {"measured"}
+    others = load_hardware("cpu-demo")
+    work = KnownTimes(4, 16, 256, (128, 64), torch.float32, CPU, SequenceGroup.from_group())
+    hardware = Measured(found, 1.0, [], others.constants, {}).hardware("here", work, others)
+    assert hardware.exact_kernels == ("fa4", "triton"), "sparge was wrong once"
+    rates = {name: kernel.flops_by_blocks for name, kernel in hardware.kernels.items()}
+    assert rates == {"triton": {"128x128": 2e14}, "fa4": {"128x128": 4e14}, "sparge": {"128x128": 8e14}}
+    assert {kernel.source for kernel in hardware.kernels.values()} == {"measured"}
+    assert hardware.sources["flops_per_s"] == others.sources["flops_per_s"]
 
 
 class TestKernelAuto:
@@ -138,18 +120,18 @@ def test_one_process_measures_and_writes_where_runs_look(dbsp, tmp_path, monkeyp
 class KnownTimes(Workload):
     """Rows that take 1 ms each if they have blocks, and packing 1 s a GB; nothing is run."""
 
+    kernel = "triton"
+
     def medians(self, actions):
-        if "merge" in actions:  # parts of an attention
-            masks = {name: self.mask(self.heads, float(name)) for name in actions if name[0].isdigit()}
-            masks["few"] = self.mask(self.heads, bench.SPARSE, max(self.blocks[0], self.tokens // 4))
-            a_block = 4.0 * np.prod(self.blocks) * self.head_dim / 1e9
-            seconds = {name: int(m.bits.sum()) * a_block + m.heads * m.grid.nq * 1e-3 for name, m in masks.items()}
-            return dict.fromkeys(actions, 1.0) | seconds
-        if "0" in actions:  # whole attentions
-            return dict.fromkeys(actions, 1.0)
-        plans = {size: make_plan(self.mask(self.heads, 0.0, int(size)), "U1R1", "contiguous") for size in actions}
-        bytes_a_second = replace(load_hardware("cpu-demo").constants, pack_bytes_per_s=1e9)
-        return {size: bench._predict(self, plan, bytes_a_second).pack_s for size, plan in plans.items()}
+        if len(actions) == 3:  # attentions without active blocks, of all tokens, half and a quarter
+            plans = [make_plan(self.mask(self.heads, 0.0, self.tokens // n), "U1R1", "contiguous") for n in (1, 2, 4)]
+            bytes_a_second = replace(load_hardware("cpu-demo").constants, pack_bytes_per_s=1e9)
+            return np.array([bench._predict(self, plan, bytes_a_second).pack_s for plan in plans])
+        rows = [
+            action.func.__self__ for action in actions if isinstance(getattr(action.func, "__self__", 0), bench.Rows)
+        ]
+        seconds = [row.flops / 1e9 + len(row.q) * 1e-3 for row in rows]
+        return np.array([*seconds, *[1.0] * (len(actions) - len(rows))])
 
 
 def test_rows_without_blocks_are_not_taken_for_rows_that_have_some():
@@ -164,7 +146,7 @@ def measure_tiny(rank: int, world: int) -> dict[str, Any]:
     group = SequenceGroup.from_group()
     work = Workload(4, 16, 256, (32, 16), torch.float32, CPU, group, sizes=(12, 16), repeats=2)
     found = measure(work, load_hardware("cpu-demo").constants)
-    runs = [(str(one.plan.strategy), one.plan.planner) for one in found.attentions]
+    runs = [(attention.strategy, attention.planner) for attention in found.attentions]
     return {"runs": runs, "constants": vars(found.constants), "residual": found.residual}
 
 

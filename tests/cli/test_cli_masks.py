@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from dbsp_cli.mask_tools.info import balance_of
 from dbsp_cli.mask_tools.recording import Recording, recordings_in
 from dbsp_core import BlockGrid, BlockMask, MaskFile, Strategy, make_plan, save_mask
 from dbsp_core.masks.steps import DenoisingStep
@@ -71,15 +70,14 @@ class TestInfo:
         assert found["density"] == pytest.approx(whole)
 
     def test_balance_is_that_of_plans_for_each_strategy(self, dbsp, file):
-        assert [row["strategy"] for row in info(dbsp, file, "--gpus", 4)["balance"]] == ["U4R1", "U2R2", "U1R4"]
-        masks = [drifting(layer, 0) for layer in range(3)]
-        for row in balance_of(masks, 4):
-            strategy = Strategy.parse(row.strategy)
-            layout = usual_layout(row.planner, masks[0].grid, strategy)
-            plans = [make_plan(mask, strategy, row.planner, layout=layout) for mask in masks]
-            assert row.rho_before == pytest.approx(np.mean([plan.rho_before for plan in plans]))
-            assert row.rho == pytest.approx(np.mean([plan.rho for plan in plans]))
-            assert row.rho_max == pytest.approx(max(plan.rho for plan in plans))
+        balance, masks = info(dbsp, file, "--gpus", 4)["balance"], [drifting(layer, 0) for layer in range(3)]
+        assert [row["strategy"] for row in balance] == ["U4R1", "U2R2", "U1R4"]
+        for row in balance:
+            layout = usual_layout("dbsp", masks[0].grid, Strategy.parse(row["strategy"]))
+            plans = [make_plan(mask, row["strategy"], layout=layout) for mask in masks]
+            assert row["rho_before"] == pytest.approx(np.mean([plan.rho_before for plan in plans]))
+            assert row["rho"] == pytest.approx(np.mean([plan.rho for plan in plans]))
+            assert row["rho_max"] == pytest.approx(max(plan.rho for plan in plans))
 
     def test_drift_of_a_recording_by_branch(self, dbsp, recording):
         for branch in (0, 1):

@@ -35,9 +35,8 @@ LESS = {
 }
 """Fewer steps of a smaller video, for time's sake."""
 ON_CPU = """import runpy, sys
-from dbsp_cli.import_hook import after_import
 from dbsp_xdit.runner import allow_all_degrees, install
-allow_all_degrees(install(after_import))  # xfuser cannot be imported without a GPU otherwise
+allow_all_degrees(install())  # xfuser cannot be imported without a GPU otherwise
 sys.argv = ["xdit_wan.py", *sys.argv[1:]]
 runpy.run_path({file!r}, run_name="__main__")
 """

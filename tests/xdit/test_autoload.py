@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dbsp_cli.autoload import autoload
-from dbsp_xdit import autoload as for_xdit
-from dbsp_xdit.autoload import requested
+from dbsp_cli.autoload import autoload, requested
 from tests.support.programs import run
 from tests.support.repository import child_environment
 
@@ -51,13 +49,14 @@ def test_torch_import_without_the_flag_imports_and_prints_nothing(tmp_path):
 
 
 def test_failure_in_an_xfuser_run_is_one_line(monkeypatch, capfd):
-    def broken(_: object) -> None:
+    def broken() -> None:
         raise ImportError("no memory")
 
     monkeypatch.setattr("dbsp_xdit.runner.install", broken)
     monkeypatch.setattr(sys, "orig_argv", ["python", "xdit", *FLAG])
     monkeypatch.setattr(sys, "argv", ["xdit", *FLAG])
-    for_xdit.autoload(lambda actions: lambda: None)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    autoload()
     assert capfd.readouterr().err == "dbsp: not loaded into this xfuser run: ImportError: no memory\n"
 
 

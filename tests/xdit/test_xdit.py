@@ -191,13 +191,10 @@ def test_local_folder_of_any_pipeline_has_a_model(xfuser, tmp_path):
     assert (found["class"], found["source"], found["height"]) == ("DiffusersModel", str(tmp_path), None)
 
 
-@pytest.mark.parametrize(("name", "argument"), [("parse", "args"), ("parse_args", "words")])
-def test_private_name_that_is_missing_or_takes_other_arguments_is_named(name, argument):
-    require_names("pytest", {"argparse:ArgumentParser.parse_args": ("args",)}, "wait")
-    with pytest.raises(UserError) as caught:
-        require_names("pytest", {f"argparse:ArgumentParser.{name}": (argument,)}, "wait")
-    expected = f"does not have argparse:ArgumentParser.{name}({argument}), which db-SP expects; wait"
-    assert str(caught.value) == f"pytest {pytest.__version__} {expected}"
+def test_private_name_that_is_missing_is_named():
+    said = r"^pytest \S+ does not have argparse:ArgumentParser.parse\(args\), which db-SP expects; wait$"
+    with pytest.raises(UserError, match=said):
+        require_names("pytest", {"argparse:ArgumentParser.parse": ("args",)}, "wait")
 
 
 def test_xdit_command_with_a_mistake_exits_2_with_one_line():

@@ -13,7 +13,6 @@ from typing import Any
 
 from diffusers import CogVideoXPipeline
 
-from dbsp_cli.import_hook import after_import
 from dbsp_diffusers.patching import PatchSet
 from dbsp_xdit.runner import allow_all_degrees, install
 from tests.support.models.tiny_transformers import make_tiny_transformer
@@ -31,7 +30,7 @@ def start_xfuser(rank: int, world: int, guidance: int = 1, data: int = 1) -> Non
         return
     _started[:] = [(guidance, data)]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-    install(after_import)
+    install()
     from xfuser.core.distributed import init_distributed_environment, initialize_runtime_state
     from xfuser.core.distributed.parallel_state import destroy_model_parallel, model_parallel_is_initialized
 

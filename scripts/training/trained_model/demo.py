@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
 
-from dbsp_cli.commands.report import run_tables
+from dbsp_cli.commands.report import show_run
 from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.output import print_tables
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
@@ -231,7 +231,7 @@ def main(
     except (RuntimeError, ValueError) as error:
         console.print(str(error), markup=False, highlight=False)
         raise SystemExit(1) from error
-    print_tables(run_tables(report))
+    print_tables(show_run(report)[0])
     names = ("demo.mp4", "frames.png", "balance.png", "report.html", "report.json")
     console.print("wrote " + ", ".join(f"{out}/{name}" for name in names), highlight=False, soft_wrap=True)
     dbsp = Path(sys.executable).with_name("dbsp")

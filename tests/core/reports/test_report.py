@@ -339,8 +339,8 @@ def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
     # With videos and latents of noise
     rng = np.random.default_rng(0)
     for folder in (a, b):
-        for number in range(3):
-            imageio.imwrite(folder / f"{number}.png", rng.integers(0, 256, (32, 48, 3), dtype=np.uint8))
+        noise = rng.integers(0, 256, (3, 32, 48, 3), dtype=np.uint8)
+        imageio.mimwrite(folder / "video.mp4", [*noise], fps=16)
         save_file({"latents": torch.from_numpy(rng.normal(size=(1, 2, 3)))}, folder / "latents.safetensors")
     values = json.loads(dbsp("report", a, b, "--json")[1])
     assert 5 < values["psnr"] < 20 > values["latents_psnr"]
@@ -355,4 +355,3 @@ def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
 def test_cli_mistakes_are_one_line(mistake):
     assert "report nowhere does not exist; a run leaves one in the folder of" in mistake("report", "nowhere")
     assert "takes one run or two" in mistake("report", "a", "a", "a")
-    assert "--html writes the page of one run" in mistake("report", "a", "b", "--html", "page.html")

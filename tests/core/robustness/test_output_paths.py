@@ -13,7 +13,6 @@ from dbsp_core.utils.files import require_file_path
 
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PATH"], "FOLDER"),
-    "report": ("RunReport", ["report", "run", "--html", "PATH"], "--html"),
     "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PATH", "tokens=64"], "OUT"),
     "masks record": ("subprocess", ["masks", "record", "PATH", "--", "true"], "OUT"),
     "masks fit": ("fit_recording", ["masks", "fit", "PATH", "run"], "OUT"),
