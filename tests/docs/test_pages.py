@@ -1,11 +1,14 @@
-"""Pages and pictures: tables and commands on them are those of the code, and they can be built again."""
+"""Pages and pictures: tables, commands and messages on them are those of the code, and they can be built again."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import itertools
 import re
 import shlex
 import sys
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
@@ -23,6 +26,8 @@ from scripts.docs_site import settings_tables
 from scripts.reproduce.lockstep import rho_before
 from tests.support.programs import run
 from tests.support.repository import ROOT
+from tests.support.texts import nodes_of
+from tests.test_layering import PACKAGES, files
 
 MASKS_PAGE = (ROOT / "docs" / "masks.md").read_text()
 WAN = MaskRequest(layer=0, heads=40, thw=(21, 45, 80))
@@ -85,6 +90,38 @@ def test_commands_of_xdit_are_right(tmp_path, monkeypatch, command):
     args = vars(parser.parse_args([word.replace("--sp-", "--sp_") for word in words]))
     assert config_from(args) is not None
     source_of(args["model"])
+
+
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text()
+OTHERS = ("unrecognized arguments", "import xfuser", "terminate called", "Failed to load the backend")
+"""Quoted, but said by others."""
+
+
+def strings() -> Iterator[str]:
+    """Yields every string of the packages; f-strings with … for their values."""
+    for node in itertools.chain.from_iterable(map(nodes_of, files(*PACKAGES))):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def quoted() -> list[str]:
+    """Returns messages in bold code on the page, line breaks closed up."""
+    spans = re.findall(r"\*\*`([^`]+)`", TROUBLESHOOTING)
+    return [span for span in (" ".join(span.split()) for span in spans) if not any(o in span for o in OTHERS)]
+
+
+def is_in(message: str, texts: Iterable[str]) -> bool:
+    """Returns True if one text has a message, in which … is for anything."""
+    wanted = re.compile(".+?".join(re.escape(piece.strip()) for piece in message.split("…")), re.S)
+    return any(wanted.search(text) for text in texts)
+
+
+def test_the_page_quotes_messages_that_the_code_has():
+    messages, texts = quoted(), list(strings())
+    assert len(messages) > 20
+    assert [message for message in messages if not is_in(message, texts)] == []
 
 
 @pytest.mark.long
