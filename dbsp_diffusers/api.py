@@ -15,7 +15,7 @@ from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attach import Framework, attach_framework
-from dbsp_diffusers.attached import all_attached_to, attached_to
+from dbsp_diffusers.attached import all_attached_to, attached_to, session_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
 from dbsp_diffusers.sharding.halves import Halves
@@ -124,26 +124,6 @@ def disable(model: Any) -> None:
         state.patches.detach()
 
 
-def session_of(model: Any) -> AttentionSession | None:
-    """Returns the session of an enabled pipeline or transformer.
-
-    Args:
-        model: The pipeline, or its transformer, compiled since or not.
-
-    Returns:
-        Its session: plans, strategies and statistics; of a pipeline with two transformers, the first's. None where
-        db-SP is not enabled.
-    """
-    state = attached_to(model)
-    if state is None:
-        return None
-    transformer_or_pipe = getattr(model, "_orig_mod", model)
-    return next(
-        (session for transformer, session in state.sessions if transformer is transformer_or_pipe),
-        state.sessions[0][1],
-    )
-
-
 def sessions_of(model: Any) -> dict[str, AttentionSession]:
     """Returns the sessions of an enabled pipeline.
 
@@ -172,9 +152,9 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
         RuntimeError: If a rank does not take part.
     """
     state = attached_to(model)
-    observer = None if state is None else run_observer(state.sessions[0][1])
+    observer = None if state is None else run_observer(state.first)
     if state is None or observer is None:
         raise UserError("nothing was collected for a report; enable db-SP with config={'report': FOLDER, …}")
     name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
-    write_run_report([session for _, session in state.sessions], name, state.framework, folder)
+    write_run_report(list(state.sessions.values()), name, state.framework, folder)
     observer.restart()

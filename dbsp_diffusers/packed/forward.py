@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dbsp_core.comm.consistency import check_consistent, needs_gradients
@@ -18,7 +17,7 @@ from dbsp_core.planning.bags import BagConfig
 from dbsp_core.planning.sequences import SequencePlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
-from dbsp_diffusers.attached import attached_to
+from dbsp_diffusers.attached import attached_to, session_of
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.packed.mmdit import FLUX, HUNYUAN
 from dbsp_diffusers.packed.passes import Packing
@@ -34,11 +33,6 @@ PACKINGS = {
 
 _BAGS_DIFFER = "bags differ on rank(s) {}; give all ranks the same"
 _TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def packing_of(transformer: nn.Module) -> Packing | None:
-    """Returns a transformer's packing of samples of several sizes, or None if it takes one size at a time."""
-    return next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)
 
 
 def packed_forward(
@@ -70,7 +64,7 @@ def packed_forward(
         raise UserError("packed_forward was given no samples; give it at least one")
     times = torch.stack([sample.condition.timesteps.amax() for sample in samples])
     sizes, step = tuple(sample.size for sample in samples), times.amax() if timestep is None else timestep
-    session = _session_of(transformer)
+    session = session_of(transformer)
     bags = None if session is None else session.config.bags
     batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step, bags=bags)
     if session is None:
@@ -130,7 +124,7 @@ def packed_forward_local(
         UserError: On all ranks together, as `packed_forward` does, and where db-SP is not enabled.
     """
     transformer, packing = _transformer_of(model)
-    session = _session_of(transformer)
+    session = session_of(transformer)
     if session is None:
         raise UserError("samples are local to ranks where db-SP is enabled; call dbsp_diffusers.enable first")
     batch = _gathered(transformer, packing.spec(transformer.config), samples, session, timestep, bags)
@@ -206,7 +200,10 @@ def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], ses
 
 
 def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, session: AttentionSession) -> PackedBatch:
-    """Returns the batch with its sequences as attention needs them."""
+    """Returns the batch with its sequences as attention needs them. Patches the transformer at its first call."""
+    state = attached_to(transformer)
+    if state is not None:
+        packing.attach(transformer, state.patches)
     element_bytes = next(transformer.parameters()).element_size()
     sizes = session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
     layer = LayerSize(*sizes, element_bytes=element_bytes, comm_dtype=session.config.comm_dtype)
@@ -232,19 +229,9 @@ def _transformer_of(model: Any) -> tuple[Any, Packing]:
     """Returns the transformer of a model, and its packing. Raises UserError for one that takes one size at a time."""
     transformer = model.module if isinstance(model, DistributedDataParallel) else model
     architecture_of(transformer)  # raises for one that db-SP does not know
-    packing = packing_of(transformer)
+    packing = next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)
     if packing is None:
         raise UserError(f"{type(transformer).__name__} takes one size at a time; several take {', '.join(PACKINGS)}")
     if getattr(transformer, "is_cache_enabled", False):
         raise UserError("a step cache compares one sequence with itself; call disable_cache before several are packed")
     return transformer, packing
-
-
-def _session_of(transformer: Any) -> AttentionSession | None:
-    """Returns a transformer's session, or None if db-SP is not enabled on it."""
-    state = attached_to(transformer)
-    return (
-        None
-        if state is None
-        else next(session for attached_transformer, session in state.sessions if attached_transformer is transformer)
-    )

@@ -26,6 +26,8 @@ class BlockPass:
     """Inputs of every block in one packed pass, in addition to this rank's tokens; each model has its own."""
 
 
+_ATTACHED = "_dbsp_packed"
+"""Attribute of a transformer that can be called with packed input, as its blocks can."""
 BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 """(block, tokens [1, n, C], `BlockPass`) -> tokens [1, n, C]"""
 
@@ -77,10 +79,13 @@ class Packing:
         return self._predictions(transformer, replace(batch, videos=videos), sharing, joint=False)
 
     def attach(self, transformer: Any, patches: PatchSet) -> None:
-        """Lets a transformer and its blocks be called with packed input too.
+        """Lets a transformer and its blocks be called with packed input too, if they cannot yet.
 
         The blocks themselves are called, so that what hangs on them (FSDP, activation checkpointing) keeps working.
         """
+        if _ATTACHED in vars(transformer):
+            return
+        patches.set_attribute(transformer, _ATTACHED, True)
 
         def forward(own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], PackedBatch) and args[0].sharing is not None:
