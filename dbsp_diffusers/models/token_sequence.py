@@ -96,7 +96,7 @@ class TokenSequence:
         return torch.cat([text + count, video] if streams == "last" else [text, video + attended - count])
 
 
-def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:
+def sample_grid(transformer: Any, inputs: Inputs, frames_dim: int = 2) -> tuple[int, int, int]:
     """Returns (t, h, w) of a sample by the configured patch size.
 
     The sample is [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
@@ -110,6 +110,37 @@ def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2
         sample, patch = sample.unsqueeze(frames_dim), (1, *patch[-2:])
     frames, height, width = sample.shape[frames_dim], *sample.shape[3:]
     return frames // patch[0], height // patch[1], width // patch[2]
+
+
+def on_sample_grid(
+    text: Callable[[Inputs], int] = lambda inputs: 0,
+    grid: Callable[[Any, Inputs], tuple[int, int, int]] = sample_grid,
+    rejects: tuple[str, ...] = (),
+) -> Callable[[Any, Inputs], TokenSequence]:
+    """Makes an architecture's `sequence` for tokens on the grid of its sample, at the timestep of its arguments.
+
+    Args:
+        text: Returns the number of tokens of text that count, if text is in the sequence.
+        grid: Returns (t, h, w), given the transformer and a pass's arguments by name.
+        rejects: Names of arguments that db-SP would get wrong.
+    """
+
+    def sequence(transformer: Any, inputs: Inputs) -> TokenSequence:
+        reject_arguments(inputs, *rejects)
+        return TokenSequence(grid(transformer, inputs), text(inputs), timestep_of(inputs))
+
+    return sequence
+
+
+def text_length(inputs: Inputs) -> int:
+    """Returns the number of text tokens, of which all count."""
+    length: int = inputs["encoder_hidden_states"].shape[1]
+    return length
+
+
+def text_before_padding(inputs: Inputs) -> int:
+    """Returns the number of text tokens that their mask leaves."""
+    return valid_tokens(inputs["encoder_attention_mask"])
 
 
 def valid_tokens(mask: torch.Tensor) -> int:

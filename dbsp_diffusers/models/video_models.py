@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +25,20 @@ from dbsp_diffusers.models.token_sequence import (
     TEXTS_DIFFER,
     Inputs,
     TokenSequence,
+    on_sample_grid,
     one_for_all,
     position_grid,
     read_once,
     reject_arguments,
     require_position_grid,
     sample_grid,
+    text_before_padding,
+    text_length,
     timestep_of,
-    valid_tokens,
 )
 
-
-def _wan(transformer: Any, inputs: Inputs) -> TokenSequence:
-    reject_arguments(inputs, "enable_diffusion_forcing")
-    return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
+_wan = on_sample_grid(rejects=("enable_diffusion_forcing",))
+_FRAMES_FIRST = partial(sample_grid, frames_dim=1)
 
 
 def _vace(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -48,10 +49,6 @@ def _vace(transformer: Any, inputs: Inputs) -> TokenSequence:
             f"{tuple(sample)}; give both the same size, with a frame for each reference image"
         )
     return _wan(transformer, inputs)
-
-
-def _anyflow(transformer: Any, inputs: Inputs) -> TokenSequence:
-    return TokenSequence(sample_grid(transformer, inputs, frames_dim=1), timestep=timestep_of(inputs))
 
 
 def _causal(transformer: Any) -> str | None:
@@ -74,15 +71,9 @@ _WAN = Architecture(
 )
 
 
-def _cogvideox(transformer: Any, inputs: Inputs) -> TokenSequence:
-    text = inputs["encoder_hidden_states"].shape[1]
-    return TokenSequence(sample_grid(transformer, inputs, frames_dim=1), text, timestep_of(inputs))
-
-
-def _easyanimate(transformer: Any, inputs: Inputs) -> TokenSequence:
+def _easyanimate_text(inputs: Inputs) -> int:
     texts = (inputs.get(name) for name in ("encoder_hidden_states", "encoder_hidden_states_t5"))
-    text = sum(embeds.shape[1] for embeds in texts if embeds is not None)
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+    return sum(embeds.shape[1] for embeds in texts if embeds is not None)
 
 
 _COGVIDEOX_SHARD_PLAN = ShardPlan(
@@ -96,23 +87,17 @@ _COGVIDEOX_SHARD_PLAN = ShardPlan(
 )
 _COGVIDEOX = Architecture(
     attention=("transformer_blocks.*.attn1",),
-    sequence=_cogvideox,
+    sequence=on_sample_grid(text_length, _FRAMES_FIRST),
     shard_plan=_COGVIDEOX_SHARD_PLAN,
     text="first",
 )
 
 
-def _hunyuan(transformer: Any, inputs: Inputs) -> TokenSequence:
-    text = valid_tokens(inputs["encoder_attention_mask"])
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
-
-
-def _hunyuan_15(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reads text from an image's embedding, and two prompts'."""
+def _hunyuan_15_text(inputs: Inputs) -> int:
+    """Counts text from an image's embedding, and two prompts'."""
     text, image = _two_texts(inputs), inputs["image_embeds"]
-    if not read_once(image, lambda image: bool((image == 0).all())):
-        text += image.shape[1]
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+    is_given = not read_once(image, lambda image: bool((image == 0).all()))
+    return text + (image.shape[1] if is_given else 0)
 
 
 def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -123,14 +108,13 @@ def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
         if inputs.get(name) is not None:
             sizes = inputs[name].shape[2:]
             tokens += math.prod(-(-size // step) for size, step in zip(sizes, patch, strict=True))
-    text = inputs["image_embeds"].shape[1] + valid_tokens(inputs["encoder_attention_mask"])
+    text = inputs["image_embeds"].shape[1] + text_before_padding(inputs)
     return TokenSequence.on_grid(None, tokens, "the video with its history", text=text, timestep=timestep_of(inputs))
 
 
-def _hunyuan_image(transformer: Any, inputs: Inputs) -> TokenSequence:
-    two = transformer.context_embedder_2 is not None and inputs.get("encoder_hidden_states_2") is not None
-    text = _two_texts(inputs) if two else valid_tokens(inputs["encoder_attention_mask"])
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+def _hunyuan_image_text(inputs: Inputs) -> int:
+    """Counts the tokens of two prompts; refiners take one."""
+    return text_before_padding(inputs) if inputs.get("encoder_hidden_states_2") is None else _two_texts(inputs)
 
 
 def _two_texts(inputs: Inputs) -> int:
@@ -149,7 +133,7 @@ def _token_replace(transformer: Any) -> str | None:
 _HUNYUAN_VIDEO = {"x_embedder": {0: ShardSpec("video", 1)}, "rope": ROTARY}
 _HUNYUAN = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
-    sequence=_hunyuan,
+    sequence=on_sample_grid(text_before_padding),
     shard_plan=ShardPlan(outputs={"context_embedder": {0: ShardSpec("text", 1)}, **_HUNYUAN_VIDEO}, gathered=OUTPUT),
     text="last",
     padded_text=True,
@@ -185,22 +169,15 @@ _LTX_ROPE = {0: ShardSpec("video", -2), 1: ShardSpec("video", -2)}
 """[B, tokens, D], or with rope_type "split" [B, H, tokens, D/2]."""
 
 
-def _cosmos(transformer: Any, inputs: Inputs) -> TokenSequence:
-    reject_arguments(inputs, "block_controlnet_hidden_states")
-    return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
-
-
 # [B, tokens, C] where frames have timesteps of their own, else [B, C].
 _COSMOS_TIMES = {"embedded_timestep": ShardSpec("video", 1, ndim=3), "temb": ShardSpec("video", 1, ndim=3)}
 
 
-def _kandinsky(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Samples are [B, F, H, W, C]."""
-    frames, height, width = (
-        size // patch
-        for size, patch in zip(inputs["hidden_states"].shape[1:4], transformer.config.patch_size, strict=True)
-    )
-    return TokenSequence((frames, height, width), timestep=timestep_of(inputs))
+def _kandinsky_grid(transformer: Any, inputs: Inputs) -> tuple[int, int, int]:
+    """Returns the grid of samples [B, F, H, W, C]."""
+    sizes, patch = inputs["hidden_states"].shape[1:4], transformer.config.patch_size
+    frames, height, width = (size // step for size, step in zip(sizes, patch, strict=True))
+    return frames, height, width
 
 
 def _nabla(transformer: Any) -> MaskSource | None:
@@ -260,7 +237,7 @@ VIDEO_MODELS = {
     "AnyFlowTransformer3DModel": replace(
         _WAN,
         guidance=None,
-        sequence=_anyflow,
+        sequence=on_sample_grid(grid=_FRAMES_FIRST),
         shard_plan=ShardPlan(
             outputs={
                 "patch_embedding": _EMBEDDED,
@@ -283,7 +260,7 @@ VIDEO_MODELS = {
     ),
     "EasyAnimateTransformer3DModel": replace(
         _COGVIDEOX,
-        sequence=_easyanimate,
+        sequence=on_sample_grid(_easyanimate_text),
         shard_plan=ShardPlan(
             inputs={"transformer_blocks.0": STREAMS},
             outputs={"rope_embedding": ROTARY},
@@ -295,7 +272,7 @@ VIDEO_MODELS = {
         _HUNYUAN,
         guidance="calls",
         attention=("transformer_blocks.*.attn",),
-        sequence=_hunyuan_15,
+        sequence=on_sample_grid(_hunyuan_15_text),
         shard_plan=ShardPlan(
             inputs={
                 "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
@@ -321,7 +298,7 @@ VIDEO_MODELS = {
     ),
     "HunyuanImageTransformer2DModel": replace(
         _HUNYUAN,
-        sequence=_hunyuan_image,
+        sequence=on_sample_grid(_hunyuan_image_text),
         shard_plan=ShardPlan(
             inputs={"transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)}},
             outputs=_HUNYUAN_VIDEO,
@@ -359,7 +336,7 @@ VIDEO_MODELS = {
     ),
     "CosmosTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
-        sequence=_cosmos,
+        sequence=on_sample_grid(rejects=("block_controlnet_hidden_states",)),
         shard_plan=ShardPlan(
             inputs={
                 "transformer_blocks.0": {"hidden_states": ShardSpec("video", 1)},
@@ -372,7 +349,7 @@ VIDEO_MODELS = {
     ),
     "Kandinsky5Transformer3DModel": Architecture(
         attention=("visual_transformer_blocks.*.self_attention",),
-        sequence=_kandinsky,
+        sequence=on_sample_grid(grid=_kandinsky_grid),
         # The model reads the video's size from what it embeds, and makes rows and columns again after the last block.
         shard_plan=ShardPlan(
             inputs={"visual_transformer_blocks.0": {"visual_embed": ShardSpec("video", 1)}},

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -77,12 +75,10 @@ class Generations:
         self._pipe = pipe
         self._call: object = None
         """A new object for each call of the pipeline; None outside of calls."""
-        self._begun = self._timesteps if _is_called(pipe) else None
-        """Timesteps of the pipeline's call that db-SP was enabled in, if any."""
         self._ended: Any = None
         """Timesteps of the pipeline's last call."""
-        self._second_pass: bool | None = None
-        """True if the arguments of the pipeline's call ask for a second CFG pass; None if they do not say."""
+        self._second_pass = False
+        """True if the arguments of the pipeline's call ask for a second CFG pass."""
         self._seen: object = object()
         """The generation that the last pass was in."""
         self._timestep: float | None = None
@@ -190,13 +186,7 @@ class Generations:
 
     def progress(self) -> Progress:
         """Returns what the pipeline says of its denoising."""
-        index = self._index
-        if self._call is not None:
-            return Progress(self._call, index)
-        timesteps = self._timesteps
-        if self._begun is None or timesteps is not self._begun or index is None or index >= len(timesteps):
-            return Progress(timesteps)
-        return Progress(timesteps, index, getattr(self._scheduler, "begin_index", None) or 0)
+        return Progress(self._timesteps) if self._call is None else Progress(self._call, self._index)
 
     def steps(self) -> int | None:
         """Returns the number of steps of the current generation; None before it is known, and without a pipeline.
@@ -222,8 +212,8 @@ class Generations:
         """True within a call of the pipeline."""
         return self._call is not None
 
-    def has_second_pass(self) -> bool | None:
-        """Returns True if the pipeline runs a second CFG pass in the current step; None if it does not say.
+    def has_second_pass(self) -> bool:
+        """Returns True if the pipeline says that it runs a second CFG pass in the current step.
 
         Outside the pipeline's calls, passes in the cache contexts of CFG are expected to come in pairs.
         """
@@ -231,8 +221,7 @@ class Generations:
             return True
         guider = getattr(self._pipe, "guider", None)
         if guider is not None:
-            is_enabled = getattr(guider, "_is_cfg_enabled", None)
-            return None if is_enabled is None else bool(is_enabled())
+            return bool(guider._is_cfg_enabled()) if hasattr(guider, "_is_cfg_enabled") else False
         guided = getattr(self._pipe, "do_classifier_free_guidance", None)
         return guided if isinstance(guided, bool) else self._second_pass
 
@@ -324,7 +313,14 @@ class Generations:
         if checks.group.size == 1:
             return begun.arguments, None
         if begun.compared:
-            values, meeting = self._compare(begun, checks)
+            guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
+            values, meeting = checks.compare(
+                steps=(self.steps(), begun.number, guidance),
+                plain={name: value for name, value in begun.plain.items() if name != "return_dict"},
+                latents=begun.latents,
+                conditions=begun.conditions,
+                begins=begun.number < _BEGIN,
+            )
         else:
             values = checks.first_rank_values(tensors)
             for number, (mine, first) in enumerate(zip(tensors, values, strict=True)):
@@ -357,16 +353,9 @@ class Generations:
             self.checks.begin_call()
         return first
 
-    def _compare(self, begun: Pass, checks: GenerationChecks) -> tuple[list[torch.Tensor], Meeting]:
-        """Returns the first rank's tensors of a pass, and what ranks have to compare of their own. Collective."""
-        guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
-        steps = self.steps(), begun.number, guidance
-        plain = {name: value for name, value in begun.plain.items() if name != "return_dict"}
-        return checks.compare(steps, plain, begun.latents, begun.conditions, begins=begun.number < _BEGIN)
 
-
-def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool | None:
-    """Returns True if the arguments of a pipeline's call ask for a second CFG pass, by diffusers' rule; else None.
+def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool:
+    """Returns True if the arguments of a pipeline's call ask for a second CFG pass, by diffusers' rule.
 
     For pipelines that keep the decision to themselves: those with `true_cfg_scale`, and Ovis-Image's.
     """
@@ -374,14 +363,4 @@ def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool | None:
     pooled = arguments.get("negative_pooled_prompt_embeds", True)  # where the call takes them, both are needed
     embedded = arguments.get("negative_prompt_embeds") is not None and pooled is not None
     has_negative = arguments.get("negative_prompt") is not None or embedded
-    return True if isinstance(scale, (int, float)) and scale > 1 and has_negative else None
-
-
-def _is_called(pipe: Any) -> bool:
-    """Returns True if a pipeline's `__call__` is running in this thread."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and pipe is not None:
-        if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") is pipe:
-            return True
-        frame = frame.f_back
-    return False
+    return isinstance(scale, (int, float)) and scale > 1 and has_negative

@@ -78,10 +78,6 @@ class GuidedCalls:
     always: bool  # True if ranks compare the inputs of every call
     _first: _First | None = None
     """The pass whose second one must come next."""
-    _unshared: tuple[object, ...] = ()
-    """Generation, step and context of the last pass that all ranks have computed, as it may be the first of two."""
-    _paired: int | None = None
-    """The generation in which all ranks have computed two passes of a step, which the pipeline had not announced."""
     _entered: Callable[[], str | None] = lambda: None
     """Returns the name of the cache context that is entered."""
     _warned: bool = False
@@ -138,7 +134,7 @@ class GuidedCalls:
             return (self._second_pass(first, shared_context, begun),)
         if is_plain and kind == "batch" and len(begun.sample) % 2 == 0:
             return (self._halved_batch(begun),)
-        if shared_context is not None and self._is_first_of_two(shared_context, begun):
+        if shared_context is not None and self.generations.has_second_pass():
             return (self._first_pass(shared_context, begun),)
         # 3. What all ranks compute, except for what step caches keep of a context in one half.
         self._warn()
@@ -163,18 +159,6 @@ class GuidedCalls:
                     f"{name}; take the cache off (transformer.disable_cache()), or enable db-SP without `guidance`"
                 )
         return caches
-
-    def _is_first_of_two(self, context: str, begun: Pass) -> bool:
-        """Returns True if the step's second CFG pass will follow this one; notes two that were not announced."""
-        place = begun.generation, begun.step_index
-        if self._unshared == (*place, _PARTNERS[context]):  # all ranks have computed the first one, too
-            self._unshared, self._paired = (), begun.generation
-            return False
-        announced = self.generations.has_second_pass()
-        if announced or (announced is None and self._paired == begun.generation):
-            return True
-        self._unshared = (*place, context)
-        return False
 
     def _first_pass(self, context: str, begun: Pass) -> torch.Tensor:
         """Returns the first call's output in the half that computes it, and NaN in the other. Collective."""

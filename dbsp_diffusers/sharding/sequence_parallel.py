@@ -27,7 +27,7 @@ from dbsp_diffusers.patching import (
     signature_of,
     without_argument,
 )
-from dbsp_diffusers.sharding.attention import NativeBackend, intercept_attention
+from dbsp_diffusers.sharding.attention import intercept_attention
 from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
 from dbsp_diffusers.sharding.checkpoints import Checkpoints
 from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
@@ -89,7 +89,6 @@ class _SequenceSharding:
         self._caches.attach(patches)
         attentions = self._architecture.attentions_of(self._transformer)
         to_video = self._architecture.attentions_to_video_of(self._transformer)
-        self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
         self._branch = current_cfg_pass(self._transformer, patches)
         self._checkpoints = Checkpoints(self._transformer, self._session.passes, patches)
         self._shard_own = self._changing(self._shard_plan.inputs.get("", {}), self._shard, self._transformer)
@@ -143,7 +142,6 @@ class _SequenceSharding:
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
         self._caches.look()
         self._hooks.follow()
-        self._backend.pin()
         if torch.is_grad_enabled():
             self._checkpoints.follow()
         if getattr(module, "_parallel_config", None) is not None:
