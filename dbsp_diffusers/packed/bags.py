@@ -44,7 +44,7 @@ class Sharing:
         layout: Layout of the tokens on them.
         slots: This rank's, padding included.
         first_stream: Number of them in the stream that comes first, if text is in the sequence; else 0.
-        session: That of this rank's bag; None: it has no sequences, or db-SP is not enabled.
+        session: That of this rank's bag; None: it has no sequences.
         plan: The bag of each sequence; None: all ranks share in each.
     """
 

@@ -154,8 +154,8 @@ def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
         return f"latents must have one frame, as this model makes images; got {latents.shape[1]}"
     if any(side % part for side, part in zip(sample.size, spec.patch, strict=True)):
         return f"latents of {list(sample.size)} do not divide into patches of {list(spec.patch)}"
-    if text.ndim != 2 or text.shape[1] != spec.text or not len(text):
-        return f"text must be [tokens, {spec.text}], got {list(text.shape)}"
+    if text.ndim != 2 or text.shape[1] != spec.text or not len(text) or not text.is_floating_point():
+        return f"text must be float[tokens, {spec.text}], got {text.dtype} {list(text.shape)}"
     for what, field, value, taken in (
         ("image embeddings are", "image", sample.image, spec.image is not None),
         ("the pooled text embedding is", "pooled", sample.pooled, spec.pooled is not None),

@@ -60,18 +60,12 @@ class TokenMap:
         """The sequences that the rank has tokens of, ascending."""
         return [int(each) for each in np.unique(self.sequence)]
 
-    def runs(self, slots: slice = slice(None)) -> list[tuple[int, int, int]]:
-        """Returns (index in `present`, first slot, one past the last) of each run of one sequence's tokens, by slot.
-
-        Args:
-            slots: Counted from the first of these.
-        """
-        ids = np.searchsorted(self.present, self.sequence[slots])
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Returns (index in `present`, first slot, one past the last) of each run of one sequence's tokens."""
+        ids = np.searchsorted(self.present, self.sequence)
         starts = np.flatnonzero(np.diff(ids, prepend=-1))
-        return [
-            (int(ids[first]), int(first), int(last))
-            for first, last in zip(starts, [*starts[1:], len(ids)], strict=True)
-        ]
+        ends = [*starts[1:], len(ids)]
+        return [(int(ids[first]), int(first), int(last)) for first, last in zip(starts, ends, strict=True)]
 
     def joined(self, text: torch.Tensor, video: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns the two streams' tensors in the order of their slots."""
