@@ -145,7 +145,7 @@ def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object]) -
     """Returns the latents of Wan2.2's two transformers, which have one manager of cache-dit's, in float64."""
     import cache_dit
 
-    pipe, _ = wan22_cases.make_pipe("a14b", folder)
+    pipe = wan22_cases.make_pipe("a14b", folder)
     pipe.__class__ = type("WanPipelineUnderTest", (type(pipe),), {})  # cache-dit changes the class
     pipe.to(torch.float64)
     if cached:

@@ -24,7 +24,7 @@ CONFIG = {"mask": MASK, "dense_schedule": {"first_steps": 1}}
 
 def denoised(rank: int, world: int, kind: str, folder: str, output_type: str, bags: str | None = None) -> None:
     """Compares requests denoised together with what the pipeline makes of each, under the same masks."""
-    pipe, _ = make_pipe(kind, folder)
+    pipe = make_pipe(kind, folder)
     pipe.set_progress_bar_config(disable=True)
     dbsp_diffusers.enable(pipe, CONFIG | {"bags": bags})
     expected = [
