@@ -336,8 +336,8 @@ shards are gathered in token order: dbsp_diffusers/sharding/stream_shards.py
 tests/diffusers/models/test_models.py -k "cogvideox and U1R2"
 
 tiles are decoded by their owners: dbsp_diffusers/sharding/tiled_decode.py
-- taken[owner] += size
-+ taken[owner] += 0
+- calls[owner] += tile
++ calls[0] += tile
 tests/diffusers/test_tiled_decode.py -k cogvideox
 
 inputs that were read once stay what was read: dbsp_diffusers/sharding/pass_inputs.py
