@@ -126,6 +126,7 @@ class _Attaching:
     transformers: dict[str, Any] = field(default_factory=dict)  # By their names in the pipeline
     sessions: dict[nn.Module, AttentionSession] = field(default_factory=dict)  # By transformer
     gates: int = 0  # Number of layers whose gates came from the checkpoint
+    generations: Generations = field(init=False)  # Follows the pipeline's calls
 
     def find_transformers(self) -> tuple[int, int]:
         """Finds the transformers, and returns their device for `require_own_gpus`. Raises UserError for others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -41,22 +40,15 @@ def _answer(
     return _attends[int(number)](q, k, v, scale=scale, **gated)
 
 
-def _outside_cuda_graphs() -> dict[str, Any]:
-    """Returns the options of an operator that keep it out of CUDA graphs, which would replay a plan and its sizes.
-
-    Where torch does not have the tag, the operator's argument on the host keeps the whole graph that it is in out.
-    """
-    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if tag is None or "tags" not in inspect.signature(torch.library.custom_op).parameters:
-        return {}
-    return {"tags": (tag,)}
+_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+"""Keeps the operator out of CUDA graphs, which would replay a plan and its sizes; torch has it from 2.9 on."""
 
 
 @torch.library.custom_op(
     "dbsp::attend",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor number, float? scale, Tensor? gate) -> Tensor",
-    **_outside_cuda_graphs(),
+    **_TAGS,
 )
 def _attend(*call: Any) -> torch.Tensor:
     """Calls a function of `_attends`. A number as int would have each layer compiled by itself, so it is a tensor."""
