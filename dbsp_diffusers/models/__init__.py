@@ -1,6 +1,6 @@
 """Data that db-SP needs of a transformer class: where self-attention is, what is sharded, what the tokens are."""
 
-from dbsp_diffusers.models.architecture import Architecture, DerivedShardPlan, ShardPlan, ShardSpec, heads_of
+from dbsp_diffusers.models.architecture import Architecture, ShardPlan, ShardSpec, heads_of
 from dbsp_diffusers.models.table import (
     ARCHITECTURES,
     architecture_of,
@@ -12,7 +12,6 @@ from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, val
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
-    "DerivedShardPlan",
     "ShardPlan",
     "ShardSpec",
     "TokenSequence",

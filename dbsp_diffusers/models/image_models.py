@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.architecture import OUTPUT, STREAMS, Architecture, DerivedShardPlan, ShardPlan, ShardSpec
+from dbsp_diffusers.models.architecture import OUTPUT, STREAMS, Architecture, ShardPlan, ShardSpec
 from dbsp_diffusers.models.token_sequence import (
     TEXTS_DIFFER,
     Inputs,
@@ -48,18 +48,12 @@ def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
 _FLUX = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=_flux,
-    shard_plan=DerivedShardPlan({"encoder_hidden_states": "text", "txt_ids": "text"}),
-    text="first",
-)
-
-_WITHOUT_PLAN = replace(
-    _FLUX,
     shard_plan=ShardPlan(
-        inputs={
-            "": {**STREAMS, "img_ids": ShardSpec("video", 0), "txt_ids": ShardSpec("text", 0)},
-        },
+        # [tokens, 3], or a batch of those
+        inputs={"": {**STREAMS, "img_ids": ShardSpec("video", -2), "txt_ids": ShardSpec("text", -2)}},
         gathered=OUTPUT,
     ),
+    text="first",
 )
 
 
@@ -161,13 +155,21 @@ IMAGE_MODELS = {
             whole=("proj_out",),
         ),
     ),
-    "LongCatImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
-    "OvisImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
+    "LongCatImageTransformer2DModel": replace(_FLUX, guidance="calls"),
+    "OvisImageTransformer2DModel": replace(_FLUX, guidance="calls"),
     "QwenImageTransformer2DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_qwen,
-        shard_plan=DerivedShardPlan(
-            {"encoder_hidden_states": "text", "encoder_hidden_states_mask": "text", "pos_embed.1": "text"}
+        shard_plan=ShardPlan(
+            inputs={
+                "transformer_blocks.0": STREAMS,
+                "transformer_blocks.*": {
+                    "modulate_index": ShardSpec("video", 1),
+                    "encoder_hidden_states_mask": ShardSpec("text", 1),
+                },
+            },
+            outputs={"pos_embed": {0: ShardSpec("video", 0), 1: ShardSpec("text", 0)}},
+            gathered=OUTPUT,
         ),
         text="first",
         padded_text=True,

@@ -190,14 +190,6 @@ def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] 
     return None
 
 
-def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int, int, int]:
-    """Calls `position_grid`; raises UserError, which names the model's input `what`, if there is none."""
-    thw = position_grid(positions, tokens)
-    if thw is None:
-        raise UserError(f"{what} {_NO_GRID}")
-    return thw
-
-
 def one_for_all(values: Iterable[Value], difference: str) -> Value:
     """Returns what is found of all items of a batch. Raises UserError, which names the difference, if it differs."""
     first, *others = set(values)

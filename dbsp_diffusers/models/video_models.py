@@ -16,7 +16,6 @@ from dbsp_diffusers.models.architecture import (
     ROTARY,
     STREAMS,
     Architecture,
-    DerivedShardPlan,
     OwnMask,
     ShardPlan,
     ShardSpec,
@@ -30,7 +29,6 @@ from dbsp_diffusers.models.token_sequence import (
     position_grid,
     read_once,
     reject_arguments,
-    require_position_grid,
     sample_grid,
     text_before_padding,
     text_length,
@@ -203,11 +201,10 @@ def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
 
     packed, tokens = read_once(video, order)
     text = len(packed) - tokens
-    thw = read_once(
-        positions, lambda rows: require_position_grid(rows[packed[text:].to(rows.device)], tokens, "position_ids")
-    )
+    thw = read_once(positions, lambda rows: position_grid(rows[packed[text:].to(rows.device)], tokens))
     timestep = inputs["timestep"][inputs["timestep_indices"][video[-1]]]
-    return TokenSequence(thw, text, (1 - timestep).reshape(1), packed)
+    others: dict[str, Any] = {"text": text, "timestep": (1 - timestep).reshape(1), "packed": packed}
+    return TokenSequence.on_grid(thw, tokens, "position_ids", **others)
 
 
 VIDEO_MODELS = {
@@ -309,12 +306,12 @@ VIDEO_MODELS = {
         attention=("transformer_blocks.*.attn1",),
         sequence=_ltx,
         # Cross-attention looks at all of the text.
-        shard_plan=DerivedShardPlan(
-            {"encoder_hidden_states": None, "encoder_attention_mask": None},
-            more=ShardPlan({"": {"timestep": ShardSpec("video", 1, ndim=2)}}),
+        shard_plan=ShardPlan(
+            inputs={"": {"hidden_states": ShardSpec("video", 1), "timestep": ShardSpec("video", 1, ndim=2)}},
+            outputs={"rope": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)}},
+            gathered=OUTPUT,
         ),
     ),
-    # Not by its _cp_plan, which leaves out what audio's attention needs, and the tables of one of two rope types.
     "LTX2VideoTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
         sequence=_ltx2,
@@ -363,7 +360,15 @@ VIDEO_MODELS = {
     "MiniMaxH3Transformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_minimax_h3,
-        shard_plan=DerivedShardPlan(stream="packed"),
+        shard_plan=ShardPlan(
+            inputs={
+                "transformer_blocks.0": {"hidden_states": ShardSpec("packed", 1)},
+                "transformer_blocks.*": {"adaln_indices": ShardSpec("packed", 0)},
+                "norm_out": {"timestep_indices": ShardSpec("packed", 0)},
+            },
+            outputs={"rope": {0: ShardSpec("packed", 0), 1: ShardSpec("packed", 0)}},
+            gathered={"proj_out": ShardSpec("packed", 1), "audio_proj_out": ShardSpec("packed", 1)},
+        ),
         text="first",
     ),
 }

@@ -45,7 +45,7 @@ class Coverage:
         """Checks every forward pass from now on."""
         transformer = self._transformer
         patches.hook(transformer.register_forward_pre_hook, self._begin, with_kwargs=True, prepend=True)
-        shard_plan = self._architecture.shard_plan.for_transformer(transformer)
+        shard_plan = self._architecture.shard_plan
         # no rank may gather before its last attention
         for path in (*shard_plan.gathered, *shard_plan.gathered_early):
             for module in modules_at(transformer, path):

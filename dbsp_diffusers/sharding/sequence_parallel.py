@@ -75,7 +75,7 @@ class _SequenceSharding:
         self.together = ForwardRanks(session.group, lambda: self._shards("video"), self._reached)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
-        self._shard_plan = self._architecture.shard_plan.for_transformer(transformer)
+        self._shard_plan = self._architecture.shard_plan
         self._session = session
         self._bags = BagSessions(session)
         self._parts: list[tuple[int, ...]] = []
