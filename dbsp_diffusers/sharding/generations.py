@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
@@ -23,7 +24,7 @@ from dbsp_diffusers.sharding.generation_checks import (
     GenerationChecks,
     Meeting,
 )
-from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
+from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values
 
 _BEGIN = 2
 """Passes that a generation begins with: with guidance, those of its first step."""
@@ -277,9 +278,8 @@ class Generations:
         self.checks.drift.begin_pass()
         # 2. What it is given.
         sample = next(iter(inputs))
-        latents = dict(named_tensors(sample, sample_of(inputs)))
         others = {name: value for name, value in inputs.items() if name != sample}
-        conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
+        latents, conditions = named_tensors({sample: inputs[sample]}), named_tensors(others)
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
         tensors = latents | conditions
         # 3. Whether ranks compare it.
@@ -338,7 +338,8 @@ class Generations:
             for mine, first in zip(tensors, values, strict=True)
             if first is not mine
         }
-        return (with_tensors(args, replaced), with_tensors(kwargs, replaced)), meeting
+        with_first = tree_map_only(torch.Tensor, lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
+        return with_first, meeting
 
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
         """Returns True if a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""

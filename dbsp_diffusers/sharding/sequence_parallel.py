@@ -28,9 +28,9 @@ from dbsp_diffusers.patching import (
     without_argument,
 )
 from dbsp_diffusers.sharding.attention import intercept_attention
-from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
 from dbsp_diffusers.sharding.checkpoints import Checkpoints
 from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
+from dbsp_diffusers.sharding.pass_inputs import join_parts, part_of, parts_by_size
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 

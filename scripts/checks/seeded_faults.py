@@ -315,7 +315,7 @@ attention that does not pass db-SP is an error: dbsp_diffusers/sharding/attentio
 + if mode.calls > 1:
 tests/diffusers/models/test_mistakes.py -k "past"
 
-items of a batch return in order: dbsp_diffusers/sharding/batch_parts.py
+items of a batch return in order: dbsp_diffusers/sharding/pass_inputs.py
 - for item in sorted(position))]
 + for item in position)]
 tests/diffusers/test_batch_parts.py -k taken
