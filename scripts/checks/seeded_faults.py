@@ -321,8 +321,8 @@ items of a batch return in order: dbsp_diffusers/sharding/pass_inputs.py
 tests/diffusers/test_batch_parts.py -k taken
 
 checkpoints are followed until disable: dbsp_diffusers/sharding/checkpoints.py
-- if not self._attached:
-+ if self._attached is None:
+- if not self._checkpoints.attached:
++ if self._checkpoints.attached is None:
 tests/diffusers/models/test_checkpointing.py -k disable
 
 padding of a shard is no key: dbsp_diffusers/sharding/sequence_parallel.py
