@@ -81,8 +81,6 @@ class GuidedCalls:
     _entered: Callable[[], str | None] = lambda: None
     """Returns the name of the cache context that is entered."""
     _warned: bool = False
-    _compiled: Callable[..., Any] | None = None
-    """What `transformer.compile()` has made of a call."""
 
     def __post_init__(self) -> None:
         self._checks = GenerationChecks(self.halves.half)
@@ -91,23 +89,12 @@ class GuidedCalls:
     def attach(self, patches: PatchSet) -> None:
         """Takes over the transformer's calls, with all hooks. Call it once everything else is attached.
 
-        `transformer.compile()`, called before or after, compiles what one half computes.
+        Compiled blocks stay compiled; what `transformer.compile()` makes of a whole call is not used.
         """
         self._entered = cache_contexts(self.transformer, patches)
-        self._compiled = compiled = self.transformer._compiled_call_impl
-
-        def compile_calls(*args: Any, **kwargs: Any) -> None:
-            self._compiled = torch.compile(MethodType(nn.Module._call_impl, self.transformer), *args, **kwargs)
-
-        def stay_compiled() -> None:
-            if self._compiled is not compiled:
-                self.transformer._compiled_call_impl = self._compiled
-
-        patches.on_detach(stay_compiled)
-        if compiled is not None:  # Module.__call__ would call it instead of `_call_impl`
-            patches.set_attribute(self.transformer, "_compiled_call_impl", None)
-        patches.set_attribute(self.transformer, "compile", compile_calls)
-        patches.set_attribute(self.transformer, "_call_impl", self._called)  # what Module.__call__ calls
+        # Module.__call__ calls the first of these that is not None
+        patches.set_attribute(self.transformer, "_compiled_call_impl", None)
+        patches.set_attribute(self.transformer, "_call_impl", self._called)
 
     @torch.compiler.disable
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +238,7 @@ class GuidedCalls:
             cut: Returns what the transformer is given of an argument.
         """
         # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
-        compute = self._compiled or MethodType(nn.Module._call_impl, self.transformer)
+        compute = MethodType(nn.Module._call_impl, self.transformer)
         try:
             args, kwargs = arguments or self._agreed(begun, self._checks)
             return compute(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}), None
