@@ -7,7 +7,14 @@ from dbsp_diffusers.models.table import (
     known_architecture,
     register_architecture,
 )
-from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
+from dbsp_diffusers.models.token_sequence import (
+    TokenSequence,
+    on_sample_grid,
+    sample_grid,
+    text_before_padding,
+    text_length,
+    valid_tokens,
+)
 
 __all__ = [
     "ARCHITECTURES",
@@ -18,7 +25,10 @@ __all__ = [
     "architecture_of",
     "heads_of",
     "known_architecture",
+    "on_sample_grid",
     "register_architecture",
     "sample_grid",
+    "text_before_padding",
+    "text_length",
     "valid_tokens",
 ]

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.grid import CANONICAL, Video
 from dbsp_core.sources import (
     DenseSource,
@@ -81,19 +80,6 @@ class TokenSequence:
     def video(self) -> Video:
         """The video's size, for a session and for masks."""
         return Video(self.thw, self.text)
-
-    def slots(self, attended: int, streams: Streams) -> torch.Tensor:
-        """Returns int64[tokens]: slot of each token, text first, among all that a stock model attends over.
-
-        Args:
-            attended: Number of tokens of its attention, with text's padding at the end of text.
-            streams: The architecture's `text`.
-        """
-        if self.packed is not None:
-            return self.packed
-        count = self.video.grid_tokens
-        text, video = torch.arange(self.text, device="cpu"), torch.arange(count, device="cpu")
-        return torch.cat([text + count, video] if streams == "last" else [text, video + attended - count])
 
 
 def sample_grid(transformer: Any, inputs: Inputs, frames_dim: int = 2) -> tuple[int, int, int]:
