@@ -18,7 +18,6 @@ from dbsp_diffusers.attach import Framework, attach_framework
 from dbsp_diffusers.attached import all_attached_to, attached_to, session_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
-from dbsp_diffusers.sharding.halves import Halves
 
 Group = ProcessGroup | SequenceGroup | None
 _DIMENSIONS = ("ring", "ulysses")
@@ -74,8 +73,11 @@ def enable(
     if guidance is not False and mesh is not None:
         raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
     sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
-    halves = None if guidance is False else Halves.of(guidance, model, sequence)
-    if halves is not None:
+    halves = None
+    if guidance is not False:
+        from dbsp_diffusers.sharding.guidance import Halves
+
+        halves = Halves.of(guidance, model, sequence)
         sequence, default = _ranks_of(halves.half)
     whole = Framework(
         name=framework,

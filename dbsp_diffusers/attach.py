@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -34,8 +34,10 @@ from dbsp_diffusers.sharding.attention import require_torch_attention
 from dbsp_diffusers.sharding.coverage import Coverage
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
-from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
+
+if TYPE_CHECKING:
+    from dbsp_diffusers.sharding.guidance import Halves
 
 _CONFIGS_DIFFER = "the configuration differs on rank(s) {}; it must be the same on every rank"
 _WEIGHTS_DIFFER = (

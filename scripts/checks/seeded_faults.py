@@ -285,7 +285,7 @@ packed sequences are asked for with their text: dbsp_core/sources/base.py
 + sequence_request = replace(request, thw=grid.thw)
 tests/core/sequences/test_packed_masks.py -k "own_source or read"
 
-halves know which output is theirs: dbsp_diffusers/sharding/halves.py
+halves know which output is theirs: dbsp_diffusers/sharding/guidance.py
 - return (other, mine) if self.second else (mine, other)
 + return mine, other
 tests/diffusers/models/test_guidance.py -k "halves_equal"

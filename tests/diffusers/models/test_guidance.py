@@ -14,8 +14,7 @@ import torch
 import dbsp_diffusers
 from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.sharding.generations import Generations
-from dbsp_diffusers.sharding.guidance import GuidedCalls
-from dbsp_diffusers.sharding.halves import Halves
+from dbsp_diffusers.sharding.guidance import GuidedCalls, Halves
 from tests.diffusers.models.pipeline_cases import CASES, Case, make_pipe
 from tests.support.models.tiny_pipelines import attach_pipeline, fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
