@@ -58,12 +58,16 @@ class ShardPlan:
     whole: tuple[str, ...] = ()
 
 
-OUTPUT = {"proj_out": ShardSpec("video", 1)}
+VIDEO, TEXT, PACKED = ShardSpec("video", 1), ShardSpec("text", 1), ShardSpec("packed", 1)
+"""Tensors [B, tokens, …] of each stream."""
+OUTPUT = {"proj_out": VIDEO}
 """The output that most transformers gather."""
-STREAMS = {"hidden_states": ShardSpec("video", 1), "encoder_hidden_states": ShardSpec("text", 1)}
+STREAMS = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT}
 """Arguments of most blocks whose streams are apart."""
 ROTARY = {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}
-"""Outputs of most modules that make rotary tables: cosines and sines."""
+"""Outputs of most modules that make rotary tables: cosines and sines [tokens, D]."""
+BATCHED_ROTARY = {0: VIDEO, 1: VIDEO}
+"""Cosines and sines [B, tokens, …]."""
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.architecture import OUTPUT, STREAMS, Architecture, ShardPlan, ShardSpec
+from dbsp_diffusers.models.architecture import OUTPUT, PACKED, STREAMS, TEXT, VIDEO, Architecture, ShardPlan, ShardSpec
 from dbsp_diffusers.models.token_sequence import (
     TEXTS_DIFFER,
     Inputs,
@@ -145,13 +145,13 @@ IMAGE_MODELS = {
             inputs={
                 "single_transformer_blocks.0": STREAMS,
                 "single_transformer_blocks.*": {
-                    "temb_mod": ShardSpec("video", 1),
-                    "temb_mod_context": ShardSpec("text", 1),
+                    "temb_mod": VIDEO,
+                    "temb_mod_context": TEXT,
                     "image_rotary_emb": ShardSpec("packed", 0),
                 },
             },
             # There, as the generated image's tokens are then taken from all images'.
-            gathered_early={"single_transformer_blocks.-1": {1: ShardSpec("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {1: VIDEO}},
             whole=("proj_out",),
         ),
     ),
@@ -163,10 +163,7 @@ IMAGE_MODELS = {
         shard_plan=ShardPlan(
             inputs={
                 "transformer_blocks.0": STREAMS,
-                "transformer_blocks.*": {
-                    "modulate_index": ShardSpec("video", 1),
-                    "encoder_hidden_states_mask": ShardSpec("text", 1),
-                },
+                "transformer_blocks.*": {"modulate_index": VIDEO, "encoder_hidden_states_mask": TEXT},
             },
             outputs={"pos_embed": {0: ShardSpec("video", 0), 1: ShardSpec("text", 0)}},
             gathered=OUTPUT,
@@ -180,8 +177,8 @@ IMAGE_MODELS = {
         attention=("layers.*.attention",),
         sequence=_z_image,
         shard_plan=ShardPlan(
-            inputs={"layers.0": {"x": ShardSpec("packed", 1)}, "layers.*": {"freqs_cis": ShardSpec("packed", 1)}},
-            gathered={"all_final_layer.*": ShardSpec("packed", 1)},
+            inputs={"layers.0": {"x": PACKED}, "layers.*": {"freqs_cis": PACKED}},
+            gathered={"all_final_layer.*": PACKED},
         ),
         sizes=_z_image_sizes,
         text="first",
@@ -191,11 +188,11 @@ IMAGE_MODELS = {
         sequence=_krea2,
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": ShardSpec("packed", 1)},
+                "transformer_blocks.0": {"hidden_states": PACKED},
                 "transformer_blocks.*": {"image_rotary_emb": ShardSpec("packed", 0)},
             },
             # There, as text is then cut off.
-            gathered_early={"transformer_blocks.-1": {0: ShardSpec("packed", 1)}},
+            gathered_early={"transformer_blocks.-1": {0: PACKED}},
             whole=("final_layer",),
         ),
         text="first",
@@ -207,7 +204,7 @@ IMAGE_MODELS = {
         shard_plan=ShardPlan(
             inputs={
                 "layers.0": {"x": ShardSpec("packed", 0)},
-                "layers.*": {"rotary_pos_emb": ShardSpec("packed", 1), "temb": ShardSpec("packed", 0)},
+                "layers.*": {"rotary_pos_emb": PACKED, "temb": ShardSpec("packed", 0)},
             },
             gathered={"final_linear": ShardSpec("packed", 0)},
         ),

@@ -12,9 +12,13 @@ import torch
 from dbsp_core.sources import MaskSource, NablaSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.architecture import (
+    BATCHED_ROTARY,
     OUTPUT,
+    PACKED,
     ROTARY,
     STREAMS,
+    TEXT,
+    VIDEO,
     Architecture,
     OwnMask,
     ShardPlan,
@@ -54,7 +58,7 @@ def _causal(transformer: Any) -> str | None:
     return "its attention has a causal mask of its own (num_frame_per_block)" if causal else None
 
 
-_WAN_ROPE = {"rope": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)}}
+_WAN_ROPE = {"rope": BATCHED_ROTARY}
 # Video is cut where it is embedded, not at the first block: what wraps the blocks as a whole, as some step caches do,
 # then sees only shares.
 _EMBEDDED = {0: ShardSpec("video", 2, grid=True)}
@@ -78,7 +82,7 @@ _COGVIDEOX_SHARD_PLAN = ShardPlan(
     inputs={
         "": {"image_rotary_emb": ShardSpec("video", 0)},
         # Only there, as the embedding's output is cut by the length of all text.
-        "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
+        "transformer_blocks.0": {"encoder_hidden_states": TEXT},
     },
     outputs={"patch_embed": {0: ShardSpec("video", 1, after_text=True)}},
     gathered=OUTPUT,
@@ -128,11 +132,11 @@ def _token_replace(transformer: Any) -> str | None:
     return None
 
 
-_HUNYUAN_VIDEO = {"x_embedder": {0: ShardSpec("video", 1)}, "rope": ROTARY}
+_HUNYUAN_VIDEO = {"x_embedder": {0: VIDEO}, "rope": ROTARY}
 _HUNYUAN = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=on_sample_grid(text_before_padding),
-    shard_plan=ShardPlan(outputs={"context_embedder": {0: ShardSpec("text", 1)}, **_HUNYUAN_VIDEO}, gathered=OUTPUT),
+    shard_plan=ShardPlan(outputs={"context_embedder": {0: TEXT}, **_HUNYUAN_VIDEO}, gathered=OUTPUT),
     text="last",
     padded_text=True,
     unsupported=_token_replace,
@@ -222,10 +226,10 @@ VIDEO_MODELS = {
         _WAN,
         shard_plan=ShardPlan(
             # The pose is added to what is embedded, by frame; the face adapter attends by frame, too.
-            inputs={"blocks.0": {"hidden_states": ShardSpec("video", 1)}},
-            outputs={**_WAN_ROPE, "face_adapter.*": {0: ShardSpec("video", 1)}},
+            inputs={"blocks.0": {"hidden_states": VIDEO}},
+            outputs={**_WAN_ROPE, "face_adapter.*": {0: VIDEO}},
             gathered=OUTPUT,
-            gathered_inputs={"face_adapter.*": {"hidden_states": ShardSpec("video", 1)}},
+            gathered_inputs={"face_adapter.*": {"hidden_states": VIDEO}},
         ),
         pipeline="WanAnimatePipeline",
     ),
@@ -239,7 +243,7 @@ VIDEO_MODELS = {
             outputs={
                 "patch_embedding": _EMBEDDED,
                 "rope": {0: ShardSpec("video", 2)},
-                "condition_embedder": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)},
+                "condition_embedder": BATCHED_ROTARY,
             },
             gathered=OUTPUT,
         ),
@@ -251,7 +255,7 @@ VIDEO_MODELS = {
         shard_plan=replace(
             _COGVIDEOX_SHARD_PLAN,
             gathered={},
-            gathered_early={"transformer_blocks.-1": {0: ShardSpec("video", 1), 1: ShardSpec("text", 1)}},
+            gathered_early={"transformer_blocks.-1": {0: VIDEO, 1: TEXT}},
             whole=("proj_out",),
         ),
     ),
@@ -259,9 +263,7 @@ VIDEO_MODELS = {
         _COGVIDEOX,
         sequence=on_sample_grid(_easyanimate_text),
         shard_plan=ShardPlan(
-            inputs={"transformer_blocks.0": STREAMS},
-            outputs={"rope_embedding": ROTARY},
-            gathered=OUTPUT,
+            inputs={"transformer_blocks.0": STREAMS}, outputs={"rope_embedding": ROTARY}, gathered=OUTPUT
         ),
     ),
     "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, guidance="calls"),
@@ -272,8 +274,8 @@ VIDEO_MODELS = {
         sequence=on_sample_grid(_hunyuan_15_text),
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
-                "transformer_blocks.*": {"attention_mask": ShardSpec("text", 1)},
+                "transformer_blocks.0": {"encoder_hidden_states": TEXT},
+                "transformer_blocks.*": {"attention_mask": TEXT},
             },
             outputs=_HUNYUAN_VIDEO,
             gathered=OUTPUT,
@@ -289,7 +291,7 @@ VIDEO_MODELS = {
                 "single_transformer_blocks.*": {"image_rotary_emb": ShardSpec("video", 0)},
             },
             # There, as the video's own tokens are then taken from the end.
-            gathered_early={"single_transformer_blocks.-1": {0: ShardSpec("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {0: VIDEO}},
             whole=("proj_out",),
         ),
     ),
@@ -297,9 +299,7 @@ VIDEO_MODELS = {
         _HUNYUAN,
         sequence=on_sample_grid(_hunyuan_image_text),
         shard_plan=ShardPlan(
-            inputs={"transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)}},
-            outputs=_HUNYUAN_VIDEO,
-            gathered=OUTPUT,
+            inputs={"transformer_blocks.0": {"encoder_hidden_states": TEXT}}, outputs=_HUNYUAN_VIDEO, gathered=OUTPUT
         ),
     ),
     "LTXVideoTransformer3DModel": Architecture(
@@ -307,8 +307,8 @@ VIDEO_MODELS = {
         sequence=_ltx,
         # Cross-attention looks at all of the text.
         shard_plan=ShardPlan(
-            inputs={"": {"hidden_states": ShardSpec("video", 1), "timestep": ShardSpec("video", 1, ndim=2)}},
-            outputs={"rope": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)}},
+            inputs={"": {"hidden_states": VIDEO, "timestep": ShardSpec("video", 1, ndim=2)}},
+            outputs={"rope": BATCHED_ROTARY},
             gathered=OUTPUT,
         ),
     ),
@@ -317,11 +317,7 @@ VIDEO_MODELS = {
         sequence=_ltx2,
         shard_plan=ShardPlan(
             inputs={
-                "": {
-                    "hidden_states": ShardSpec("video", 1),
-                    "timestep": ShardSpec("video", 1, ndim=2),
-                    "video_keyframes_mask": ShardSpec("video", 1),
-                }
+                "": {"hidden_states": VIDEO, "timestep": ShardSpec("video", 1, ndim=2), "video_keyframes_mask": VIDEO}
             },
             outputs={"rope": _LTX_ROPE, "cross_attn_rope": _LTX_ROPE},
             gathered=OUTPUT,
@@ -336,8 +332,8 @@ VIDEO_MODELS = {
         sequence=on_sample_grid(rejects=("block_controlnet_hidden_states",)),
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": ShardSpec("video", 1)},
-                "transformer_blocks.*": {"extra_pos_emb": ShardSpec("video", 1), **_COSMOS_TIMES},
+                "transformer_blocks.0": {"hidden_states": VIDEO},
+                "transformer_blocks.*": {"extra_pos_emb": VIDEO, **_COSMOS_TIMES},
                 "norm_out": _COSMOS_TIMES,
             },
             outputs={"rope": ROTARY},
@@ -349,9 +345,9 @@ VIDEO_MODELS = {
         sequence=on_sample_grid(grid=_kandinsky_grid),
         # The model reads the video's size from what it embeds, and makes rows and columns again after the last block.
         shard_plan=ShardPlan(
-            inputs={"visual_transformer_blocks.0": {"visual_embed": ShardSpec("video", 1)}},
+            inputs={"visual_transformer_blocks.0": {"visual_embed": VIDEO}},
             outputs={"visual_rope_embeddings": {0: ShardSpec("video", 1, grid=True)}},
-            gathered_early={"visual_transformer_blocks.-1": {0: ShardSpec("video", 1)}},
+            gathered_early={"visual_transformer_blocks.-1": {0: VIDEO}},
             whole=("out_layer",),
         ),
         own_mask=OwnMask("sparse_params", _nabla),
@@ -362,12 +358,12 @@ VIDEO_MODELS = {
         sequence=_minimax_h3,
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": ShardSpec("packed", 1)},
+                "transformer_blocks.0": {"hidden_states": PACKED},
                 "transformer_blocks.*": {"adaln_indices": ShardSpec("packed", 0)},
                 "norm_out": {"timestep_indices": ShardSpec("packed", 0)},
             },
             outputs={"rope": {0: ShardSpec("packed", 0), 1: ShardSpec("packed", 0)}},
-            gathered={"proj_out": ShardSpec("packed", 1), "audio_proj_out": ShardSpec("packed", 1)},
+            gathered={"proj_out": PACKED, "audio_proj_out": PACKED},
         ),
         text="first",
     ),
