@@ -103,7 +103,7 @@ def attach_framework(
         except Exception as error:  # any error: this rank must not stop alone
             problem = error
         # 2. Check that all ranks agree.
-        sessions = list(attaching.sessions.values())
+        sessions = [] if problem else list(attaching.sessions.values())
         devices = check_settings(ranks, sessions, problem, fingerprints, device)
         require_own_gpus(ranks, devices)
         if framework.decoders is not None:  # more ranks than those that have compared their settings
