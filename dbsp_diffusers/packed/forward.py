@@ -151,17 +151,19 @@ def _gathered(
     # 2. The batch.
     if not every:
         raise UserError("no rank was given a sample; give at least one rank at least one")
-    types = sorted({sample["dtype"] for sample in every})
+    kinds = [
+        {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in sample["kinds"].items()} for sample in every
+    ]
+    types = {str(of_sample["text"][1]) for of_sample in kinds}
     if len(types) > 1:
-        raise UserError(f"text embeddings are of dtypes {', '.join(types)}; give one")
+        raise UserError(f"text embeddings are of dtypes {', '.join(sorted(types))}; give one")
     return PackedBatch(
         samples=tuple(samples),
         sizes=tuple(tuple(sample["size"]) for sample in every),
         device=next(transformer.parameters()).device,
         timestep=max(sample["timestep"] for sample in every),
         loaders=tuple(rank for rank, of_rank in enumerate(of_ranks) for _ in of_rank),
-        lengths=tuple(tuple(sample["lengths"]) for sample in every),
-        text_type=getattr(torch, types[0]),
+        kinds=tuple(kinds),
         debug=session.config.debug,
         bags=shared_by,
     )
@@ -169,14 +171,9 @@ def _gathered(
 
 def _described(sample: PackedSample, timestep: float) -> dict[str, Any]:
     """Returns what other ranks must know of a sample."""
-    condition = sample.condition
-    image = 0 if condition.image is None else len(condition.image)
-    return {
-        "size": sample.size,
-        "lengths": (len(condition.text), image, len(condition.timesteps)),
-        "dtype": str(condition.text.dtype).removeprefix("torch."),
-        "timestep": timestep,
-    }
+    tensors = {name: value for name, value in vars(sample.condition).items() if value is not None}
+    kinds = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}
+    return {"size": sample.size, "kinds": kinds, "timestep": timestep}
 
 
 def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], session: AttentionSession) -> None:

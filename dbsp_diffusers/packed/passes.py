@@ -100,7 +100,7 @@ class Packing:
         tokens = [video.grid_tokens for video in videos]
         here = TokenMap.from_sharing(sharing, [video.tokens for video in videos], architecture_of(transformer).text)
         # 1. This rank's samples as tokens, and the exchange to the layout.
-        exchange = sample_exchange(batch, sharing, here, spec)
+        exchange = sample_exchange(batch, sharing, here)
         x = exchange.take(self._embedded(transformer, batch, spec))
         # 2. Text, timesteps and prompts of the sequences that have tokens here.
         call = PackedCall(batch.sizes, grids, texts, exchange.conditions, here)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,8 +102,7 @@ class PackedBatch:
         device: Device of the samples.
         timestep: The largest of all, or another number that falls from step to step of a denoising.
         loaders: By sequence, the rank that is given it; None: every rank is given all.
-        lengths: By sequence, tokens of text and of image, and number of timesteps, where loaders differ.
-        text_type: Dtype of text, image and pooled embeddings, if loaders differ.
+        kinds: By sequence, shape and dtype of each tensor of its `Condition`, by name, where loaders differ.
         debug: True if all ranks compare what they exchange before every exchange.
         videos: Each sequence as attention sees it.
         bags: Bags among which sequences are distributed; None: all ranks share in each.
@@ -116,8 +115,7 @@ class PackedBatch:
     device: torch.device
     timestep: torch.Tensor | float
     loaders: tuple[int, ...] | None = None
-    lengths: tuple[Size, ...] = ()
-    text_type: torch.dtype = torch.float32
+    kinds: tuple[Mapping[str, tuple[list[int], torch.dtype]], ...] = ()
     debug: bool = False
     videos: tuple[Video, ...] = ()
     bags: BagConfig | None = None
@@ -129,7 +127,7 @@ class PackedBatch:
         """Each sequence's tokens of text."""
         if self.loaders is None:
             return [len(sample.text) for sample in self.samples]
-        return [text for text, _, _ in self.lengths]
+        return [kinds["text"][0][0] for kinds in self.kinds]
 
     def grids(self, patch: Sequence[int]) -> list[Size]:
         """Returns each sequence's token grid (t, h, w)."""
