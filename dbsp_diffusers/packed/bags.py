@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +30,9 @@ from dbsp_core.planning.sequences import SequencePlan, plan_sequences
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
+
+if TYPE_CHECKING:
+    from dbsp_diffusers.packed.samples import PackedBatch
 
 MOST_KNOWN = 256
 """Sizes of sequences whose masks' rows are kept."""
@@ -82,37 +85,26 @@ class BagSessions:
     _last: tuple[AttentionSession, int] | None = None
     """The session of this rank's last pass, and how many blocks its masks had, dense ones and others."""
 
-    def begin(
-        self,
-        bags: BagConfig,
-        layer: LayerSize,
-        videos: Sequence[Video],
-        loaders: Sequence[int] | None,
-        device: torch.device,
-        streams: Streams,
-        **step: Any,
-    ) -> Sharing:
+    def begin(self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, streams: Streams, **step: Any) -> Sharing:
         """Plans the bags of a pass, and begins it in this rank's. Collective.
 
         Args:
             bags: Equal on all ranks.
             layer: The transformer's.
-            videos: All sequences of the pass.
-            loaders: The rank that is given each; None: all ranks are given all.
-            device: Device of hidden states.
             streams: Order of a rank's tokens of text and its others.
             step: The denoising step for `AttentionSession.begin`.
 
         Raises:
             UserError: On all ranks, where bags or sequences don't fit, or ranks would share them out otherwise.
         """
+        videos = batch.videos
         group = self.whole.group
         control = group.control()
         density = self._density(control)
         # 1. The bag of each sequence: the same on all ranks, or an error on all.
         plan, work = run_consistently(
             control,
-            lambda: self._planned(bags, layer, videos, loaders, density, device),
+            lambda: self._planned(batch, bags, layer, density),
             lambda planned: fingerprint_of((planned[0].topology.ranks.tolist(), planned[0].bag.tolist())),
             "the bag of a sequence",
         )
@@ -129,7 +121,7 @@ class BagSessions:
                 return None
             here = [videos[sequence] for sequence in sequences.tolist()]
             layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
-            return session.begin(*here, device=device, streams=layout, **step)
+            return session.begin(*here, device=batch.device, streams=layout, **step)
 
         layout = run_consistently(control, begun)
         blocks = self.whole.heads * sum(
@@ -163,28 +155,24 @@ class BagSessions:
         return dense / every if every else 1.0
 
     def _planned(
-        self,
-        bags: BagConfig,
-        layer: LayerSize,
-        videos: Sequence[Video],
-        loaders: Sequence[int] | None,
-        density: float,
-        device: torch.device,
+        self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, density: float
     ) -> tuple[SequencePlan, SequenceWork]:
         """Returns the bag of each sequence, and what all of them compute."""
-        whole, config, world = self.whole, self.whole.config, self.whole.group.size
+        whole, config, loaders = self.whole, self.whole.config, batch.loaders
         # 1. The cost of each, as whole numbers. The middle layer's mask represents those of all layers.
         middle = whole.layers // 2
-        requests = [MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in videos]
+        requests = [
+            MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in batch.videos
+        ]
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        hardware = hardware_for(config.machine, device.type, config.kernel)
+        hardware = hardware_for(config.machine, batch.device.type, config.kernel)
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
-        loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)
+        loader = np.zeros(len(batch.videos), dtype=np.int64) if loaders is None else np.array(loaders)
         # 2. The bag of each. Where all ranks have all sequences, these are not bound to a unit.
-        topology = BagTopology.parse(bags.topology, world)
+        topology = BagTopology.parse(bags.topology, whole.group.size)
         if loaders is None:
             topology = BagTopology(tuple(topology.ranks.tolist()))
         return plan_sequences(picoseconds, work.tokens, loader, topology, bags.max_tokens), work

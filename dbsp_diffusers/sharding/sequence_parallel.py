@@ -210,7 +210,7 @@ class _SequenceSharding:
         step: dict[str, Any] = {"timestep": self._step_of(module, batch.timestep), "cfg_branch": self._branch()}
         streams = self._architecture.text
         if batch.bags is not None and batch.layer is not None:
-            sharing = self._bags.begin(batch.bags, batch.layer, videos, batch.loaders, batch.device, streams, **step)
+            sharing = self._bags.begin(batch, batch.bags, batch.layer, streams, **step)
         else:
             layout = session.begin(*videos, device=batch.device, streams=streams, **step)
             text, grids = sum(video.text for video in videos), sum(video.grid_tokens for video in videos)
