@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
@@ -30,48 +28,10 @@ from dbsp_core.planning.sequences import SequencePlan, plan_sequences
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
-
-if TYPE_CHECKING:
-    from dbsp_diffusers.packed.samples import PackedBatch
+from dbsp_diffusers.packed.samples import PackedBatch, Sharing
 
 MOST_KNOWN = 256
 """Sizes of sequences whose masks' rows are kept."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Sharing:
-    """The layout of the tokens of a packed call, as one rank sees it.
-
-    Attributes:
-        group: The ranks among which the sequences are distributed.
-        layout: Layout of the tokens on them.
-        slots: This rank's, padding included.
-        first_stream: Number of them in the stream that comes first, if text is in the sequence; else 0.
-        session: That of this rank's bag; None: it has no sequences.
-        plan: The bag of each sequence; None: all ranks share in each.
-    """
-
-    group: SequenceGroup
-    layout: SequenceLayout
-    slots: int
-    first_stream: int = 0
-    session: AttentionSession | None = None
-    plan: SequencePlan | None = None
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Computes attention as the session; that of padding without sequences, as all ranks use all parameters."""
-        if self.session is None:
-            return F.scaled_dot_product_attention(q, k, v, scale=scale)
-        return self.session.attend(layer, q, k, v, scale=scale, gate=gate)
 
 
 @dataclass(eq=False, repr=False)

@@ -14,8 +14,7 @@ from torch.autograd.function import once_differentiable
 from dbsp_core.masks.grid import Video
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.packed.bags import Sharing
-from dbsp_diffusers.packed.samples import Condition, PackedBatch, SampleSpec, Size
+from dbsp_diffusers.packed.samples import Condition, PackedBatch, SampleSpec, Sharing, Size
 from dbsp_diffusers.packed.token_map import TokenMap, sample_exchange
 from dbsp_diffusers.patching import PatchSet
 

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.cost.sequence_cost import LayerSize
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import Video
 from dbsp_core.planning.bags import BagConfig
+from dbsp_core.planning.sequences import SequencePlan
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.packed.bags import Sharing
 
 Size = tuple[int, int, int]
 """Frames, rows and columns."""
@@ -90,6 +94,42 @@ class PackedSample:
         if isinstance(value, torch.Tensor):
             return value.to(device).reshape(-1)
         return torch.full((1,), value, device=device)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Sharing:
+    """The layout of the tokens of a packed call, as one rank sees it.
+
+    Attributes:
+        group: The ranks among which the sequences are distributed.
+        layout: Layout of the tokens on them.
+        slots: This rank's, padding included.
+        first_stream: Number of them in the stream that comes first, if text is in the sequence; else 0.
+        session: That of this rank's bag; None: it has no sequences.
+        plan: The bag of each sequence; None: all ranks share in each.
+    """
+
+    group: SequenceGroup
+    layout: SequenceLayout
+    slots: int
+    first_stream: int = 0
+    session: AttentionSession | None = None
+    plan: SequencePlan | None = None
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes attention as the session; that of padding without sequences, as all ranks use all parameters."""
+        if self.session is None:
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return self.session.attend(layer, q, k, v, scale=scale, gate=gate)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
-from dbsp_diffusers.packed.bags import Sharing, is_text
-from dbsp_diffusers.packed.samples import Condition, PackedBatch
+from dbsp_diffusers.packed.bags import is_text
+from dbsp_diffusers.packed.samples import Condition, PackedBatch, Sharing
 from dbsp_kernels.segments import to_device
 
 

@@ -17,8 +17,8 @@ from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_o
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import ShardSpec, TokenSequence, architecture_of
 from dbsp_diffusers.models.gates import gate_of
-from dbsp_diffusers.packed.bags import BagSessions, Sharing
-from dbsp_diffusers.packed.samples import PackedBatch
+from dbsp_diffusers.packed.bags import BagSessions
+from dbsp_diffusers.packed.samples import PackedBatch, Sharing
 from dbsp_diffusers.patching import (
     Arguments,
     PatchSet,
