@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config import ConfigLike
+from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
@@ -72,27 +72,26 @@ def enable(
         raise UserError("mesh and group both name the ranks that share a sequence; give one of them")
     if guidance is not False and mesh is not None:
         raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
-    sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
+    sequence, of_mesh = (SequenceGroup.from_group(group), None) if mesh is None else ranks_of_mesh(mesh)
     halves = None
     if guidance is not False:
         from dbsp_diffusers.sharding.guidance import Halves
 
         halves = Halves.of(guidance, model, sequence)
-        sequence, default = _ranks_of(halves.half)
+        sequence = halves.half
+
+    def choose_strategy(config: DbspConfig) -> Strategy | None:
+        default = of_mesh or Strategy(sequence.size, 1)
+        return config.strategy_or(default if strategy is None else Strategy.parse(strategy))
+
     whole = Framework(
         name=framework,
         sequence=sequence,
-        choose_strategy=lambda config: config.strategy_or(default if strategy is None else Strategy.parse(strategy)),
+        choose_strategy=choose_strategy,
         vae=vae,
         halves=halves,
     )
     return attach_framework(model, config, whole, steps)
-
-
-def _ranks_of(group: Group) -> tuple[SequenceGroup, Strategy]:
-    """Returns a group as the ranks that share a sequence, by Ulysses unless the configuration says otherwise."""
-    sequence = SequenceGroup.from_group(group)
-    return sequence, Strategy(sequence.size, 1)
 
 
 def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:

@@ -129,13 +129,10 @@ def write_run_report(
 
 
 def model_name(pipe: Any) -> str:
-    """Returns the shown name of what a pipeline was loaded from; else its transformer's class."""
+    """Returns the short name of what a pipeline was loaded from, a known model or a path; else its class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
-    return shown_name(name) if name else type(pipe.transformer or pipe.transformer_2).__name__
-
-
-def shown_name(model: str) -> str:
-    """Returns the short name of a known model, last part of a folder's path, or another repository's name as it is."""
-    spec = find_model_spec(model)
-    return spec.name if spec is not None else Path(model).name if Path(model).is_dir() else model
+    if not name:
+        return type(pipe.transformer or pipe.transformer_2).__name__
+    spec = find_model_spec(name)
+    return spec.name if spec is not None else Path(name).name if Path(name).is_dir() else name
