@@ -32,13 +32,7 @@ class JointPass(BlockPass):
     temb: torch.Tensor  # float[R, C], the embedded conditions of the R sequences that are present
     ids: torch.Tensor  # int64[n], each token's row
     here: TokenMap  # Slots of each stream
-    rotary: Rotary  # Of all of them that rotate
-
-    def attend(
-        self, attention: Any, video: torch.Tensor, text: torch.Tensor, call: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Projects the attended streams from normalised ones."""
-        return call(attention, video, text, self.rotary)
+    rotary: Rotary  # Of those tokens that rotate
 
     def rows(self, norm: Any, count: int) -> tuple[torch.Tensor, ...]:
         """Returns the modulations [R, C] that an adaptive norm makes for each sequence, in its order."""
@@ -105,7 +99,7 @@ def double_block(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor
         modulated(norm.norm(part), scale, shift, ids)
         for (part, ids, (shift, scale, *_)), (norm, *_) in zip(streams, norms, strict=True)
     ]
-    attended = inputs.attend(block.attn, normed[0], normed[1], attention_of_streams)
+    attended = attention_of_streams(block.attn, normed[0], normed[1], inputs.rotary)
     # 2. Feed-forward of each.
     streams_out = []
     for (part, ids, rows), (_, norm, feed_forward), attended_stream in zip(streams, norms, attended, strict=True):
@@ -119,7 +113,7 @@ def single_block(block: Any, x: torch.Tensor, inputs: JointPass, call: Attend = 
     """Runs a block with the same weights for both streams, whose attention and feed-forward are side by side."""
     shift, scale, gate = inputs.rows(block.norm, 3)
     y = modulated(block.norm.norm(x), scale, shift, inputs.ids)
-    video, text = inputs.attend(block.attn, y[:, inputs.here.video], y[:, inputs.here.text], call)
+    video, text = call(block.attn, y[:, inputs.here.video], y[:, inputs.here.text], inputs.rotary)
     both = torch.cat([inputs.here.joined(text, video, 1), block.act_mlp(block.proj_mlp(y))], 2)
     return x + scaled(block.proj_out(both), gate, inputs.ids)
 

@@ -351,7 +351,7 @@ class Generations:
             before, self._timestep = self._timestep, first_value(timestep)
             first = first or (before is not None and self._timestep > before)
         if first:
-            self.checks.begin_call()
+            self.checks.calls += 1
         return first
 
 
