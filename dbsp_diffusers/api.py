@@ -9,16 +9,15 @@ from typing import Any
 from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.config import ConfigLike
+from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.attach import Framework, attach_framework
-from dbsp_diffusers.attached import all_attached_to, attached_to
+from dbsp_diffusers.attached import all_attached_to, attached_to, session_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
-from dbsp_diffusers.sharding.halves import Halves
 
 Group = ProcessGroup | SequenceGroup | None
 _DIMENSIONS = ("ring", "ulysses")
@@ -73,24 +72,26 @@ def enable(
         raise UserError("mesh and group both name the ranks that share a sequence; give one of them")
     if guidance is not False and mesh is not None:
         raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
-    sequence, default = _ranks_of(group) if mesh is None else ranks_of_mesh(mesh)
-    halves = None if guidance is False else Halves.of(guidance, model, sequence)
-    if halves is not None:
-        sequence, default = _ranks_of(halves.half)
+    sequence, of_mesh = (SequenceGroup.from_group(group), None) if mesh is None else ranks_of_mesh(mesh)
+    halves = None
+    if guidance is not False:
+        from dbsp_diffusers.sharding.guidance import Halves
+
+        halves = Halves.of(guidance, model, sequence)
+        sequence = halves.half
+
+    def choose_strategy(config: DbspConfig) -> Strategy | None:
+        default = of_mesh or Strategy(sequence.size, 1)
+        return config.strategy_or(default if strategy is None else Strategy.parse(strategy))
+
     whole = Framework(
         name=framework,
         sequence=sequence,
-        choose_strategy=lambda config: config.strategy_or(default if strategy is None else Strategy.parse(strategy)),
+        choose_strategy=choose_strategy,
         vae=vae,
         halves=halves,
     )
     return attach_framework(model, config, whole, steps)
-
-
-def _ranks_of(group: Group) -> tuple[SequenceGroup, Strategy]:
-    """Returns a group as the ranks that share a sequence, by Ulysses unless the configuration says otherwise."""
-    sequence = SequenceGroup.from_group(group)
-    return sequence, Strategy(sequence.size, 1)
 
 
 def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
@@ -124,26 +125,6 @@ def disable(model: Any) -> None:
         state.patches.detach()
 
 
-def session_of(model: Any) -> AttentionSession | None:
-    """Returns the session of an enabled pipeline or transformer.
-
-    Args:
-        model: The pipeline, or its transformer, compiled since or not.
-
-    Returns:
-        Its session: plans, strategies and statistics; of a pipeline with two transformers, the first's. None where
-        db-SP is not enabled.
-    """
-    state = attached_to(model)
-    if state is None:
-        return None
-    transformer_or_pipe = getattr(model, "_orig_mod", model)
-    return next(
-        (session for transformer, session in state.sessions if transformer is transformer_or_pipe),
-        state.sessions[0][1],
-    )
-
-
 def sessions_of(model: Any) -> dict[str, AttentionSession]:
     """Returns the sessions of an enabled pipeline.
 
@@ -172,9 +153,9 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
         RuntimeError: If a rank does not take part.
     """
     state = attached_to(model)
-    observer = None if state is None else run_observer(state.sessions[0][1])
+    observer = None if state is None else run_observer(state.first)
     if state is None or observer is None:
         raise UserError("nothing was collected for a report; enable db-SP with config={'report': FOLDER, …}")
     name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
-    write_run_report([session for _, session in state.sessions], name, state.framework, folder)
+    write_run_report(list(state.sessions.values()), name, state.framework, folder)
     observer.restart()

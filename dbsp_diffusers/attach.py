@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import check_consistent
@@ -17,7 +15,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import StepClock
-from dbsp_core.models.table import model_title
 from dbsp_core.reports.collect import is_writer, require_report_folder
 from dbsp_core.reports.observer import observe_run, observed_session
 from dbsp_core.runtime.consistency_checks import check_settings
@@ -25,32 +22,30 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import RecordQKSource
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
-from dbsp_diffusers.attached import STATE, Attached, carried_by, weights_fingerprint
+from dbsp_diffusers.attached import STATE, Attached, weights_fingerprint
 from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of, heads_of
-from dbsp_diffusers.models.gates import GATE, GATES_DIFFER, gated_layers, gates_in_checkpoint
+from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
 from dbsp_diffusers.models.transformers import transformers_in, transformers_of
-from dbsp_diffusers.packed.forward import packing_of
 from dbsp_diffusers.patching import PatchSet, reject_copies
 from dbsp_diffusers.report_hook import report_calls
-from dbsp_diffusers.resolve import identify, log_config, resolve_config
+from dbsp_diffusers.resolve import log_config, resolve_config
 from dbsp_diffusers.sharding.attention import require_torch_attention
 from dbsp_diffusers.sharding.coverage import Coverage
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
-from dbsp_diffusers.sharding.guidance import GuidedCalls
-from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
-from dbsp_diffusers.sharding.step_caches import ForwardRanks
-from dbsp_diffusers.sharding.tiled_decode import share_decoding
 
-_DIFFER = (
-    "the configuration differs on rank(s) {}; it must be the same on every rank",
-    GATES_DIFFER,
-    "the transformer's weights differ in name, shape, dtype or adapters on rank(s) {}; load the same checkpoint, LoRA "
-    "and quantisation on every rank",
+if TYPE_CHECKING:
+    from dbsp_diffusers.sharding.guidance import Halves
+
+_CONFIGS_DIFFER = "the configuration differs on rank(s) {}; it must be the same on every rank"
+_WEIGHTS_DIFFER = (
+    "the transformer's weights differ in name, shape, dtype, adapters or gates on rank(s) {}; load the same "
+    "checkpoint, LoRA and quantisation on every rank"
 )
-VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
+_VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
+_NO_DEVICE = -1, 0
 
 
 @dataclass(frozen=True)
@@ -79,25 +74,6 @@ class Framework:
         return self.sequence if self.halves is None else self.halves.ranks
 
 
-@dataclass(frozen=True)
-class _Attaching:
-    """One rank's attachments to a model, before ranks have compared anything of it."""
-
-    pipe: Any
-    device: tuple[int, int]  # Result of `use_model_device`
-    generations: Generations
-    sessions: list[tuple[nn.Module, AttentionSession]]  # Each transformer with its session
-    gates: dict[nn.Module, nn.Linear]  # Gates that a checkpoint brings, by attention module
-    like: list[torch.Tensor]  # A tensor of each transformer's attentions, of their device and dtype
-
-    def fingerprints(self) -> dict[str, int]:
-        """Returns fingerprints of what must be the same on all ranks, by message."""
-        configs = [session.config.fingerprint for _, session in self.sessions]
-        gated = [gated_layers(transformer, session.config.mask, self.gates) for transformer, session in self.sessions]
-        weights = [weights_fingerprint(transformer) for transformer, _ in self.sessions]
-        return dict(zip(_DIFFER, map(fingerprint_of, (configs, gated, weights)), strict=True))
-
-
 def attach_framework(
     model: Any,
     config: ConfigLike,
@@ -113,162 +89,173 @@ def attach_framework(
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile returns calls this module's hooks
     ranks, changes = framework.ranks, patches or PatchSet()
+    attaching = _Attaching(model, framework, changes)
     with changes:
-        # 1. Local setup.
-        made, problem, fingerprints = None, None, dict.fromkeys(_DIFFER, 0)
+        # 1. On this rank alone.
+        problem, device, fingerprints = None, _NO_DEVICE, dict.fromkeys((_CONFIGS_DIFFER, _WEIGHTS_DIFFER), 0)
         try:
-            made = _attached(model, config, framework, steps, changes)
-            fingerprints = made.fingerprints()
+            device = attaching.find_transformers()
+            configs = attaching.resolve_settings(config)
+            attaching.make_sessions(configs, steps)
+            attaching.shard()
+            attaching.hook()
+            fingerprints = attaching.fingerprints()
         except Exception as error:  # any error: this rank must not stop alone
             problem = error
         # 2. Check that all ranks agree.
-        sessions = [] if made is None else [session for _, session in made.sessions]
-        numbers = made.device if made else (-1, 0)
-        numbers_by_rank = check_settings(ranks, sessions, problem, fingerprints, numbers)
-        if made is None:
-            raise RuntimeError("nothing is attached, and no rank has said why")
-        require_own_gpus(ranks, numbers_by_rank)
+        sessions = [] if problem else list(attaching.sessions.values())
+        devices = check_settings(ranks, sessions, problem, fingerprints, device)
+        require_own_gpus(ranks, devices)
         if framework.decoders is not None:  # more ranks than those that have compared their settings
-            check_consistent(framework.decoders.control(), None, {VAE_DIFFERS: int(sessions[0].config.vae)})
+            check_consistent(framework.decoders.control(), None, {_VAE_DIFFERS: int(sessions[0].config.vae)})
         # 3. Reports, if any rank asked for one.
         observe_run(sessions)
-        if made.pipe is not None:
-            report_calls(made.pipe, sessions, changes, framework.name)
-    _log(made, framework)
+        if attaching.pipe is not None:
+            report_calls(attaching.pipe, sessions, changes, framework.name)
+    if ranks.rank == 0:
+        attaching.log()
     return sessions[0]
 
 
-def _attached(
-    model: Any, config: ConfigLike, framework: Framework, steps: Callable[[], int | None] | None, changes: PatchSet
-) -> _Attaching:
-    """Attaches db-SP on this rank alone. Raises UserError for what it cannot be attached to."""
-    # 1. Settings and sessions.
-    require_torch_attention()
-    transformers = _require_attachable(model)
-    pipe = None if model in transformers.values() else model
-    generations = Generations(pipe, framework.ranks)
-    clock = StepClock(generations.progress, shared=len(transformers) > 1)
-    device = use_model_device(transformers.values(), framework.ranks)
-    made = _Attaching(pipe, device, generations, [], {}, [])
-    for name, transformer in transformers.items():
-        resolved = _own_config(config, name, transformer, framework, pipe, several=len(transformers) > 1)
-        if resolved.report and is_writer(framework.ranks):
-            require_report_folder(Path(resolved.report).absolute(), "report")
-        made.gates.update(gates_in_checkpoint(transformer, resolved.mask, None if pipe is None else name))
-        attentions = architecture_of(transformer).attentions_of(transformer)
-        parts = (
-            resolved,
-            framework.sequence,
-            _choose_strategy(framework, resolved),
-            heads_of(attentions[0]),
-            len(attentions),
-        )
-        session = observed_session(*parts, steps or generations.steps, clock, check=False)
-        made.sessions.append((transformer, session))
-        # of the attention's weights: a model may keep others, such as embeddings, in float32
-        floats = (p for p in attentions[0].parameters() if p.is_floating_point())
-        made.like.append(next(floats, next(transformer.parameters())))
-    # 2. Hooks.
-    for attention, gate in made.gates.items():
-        changes.add_module(attention, GATE, gate)
-    debug = any(session.config.debug for _, session in made.sessions)
-    together: list[ForwardRanks] = []
-    for transformer, session in made.sessions:
-        if framework.halves is None:
-            generations.hook(transformer, session, changes, always=debug)
-        ranks, packing = shard_transformer(transformer, session, changes), packing_of(transformer)
-        if packing is not None:
-            packing.attach(transformer, changes)
-        changes.set_attribute(transformer, "_is_parallelized", ranks)
-        together.append(ranks)
-    exchanged = functools.partial(_exchanged, pipe, list(transformers.values()))
-    shares_state, halved = framework.decoders is None, framework.halves is not None
-    generations.attach(changes, exchanged, shares_state=shares_state, watches_latents=halved)
-    for (transformer, _), ranks in zip(made.sessions, together, strict=True):
-        Coverage(transformer, ranks.reached).attach(changes)
-        if framework.halves is not None:
-            GuidedCalls(transformer, framework.halves, generations, debug).attach(changes)
-    # 3. Decoding, and where to find all this again.
-    if made.sessions[0][1].config.vae:
-        decoders = generations.checks if framework.decoders is None else GenerationChecks(framework.decoders)
-        share_decoding(model, decoders, changes)
-    attached = Attached(changes, made.sessions, framework.name)
-    for part in (*transformers.values(), *([] if pipe is None else [pipe])):
-        changes.set_attribute(part, STATE, attached)
-        reject_copies(part, changes)
-    return made
+@dataclass
+class _Attaching:
+    """One rank's way to attach db-SP to a model, step by step."""
 
+    model: Any  # A pipeline, or a transformer
+    framework: Framework
+    changes: PatchSet  # All changes to the model
+    pipe: Any = None  # The pipeline; None for a transformer without one
+    transformers: dict[str, Any] = field(default_factory=dict)  # By their names in the pipeline
+    sessions: dict[nn.Module, AttentionSession] = field(default_factory=dict)  # By transformer
+    gates: int = 0  # Number of layers whose gates came from the checkpoint
+    generations: Generations = field(init=False)  # Follows the pipeline's calls
 
-def _log(made: _Attaching, framework: Framework) -> None:
-    """Logs the settings in effect, and gates that were found."""
-    for (transformer, session), like in zip(made.sessions, made.like, strict=True):
-        identity = identify(transformer, made.pipe)
-        title = model_title(identity, type(transformer).__name__ if made.pipe is None else None)
-        log_config(session.config, title, identity.sizes[2], framework.ranks, session.strategy, like)
-        carried = carried_by(transformer)
-        if carried and framework.ranks.rank == 0:
-            log.info("the %s carries %s", type(transformer).__name__, ", ".join(carried))
-    if framework.halves is not None and framework.ranks.rank == 0:
-        log.info("each half of the ranks computes one of the CFG passes of a step")
-    if made.gates and framework.ranks.rank == 0:
-        log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, len(made.gates))
+    def find_transformers(self) -> tuple[int, int]:
+        """Finds the transformers, and returns their device for `require_own_gpus`. Raises UserError for others."""
+        require_torch_attention()
+        self.transformers = transformers_of(self.model)
+        for transformer in self.transformers.values():
+            _require_not_parallelized(transformer)
+        if self.model not in self.transformers.values():
+            self.pipe = self.model
+            if STATE in getattr(self.pipe, "__dict__", {}):
+                raise UserError(
+                    "db-SP is enabled on this pipeline already, maybe on a transformer that it had before; call "
+                    "dbsp_diffusers.disable(pipe) first"
+                )
+        return use_model_device(self.transformers.values(), self.framework.ranks)
 
+    def resolve_settings(self, config: ConfigLike) -> dict[str, DbspConfig]:
+        """Returns the settings by a transformer's name; each of several records in a folder of its own."""
+        configs = {}
+        for name, transformer in self.transformers.items():
+            resolved = resolve_config(config, transformer, self.pipe, name, vae=self.framework.vae)
+            if len(self.transformers) > 1 and resolved.record:
+                resolved = replace(resolved, record=os.path.join(resolved.record, name))
+            if len(self.transformers) > 1 and isinstance(resolved.mask, RecordQKSource):
+                resolved = replace(resolved, mask=replace(resolved.mask, path=os.path.join(resolved.mask.path, name)))
+            if resolved.report and is_writer(self.framework.ranks):
+                require_report_folder(Path(resolved.report).absolute(), "report")
+            configs[name] = resolved
+        return configs
 
-def _exchanged(pipe: Any, transformers: Sequence[nn.Module]) -> UserError | None:
-    """Returns the error for a transformer that was put into the pipeline after db-SP was enabled on it, if any."""
-    for name, part in transformers_in(pipe).items():
-        if getattr(part, "_orig_mod", part) not in transformers:
-            return UserError(
-                f"another {name} was put into the pipeline after db-SP was enabled on it; call `disable` before and "
-                "`enable` after such a change"
+    def make_sessions(self, configs: dict[str, DbspConfig], steps: Callable[[], int | None] | None) -> None:
+        """Makes a session for each transformer, of which all share the count of steps."""
+        framework = self.framework
+        self.generations = Generations(self.pipe, framework.ranks)
+        clock = StepClock(self.generations.progress, shared=len(self.transformers) > 1)
+        for name, transformer in self.transformers.items():
+            config, attentions = configs[name], architecture_of(transformer).attentions_of(transformer)
+            if config.bags is None:
+                strategy = framework.choose_strategy(config)
+            else:  # the configured strategy is that of bags
+                config.bags.require_ranks(framework.sequence.size)
+                strategy = framework.choose_strategy(replace(config, strategy=None))
+            self.sessions[transformer] = observed_session(
+                config=config,
+                group=framework.sequence,
+                strategy=strategy,
+                heads=heads_of(attentions[0]),
+                layers=len(attentions),
+                steps=steps or self.generations.steps,
+                clock=clock,
+                check=False,
             )
-    return None
 
+    def shard(self) -> None:
+        """Lets all ranks have the first one's inputs, shards them, and adds gates that a checkpoint brings."""
+        debug = any(session.config.debug for session in self.sessions.values())
+        for name, transformer in self.transformers.items():
+            session = self.sessions[transformer]
+            gates = gates_in_checkpoint(transformer, session.config.mask, None if self.pipe is None else name)
+            self.gates += len(gates)
+            for attention, gate in gates.items():
+                self.changes.add_module(attention, GATE, gate)
+            if self.framework.halves is None:
+                self.generations.hook(transformer, session, self.changes, always=debug)
+            together = shard_transformer(transformer, session, self.changes)
+            self.changes.set_attribute(transformer, "_is_parallelized", together)
+            Coverage(transformer, together.reached).attach(self.changes)
+            if self.framework.halves is not None:
+                from dbsp_diffusers.sharding.guidance import GuidedCalls
 
-def _choose_strategy(framework: Framework, config: DbspConfig) -> Strategy | None:
-    """Chooses all ranks' strategy. With bags it is theirs. Raises UserError for bags that do not fit the ranks."""
-    if config.bags is None:
-        return framework.choose_strategy(config)
-    config.bags.require_ranks(framework.sequence.size)
-    return framework.choose_strategy(replace(config, strategy=None))
+                GuidedCalls(transformer, self.framework.halves, self.generations, debug).attach(self.changes)
 
-
-def _require_attachable(model: Any) -> dict[str, Any]:
-    """Returns a model's transformers by name. Raises UserError for what db-SP cannot be attached to."""
-    transformers = transformers_of(model)
-    for transformer in transformers.values():
-        if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
-            raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
-        _require_not_parallelized(transformer, architecture_of(transformer).attentions_of(transformer))
-    if STATE in getattr(model, "__dict__", {}) and model not in transformers.values():
-        raise UserError(
-            "db-SP is enabled on this pipeline already, maybe on a transformer that it had before; call "
-            "dbsp_diffusers.disable(pipe) first"
+    def hook(self) -> None:
+        """Follows the pipeline's calls and decoding, and notes on all parts where to find this again."""
+        decoders, halves = self.framework.decoders, self.framework.halves
+        self.generations.attach(
+            self.changes, self._exchanged, shares_state=decoders is None, watches_latents=halves is not None
         )
-    return transformers
+        if next(iter(self.sessions.values())).config.vae:
+            from dbsp_diffusers.sharding.tiled_decode import share_decoding
+
+            checks = self.generations.checks if decoders is None else GenerationChecks(decoders)
+            share_decoding(self.model, checks, self.changes)
+        attached = Attached(self.changes, self.sessions, self.framework.name)
+        for part in (*self.transformers.values(), *([] if self.pipe is None else [self.pipe])):
+            self.changes.set_attribute(part, STATE, attached)
+            reject_copies(part, self.changes)
+
+    def fingerprints(self) -> dict[str, int]:
+        """Returns fingerprints of what must be the same on all ranks, by message."""
+        configs = [session.config.fingerprint for session in self.sessions.values()]
+        weights = [weights_fingerprint(transformer) for transformer in self.sessions]
+        return {_CONFIGS_DIFFER: fingerprint_of(configs), _WEIGHTS_DIFFER: fingerprint_of(weights)}
+
+    def log(self) -> None:
+        """Logs the settings in effect, and gates that were found."""
+        for transformer, session in self.sessions.items():
+            log_config(session, transformer, self.pipe, self.framework.ranks)
+        if self.framework.halves is not None:
+            log.info("each half of the ranks computes one of the CFG passes of a step")
+        if self.gates:
+            log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, self.gates)
+
+    def _exchanged(self) -> UserError | None:
+        """Returns the error for a transformer that was put into the pipeline after db-SP was enabled on it, if any."""
+        for name, part in transformers_in(self.pipe).items():
+            if getattr(part, "_orig_mod", part) not in self.sessions:
+                return UserError(
+                    f"another {name} was put into the pipeline after db-SP was enabled on it; call `disable` before "
+                    "and `enable` after such a change"
+                )
+        return None
 
 
-def _require_not_parallelized(transformer: nn.Module, self_attentions: Sequence[nn.Module]) -> None:
+def _require_not_parallelized(transformer: nn.Module) -> None:
+    """Raises UserError for a transformer that something shards already."""
+    if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
+        raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
+    attentions = architecture_of(transformer).attentions_of(transformer)
     if getattr(transformer, "_is_parallelized", False):
         raise UserError(
             "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "
             "dbsp_para.unparallelize, dbsp_xdit.detach), or load it again where para-attn did it, which cannot undo it"
         )
-    processors = [getattr(attention, "processor", None) for attention in self_attentions]
+    processors = [getattr(attention, "processor", None) for attention in attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):
         raise UserError(
             "this transformer is parallelized by diffusers (enable_parallelism); load it without that, and call "
             'dbsp_diffusers.enable(pipe, strategy="UxRy") or enable(pipe, mesh=mesh) instead'
         )
-
-
-def _own_config(
-    config: ConfigLike, name: str, transformer: nn.Module, framework: Framework, pipe: Any, several: bool
-) -> DbspConfig:
-    """Resolves one transformer's settings; each of several records in a folder of its own."""
-    resolved = resolve_config(config, transformer, pipe, name, vae=framework.vae)
-    if several and resolved.record:
-        resolved = replace(resolved, record=os.path.join(resolved.record, name))
-    if several and isinstance(resolved.mask, RecordQKSource):
-        resolved = replace(resolved, mask=replace(resolved.mask, path=os.path.join(resolved.mask.path, name)))
-    return resolved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,22 +22,13 @@ class Attached:
     """State that is attached to a pipeline's transformers, or to one without a pipeline."""
 
     patches: PatchSet
-    sessions: Sequence[tuple[nn.Module, AttentionSession]]  # Each transformer with its session
+    sessions: Mapping[nn.Module, AttentionSession]  # By transformer
     framework: str
 
-
-def carried_by(transformer: nn.Module) -> list[str]:
-    """Returns what a transformer carries in addition to its class's weights: adapters, and weights of integers."""
-    adapters = {name: getattr(part, "merged_adapters", ()) for part in transformer.modules() for name in _active(part)}
-    carried = [f"LoRA {name}" + (" (fused)" if name in merged else "") for name, merged in sorted(adapters.items())]
-    integers = {p.dtype for p in transformer.parameters() if not (p.is_floating_point() or p.is_complex())}
-    return carried + [f"weights of {name}" for name in sorted(str(dtype).removeprefix("torch.") for dtype in integers)]
-
-
-def _active(part: nn.Module) -> Sequence[str]:
-    """Returns the names of a layer's adapters that are in use, fused into its weights or not."""
-    both = (getattr(part, name, ()) for name in ("active_adapters", "merged_adapters"))
-    return [name for names in both if isinstance(names, (list, tuple)) for name in names]
+    @property
+    def first(self) -> AttentionSession:
+        """The session of the first transformer."""
+        return next(iter(self.sessions.values()))
 
 
 def weights_fingerprint(transformer: nn.Module) -> int:
@@ -45,7 +36,13 @@ def weights_fingerprint(transformer: nn.Module) -> int:
     weights = [
         (name, tuple(p.shape), str(p.dtype), type(p.data).__name__) for name, p in transformer.named_parameters()
     ]
-    return fingerprint_of((weights, carried_by(transformer)))
+    adapters = {
+        (kind, *names)
+        for part in transformer.modules()
+        for kind in ("active_adapters", "merged_adapters")  # of a layer; the transformer's own are methods
+        if isinstance(names := getattr(part, kind, None), (list, tuple))
+    }
+    return fingerprint_of((weights, sorted(adapters)))
 
 
 def attached_to(model: Any) -> Attached | None:
@@ -62,3 +59,20 @@ def all_attached_to(model: Any) -> list[Attached]:
     parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
     states = (getattr(part, "__dict__", {}).get(STATE) for part in (model, *parts))
     return list({id(state): state for state in states if state is not None}.values())
+
+
+def session_of(model: Any) -> AttentionSession | None:
+    """Returns the session of an enabled pipeline or transformer.
+
+    Args:
+        model: The pipeline, or its transformer, compiled since or not.
+
+    Returns:
+        Its session: plans, strategies and statistics; of a pipeline with two transformers, the first's. None where
+        db-SP is not enabled.
+    """
+    state = attached_to(model)
+    if state is None:
+        return None
+    transformer = getattr(model, "_orig_mod", model)
+    return state.sessions[transformer] if isinstance(transformer, nn.Module) else state.first

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import codecs
 import importlib
 import json
-import os
 import re
 from collections import defaultdict
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.utils.errors import UserError, cut_short
-from dbsp_core.utils.files import is_pointer, read_text
+from dbsp_core.utils.files import read_text
 from dbsp_core.utils.process import installed_version
 
 _STEMS = "diffusion_pytorch_model|pytorch_model|model"
@@ -45,18 +42,19 @@ class Checkpoint:
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
         """Looks at the names of files. Files without a variant are preferred, in each part of the pipeline."""
-        lacking: dict[str, tuple[str, ...]] = {}
-        variants: set[str] | None = None
-        for part, has_weights in _parts(folder).items():
+        lacking: list[str] = []
+        variants: set[str] | None = None  # in which all parts are whole that are not whole without one
+        for part, (_, name) in _classes(folder).items():
             if not (folder / part).is_dir():
-                lacking[part], variants = (f"{part}/",), set()
-            elif has_weights and (missing := _missing(folder / part, None)):
-                lacking[part] = tuple(f"{part}/{name}" for name in missing)
-                whole = {v for v in _variants(folder / part) if not _missing(folder / part, v)}
+                lacking, variants = [*lacking, f"{part}/"], set()
+            elif _WITHOUT_WEIGHTS.search(name) is None:
+                missing = _missing_by_variant(folder / part)
+                if missing.get(None) == []:
+                    continue
+                whole = {variant for variant, files in missing.items() if variant and not files}
                 variants = whole if variants is None else variants & whole
-        if not lacking or variants:
-            return cls(folder, min(variants) if variants else None, ())
-        return cls(folder, None, tuple(name for names in lacking.values() for name in names))
+                lacking += [f"{part}/{file}" for file in missing.get(None, [_usual_file(folder / part)])]
+        return cls(folder, min(variants), ()) if variants else cls(folder, None, tuple(lacking))
 
     def weights(self) -> list[Path]:
         """Returns the .safetensors files that are loaded, of every part."""
@@ -74,59 +72,21 @@ class Checkpoint:
         return _json(self.folder / part / "config.json")
 
     def require_readable(self) -> None:
-        """Raises UserError for what is there and cannot be loaded: code, unknown classes, pointers, damaged files."""
+        """Raises UserError for what is there and cannot be loaded: unknown classes, damaged weights."""
         for part, (library, name) in _classes(self.folder).items():
-            message = _class_message(library, name, self.folder / part)
-            if message is not None:
-                raise UserError(f"checkpoint {self.folder}: its {part} is {library}.{name}, {message}")
-        for path in sorted(path for part in ("*", "*/*") for path in self.folder.glob(part)):
-            if path.is_file() and is_pointer(path):
-                raise UserError(f"{path} is a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
-            if path.suffix == ".json" and path.is_file() and _is_marked(path):
-                raise UserError(f"{path} has a byte order mark, which {_LOADERS} cannot read; save it as plain UTF-8")
+            if library in ("diffusers", "transformers") and not hasattr(importlib.import_module(library), name):
+                raise UserError(
+                    f"checkpoint {self.folder}: its {part} is {library}.{name}, which version "
+                    f"{installed_version(library)} does not have; install a {library} that has it"
+                )
         for path in self.weights():
-            _require_weights(path)
-
-
-_LOADERS = "diffusers and transformers"
-
-
-def _is_marked(path: Path) -> bool:
-    """Returns True for text with a byte order mark."""
-    with path.open("rb") as file:
-        return file.read(3).startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-
-
-def _class_message(library: str, name: str, part: Path) -> str | None:
-    """Returns why a part's class cannot be had, or None. A library may be a module of diffusers' pipelines."""
-    if library in ("diffusers", "transformers"):
-        module = importlib.import_module(library)
-        if name in dir(module) or hasattr(module, name):
-            return None
-        return f"which version {installed_version(library)} does not have; install a {library} that has it"
-    if (part / f"{library}.py").is_file():
-        return f"code in the checkpoint, and db-SP runs none; save {part.name} with a class of diffusers"
-    if library != "__main__" and (find_spec(library.partition(".")[0]) or hasattr(_pipelines(), library)):
-        return None
-    return f"and no library {library} is installed; install it, or save {part.name} with a class of diffusers"
-
-
-def _pipelines() -> Any:
-    return importlib.import_module("diffusers.pipelines")
-
-
-def _require_weights(path: Path) -> None:
-    """Raises UserError for a file that is not one of weights, or is cut short."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            file.keys()
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as weights ({error}); download it again") from error
-
-
-def _parts(folder: Path) -> dict[str, bool]:
-    """Returns the parts that model_index.json names, and whether each has weights."""
-    return {part: _WITHOUT_WEIGHTS.search(name) is None for part, (_, name) in _classes(folder).items()}
+            try:
+                with safe_open(path, framework="numpy") as file:
+                    file.keys()
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{path} cannot be read as weights ({error}); download it again (for Git LFS: git lfs pull)"
+                ) from error
 
 
 def _classes(folder: Path) -> dict[str, tuple[str, str]]:
@@ -140,25 +100,23 @@ def _classes(folder: Path) -> dict[str, tuple[str, str]]:
     }
 
 
-def _variants(part: Path) -> set[str]:
-    names = [path.name for path in part.iterdir()]
-    matches = [_FILE.fullmatch(name) or _INDEX.fullmatch(name) for name in names]
-    return {variant for match in matches if match is not None for variant in match.groups() if variant}
-
-
-def _missing(part: Path, variant: str | None) -> list[str]:
-    """Returns the names of files that are missing for one variant of a part; empty if it is whole."""
-    names = {path.name for path in part.iterdir() if os.path.exists(path)}
-    files = [(name, match) for name in sorted(names) if (match := _FILE.fullmatch(name))]
-    if any((match[1] or match[2]) == variant and not _SHARD.search(name) for name, match in files):
-        return []
+def _missing_by_variant(part: Path) -> dict[str | None, list[str]]:
+    """Returns the names of files that are missing, by each variant of a part's weights that has any or an index."""
+    names = {path.name for path in part.iterdir() if path.exists()}  # a link of a download that was cut off is none
+    missing: dict[str | None, list[str]] = {}
     for name in sorted(names):
-        match = _INDEX.fullmatch(name)
-        if match and match[1] == variant:
+        if index := _INDEX.fullmatch(name):
             shards = _json(part / name).get("weight_map")
-            return sorted(set(map(str, shards.values())) - names) if isinstance(shards, dict) else [name]
-    usual = "model" if "transformers_version" in _json(part / "config.json") else "diffusion_pytorch_model"
-    return [f"{usual}.{f'{variant}.' if variant else ''}safetensors"]
+            files = set(map(str, shards.values())) - names if isinstance(shards, dict) else {name}
+            missing.setdefault(index[1], sorted(files))
+    whole = (_FILE.fullmatch(name) for name in names if not _SHARD.search(name))
+    return missing | {name[1] or name[2]: [] for name in whole if name}
+
+
+def _usual_file(part: Path) -> str:
+    """Returns the name of a part's file of weights, as its library saves it."""
+    stem = "model" if "transformers_version" in _json(part / "config.json") else "diffusion_pytorch_model"
+    return f"{stem}.safetensors"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -177,7 +135,7 @@ _ANSWER_S = 10.0
 def require_checkpoint(model: str | None, *, ask_hub: bool = True) -> None:
     """Raises UserError for a checkpoint that cannot be loaded; None passes.
 
-    That is a folder that lacks files, and what is here that has code of its own, or is damaged.
+    That is a folder that lacks files, and what is here with classes that are not installed, or is damaged.
 
     Args:
         ask_hub: True to reject a repository that is neither here nor to be had; False if it may be had later.
@@ -254,7 +212,7 @@ def load_stock_pipeline(
     variant = None if checkpoint is None else checkpoint.variant
     try:
         pipe = getattr(diffusers, cls).from_pretrained(model, variant=variant, **options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError, AttributeError) as error:
         raise UserError(f"checkpoint {model} cannot be loaded: {cut_short(' '.join(str(error).split()))}") from error
     if flow_shift is not None and "flow_shift" in pipe.scheduler.config:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=flow_shift)

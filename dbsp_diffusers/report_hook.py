@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,41 +24,36 @@ from dbsp_diffusers.patching import PatchSet, around_calls
 from dbsp_kernels.errors import page
 
 
-def report_calls(
-    pipe: Any,
-    sessions: Sequence[AttentionSession],
-    patches: PatchSet,
-    framework: str,
-) -> None:
+def report_calls(pipe: Any, sessions: Sequence[AttentionSession], patches: PatchSet, framework: str) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
-    A call that fails leaves nothing, and waits for nobody.
+    A call whose masks all turn out dense, unasked, ends with a line that says so. A call that fails leaves nothing,
+    and waits for nobody.
 
     Args:
         sessions: One for each of its transformers, in the order in which the report numbers their layers.
     """
-    for session in sessions:
-        _warn_of_dense_calls(pipe, session, patches)
     observer = run_observer(sessions[0])
-    if observer is None:
+    sparse = [session for session in sessions if not isinstance(session.config.mask, DenseSource)]
+    if not callable(pipe) or (observer is None and not sparse):
         return
 
     def around(call: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_report(*args: Any, **kwargs: Any) -> Any:
-            observer.restart()
-            kept = _keep_latents(pipe.scheduler, observer)
-            start = time.perf_counter()
-            try:
+            before = [replace(session.reuse) for session in sparse]
+            with nullcontext() if observer is None else _observed(pipe, observer):
                 output = call(*args, **kwargs)
-            except BaseException:
-                observer.restart()
-                raise
-            finally:
-                kept.detach()
-            if observer.device.type == "cuda":
-                torch.cuda.synchronize(observer.device)
-            observer.seconds = time.perf_counter() - start
-            report_or_say_why_not(sessions, model_name(pipe), framework)
+            for session, earlier in zip(sparse, before, strict=True):
+                counted = session.reuse.counted - earlier.counted
+                if is_writer(session.group) and 0 < counted == session.reuse.dense - earlier.dense:
+                    source = session.config.to_values()["mask"]["source"]
+                    log.warning(
+                        session.config.dense_schedule.message(vars(pipe).get("_num_timesteps"))
+                        or f"mask {source} skipped no blocks (density 1.000), so db-SP could not speed up attention; "
+                        f"{page('masks')} has its settings, and other sources"
+                    )
+            if observer is not None:
+                report_or_say_why_not(sessions, model_name(pipe), framework)
             return output
 
         return call_and_report
@@ -65,28 +61,32 @@ def report_calls(
     around_calls(pipe, around, patches)
 
 
-def _warn_of_dense_calls(pipe: Any, session: AttentionSession, patches: PatchSet) -> None:
-    """Lets each call whose masks all turn out dense, unasked, end with a line that says so."""
-    if isinstance(session.config.mask, DenseSource) or not callable(pipe):
-        return
+@contextmanager
+def _observed(pipe: Any, observer: RunObserver) -> Iterator[None]:
+    """Observes one call of a pipeline: how long it takes, and what the scheduler's last step returns, the latents."""
 
-    def around(call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_and_look(*args: Any, **kwargs: Any) -> Any:
-            before = replace(session.reuse)
-            output = call(*args, **kwargs)
-            after = session.reuse
-            if is_writer(session.group) and 0 < after.counted - before.counted == after.dense - before.dense:
-                source = session.config.to_values()["mask"]["source"]
-                log.warning(
-                    session.config.dense_schedule.message(vars(pipe).get("_num_timesteps"))
-                    or f"mask {source} skipped no blocks (density 1.000), so db-SP could not speed up attention; "
-                    f"{page('masks')} has its settings, and other sources"
-                )
+    def kept(step: Callable[..., Any]) -> Callable[..., Any]:
+        def step_and_keep(*args: Any, **kwargs: Any) -> Any:
+            output = step(*args, **kwargs)
+            observer.latents = output[0]
             return output
 
-        return call_and_look
+        return step_and_keep
 
-    around_calls(pipe, around, patches)
+    patches = PatchSet()
+    around_calls(pipe.scheduler, kept, patches, "step")
+    observer.restart()
+    start = time.perf_counter()
+    try:
+        yield
+    except BaseException:
+        observer.restart()
+        raise
+    finally:
+        patches.detach()
+    if observer.device.type == "cuda":
+        torch.cuda.synchronize(observer.device)
+    observer.seconds = time.perf_counter() - start
 
 
 def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, framework: str) -> None:
@@ -129,30 +129,10 @@ def write_run_report(
 
 
 def model_name(pipe: Any) -> str:
-    """Returns the shown name of what a pipeline was loaded from; else its transformer's class."""
+    """Returns the short name of what a pipeline was loaded from, a known model or a path; else its class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
-    return shown_name(name) if name else type(pipe.transformer or pipe.transformer_2).__name__
-
-
-def shown_name(model: str) -> str:
-    """Returns the short name of a known model, last part of a folder's path, or another repository's name as it is."""
-    spec = find_model_spec(model)
-    return spec.name if spec is not None else Path(model).name if Path(model).is_dir() else model
-
-
-def _keep_latents(scheduler: Any, observer: RunObserver) -> PatchSet:
-    """Keeps what the scheduler's last step returned: the latents that the VAE decodes."""
-    step = scheduler.step
-
-    def step_and_keep(*args: Any, **kwargs: Any) -> Any:
-        output = step(*args, **kwargs)
-        observer.latents = output[0]
-        return output
-
-    attributes = vars(scheduler)  # not by setattr, which xfuser's schedulers pass on to the one they wrap
-    before = attributes.get("step")
-    attributes["step"] = step_and_keep
-    patches = PatchSet()
-    patches.on_detach(lambda: attributes.pop("step") if before is None else attributes.update(step=before))
-    return patches
+    if not name:
+        return type(pipe.transformer or pipe.transformer_2).__name__
+    spec = find_model_spec(name)
+    return spec.name if spec is not None else Path(name).name if Path(name).is_dir() else name

@@ -11,9 +11,10 @@ import torch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DEFAULT_ORIGIN, ConfigLike, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order, load_hardware
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.signature import PIPELINES, ModelSignature, model_signature, variant_of
+from dbsp_core.models.table import model_title
 from dbsp_core.planning.comm_dtype import MODEL
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import NablaSource, UnionSource, parts_of
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import UserError, blame_setting, in_number
@@ -79,37 +80,30 @@ def require_possible(config: DbspConfig) -> None:
             load_hardware(config.machine)
 
 
-def log_config(
-    config: DbspConfig, title: str, head_dim: int, group: SequenceGroup, strategy: Strategy | None, like: torch.Tensor
-) -> None:
-    """Logs the settings in effect, in two lines, on rank 0, once for the same settings.
-
-    Args:
-        title: The model in words.
-        head_dim: Size of a head; 0 if the transformer's configuration does not name it.
-        like: A tensor of the model's device and dtype, for which the kernel is chosen.
-    """
-    if group.rank != 0:
-        return
+def log_config(session: AttentionSession, transformer: Any, pipe: Any, ranks: SequenceGroup) -> None:
+    """Logs a transformer's settings in effect, in two lines, once for the same settings."""
+    config, identity = session.config, identify(transformer, pipe)
+    title = model_title(identity, type(transformer).__name__ if pipe is None else None)
+    # 1. The kernel, for the attention's weights: a model may keep others, such as embeddings, in float32.
+    attention = architecture_of(transformer).attentions_of(transformer)[0]
+    floats = (parameter for parameter in attention.parameters() if parameter.is_floating_point())
+    like = next(floats, next(transformer.parameters()))
     try:
-        needs = KernelRequirements(head_dim=head_dim or None)
         wanted = kernel_order(config.kernel, config.machine, like.device)
+        needs = KernelRequirements(head_dim=identity.sizes[2] or None)
         kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
     if config.comm_dtype is not MODEL:
         layout += f", precision {config.precision}"
-    _log_once(f"{title} on {in_number(group.size, 'rank')}, strategy {strategy or 'auto'}, {layout}")
-    origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {shown_config(config.origin)}"
-    _log_once(f"mask {describe_mask(config)}" + (f"; {origin}" if origin else ""))
-
-
-def describe_mask(config: DbspConfig) -> str:
-    """Describes the mask source with all settings, and what stays dense, such as "sol:…, dense last_steps 5"."""
+    _log_once(f"{title} on {in_number(ranks.size, 'rank')}, strategy {session.strategy or 'auto'}, {layout}")
+    # 2. The mask with all its settings, such as "sol:…, dense last_steps 5".
     schedule = config.dense_schedule
     dense = [f"{setting.name} {number}" for setting in fields(schedule) if (number := getattr(schedule, setting.name))]
-    return mask_in_words(config.mask, defaults=True) + (f", dense {', '.join(dense)}" if dense else "")
+    mask = mask_in_words(config.mask, defaults=True) + (f", dense {', '.join(dense)}" if dense else "")
+    origin = config.origin if config.origin in (None, DEFAULT_ORIGIN) else f"from {shown_config(config.origin)}"
+    _log_once(f"mask {mask}" + (f"; {origin}" if origin else ""))
 
 
 @functools.lru_cache(maxsize=64)

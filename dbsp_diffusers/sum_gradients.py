@@ -34,7 +34,7 @@ def sum_gradients(model: Any) -> None:
     state = attached_to(model)
     if state is None:
         raise UserError("gradients are summed where db-SP is enabled; call dbsp_diffusers.enable first")
-    group = state.sessions[0][1].group
+    group = state.first.group
     if group.size == 1 or group.alone:
         return
     ranks = set(dist.get_process_group_ranks(group.group))

@@ -32,7 +32,7 @@ def denoise_packed(pipe: Any, requests: Sequence[Request], *, output_type: str =
     """Makes what `pipe(**request)` would make of each request, but calls the transformer for all of them at once.
 
     Each request keeps its own scheduler, number of steps and guidance. Prompts are encoded, and latents decoded, one
-    after the other. With db-SP enabled on the pipeline every rank is given all requests and returns all results.
+    after the other. db-SP must be enabled on the pipeline; every rank is given all requests and returns all results.
 
     Args:
         pipe: A `WanPipeline` (Wan2.1, Wan2.2 with its two transformers, TI2V from text).

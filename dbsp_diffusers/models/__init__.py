@@ -1,25 +1,34 @@
 """Data that db-SP needs of a transformer class: where self-attention is, what is sharded, what the tokens are."""
 
-from dbsp_diffusers.models.architecture import Architecture, DerivedShardPlan, ShardPlan, ShardSpec, heads_of
+from dbsp_diffusers.models.architecture import Architecture, ShardPlan, ShardSpec, heads_of
 from dbsp_diffusers.models.table import (
     ARCHITECTURES,
     architecture_of,
     known_architecture,
     register_architecture,
 )
-from dbsp_diffusers.models.token_sequence import TokenSequence, sample_grid, valid_tokens
+from dbsp_diffusers.models.token_sequence import (
+    TokenSequence,
+    on_sample_grid,
+    sample_grid,
+    text_before_padding,
+    text_length,
+    valid_tokens,
+)
 
 __all__ = [
     "ARCHITECTURES",
     "Architecture",
-    "DerivedShardPlan",
     "ShardPlan",
     "ShardSpec",
     "TokenSequence",
     "architecture_of",
     "heads_of",
     "known_architecture",
+    "on_sample_grid",
     "register_architecture",
     "sample_grid",
+    "text_before_padding",
+    "text_length",
     "valid_tokens",
 ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import nn
 
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.sources import MaskSource
-from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.token_sequence import TokenSequence
 
 Stream = Literal["video", "text", "packed"]
@@ -58,72 +57,28 @@ class ShardPlan:
     gathered_inputs: Mapping[str, Mapping[str, ShardSpec]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
 
-    def for_transformer(self, transformer: nn.Module) -> ShardPlan:
-        """Returns these cuts, for every transformer of the class."""
-        return self
 
-
-@dataclass(frozen=True)
-class DerivedShardPlan:
-    """ShardPlan read from the `_cp_plan` of diffusers' class, which says all but whose tokens a tensor holds.
-
-    Attributes:
-        streams: Exceptions to `stream`, by the argument's name, or by "module.index" of an output; None: not cut.
-        stream: The stream of every other tensor.
-        more: ShardPlan that the plan lacks.
-    """
-
-    streams: Mapping[str, Stream | None] = field(default_factory=dict)
-    stream: Stream = "video"
-    more: ShardPlan = field(default_factory=ShardPlan)
-
-    def for_transformer(self, transformer: nn.Module) -> ShardPlan:
-        """Reads the cuts of a transformer. Raises UserError if this version of diffusers has no plan of it."""
-        plan: Mapping[str, Any] | None = getattr(transformer, "_cp_plan", None)
-        if not plan:
-            raise UserError(
-                f"this version of diffusers has no _cp_plan of {type(transformer).__name__}; install the one that "
-                "db-SP is tested with (constraints.txt)"
-            )
-        inputs = {path: dict(shard_plan) for path, shard_plan in self.more.inputs.items()}
-        outputs = {path: dict(shard_plan) for path, shard_plan in self.more.outputs.items()}
-        gathered = dict(self.more.gathered)
-        for path, entry in plan.items():
-            if not isinstance(entry, Mapping):
-                gathered[path] = ShardSpec(self.stream, entry.gather_dim)
-                continue
-            for name, part in entry.items():
-                stream = self.streams.get(f"{path}.{name}" if part.split_output else name, self.stream)
-                if stream is None:
-                    continue
-                spec = ShardSpec(stream, part.split_dim, part.expected_dims)
-                if part.split_output:
-                    outputs.setdefault(path, {})[name] = spec
-                else:
-                    inputs.setdefault(path, {})[name] = spec
-        return replace(self.more, inputs=inputs, outputs=outputs, gathered=gathered)
-
-
-OUTPUT = {"proj_out": ShardSpec("video", 1)}
+VIDEO, TEXT, PACKED = ShardSpec("video", 1), ShardSpec("text", 1), ShardSpec("packed", 1)
+"""Tensors [B, tokens, …] of each stream."""
+OUTPUT = {"proj_out": VIDEO}
 """The output that most transformers gather."""
-STREAMS = {"hidden_states": ShardSpec("video", 1), "encoder_hidden_states": ShardSpec("text", 1)}
+STREAMS = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT}
 """Arguments of most blocks whose streams are apart."""
 ROTARY = {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}
-"""Outputs of most modules that make rotary tables: cosines and sines."""
+"""Outputs of most modules that make rotary tables: cosines and sines [tokens, D]."""
+BATCHED_ROTARY = {0: VIDEO, 1: VIDEO}
+"""Cosines and sines [B, tokens, …]."""
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
     """Returns the modules that a path names: "" is the root, "*" each element of a list, "-1" its last one."""
     modules = [root]
     for part in filter(None, path.split(".")):
-        modules = [child for module in modules for child in _children(module, part)]
+        if part in ("*", "-1"):
+            modules = [child for module in modules for child in list(module.children())[-1 if part == "-1" else 0 :]]
+        else:
+            modules = [module.get_submodule(part) for module in modules]
     return modules
-
-
-def _children(module: nn.Module, part: str) -> list[nn.Module]:
-    if part in ("*", "-1"):
-        return list(module.children())[-1 if part == "-1" else 0 :]
-    return [module.get_submodule(part)]
 
 
 @dataclass(frozen=True)
@@ -167,7 +122,7 @@ class Architecture:
 
     attention: tuple[str, ...]
     sequence: Callable[[Any, Mapping[str, Any]], TokenSequence]
-    shard_plan: ShardPlan | DerivedShardPlan
+    shard_plan: ShardPlan
     attention_to_video: tuple[str, ...] = ()
     skipped_by: str = ""
     skipped: Callable[[Mapping[str, Any]], Collection[int]] = lambda inputs: ()

@@ -21,10 +21,6 @@ from dbsp_diffusers.models.table import known_architecture
 GATE = "to_gate_compress"
 """The layer's name in a self-attention module."""
 _DO_WITHOUT = "or set coarse: false of mask source vsa, for the mask alone"
-GATES_DIFFER = (
-    f"gates ({GATE}) that the transformer or its checkpoint has differ on rank(s) {{}}; load the same on every rank, "
-    f"{_DO_WITHOUT}"
-)
 _WEIGHTS = (
     "diffusion_pytorch_model.safetensors.index.json",
     "diffusion_pytorch_model.safetensors",
@@ -89,14 +85,6 @@ def gates_in_checkpoint(
             f"{without[0]}; load a checkpoint that has all of them, {_DO_WITHOUT}"
         )
     return gates
-
-
-def gated_layers(transformer: nn.Module, source: MaskSource, gates: Mapping[nn.Module, nn.Linear]) -> list[bool]:
-    """Returns True if each layer has a gate that the source reads, with `gates` of the checkpoint. Equal on all ranks,
-    or `GATES_DIFFER`."""
-    known = known_architecture(transformer) if _reads_gate(source) else None
-    attentions = [] if known is None else known.attentions_of(transformer)
-    return [attention in gates or hasattr(attention, GATE) for attention in attentions]
 
 
 def _reads_gate(source: MaskSource) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.architecture import OUTPUT, STREAMS, Architecture, DerivedShardPlan, ShardPlan, ShardSpec
+from dbsp_diffusers.models.architecture import OUTPUT, PACKED, STREAMS, TEXT, VIDEO, Architecture, ShardPlan, ShardSpec
 from dbsp_diffusers.models.token_sequence import (
     TEXTS_DIFFER,
     Inputs,
@@ -48,18 +48,12 @@ def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
 _FLUX = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=_flux,
-    shard_plan=DerivedShardPlan({"encoder_hidden_states": "text", "txt_ids": "text"}),
-    text="first",
-)
-
-_WITHOUT_PLAN = replace(
-    _FLUX,
     shard_plan=ShardPlan(
-        inputs={
-            "": {**STREAMS, "img_ids": ShardSpec("video", 0), "txt_ids": ShardSpec("text", 0)},
-        },
+        # [tokens, 3], or a batch of those
+        inputs={"": {**STREAMS, "img_ids": ShardSpec("video", -2), "txt_ids": ShardSpec("text", -2)}},
         gathered=OUTPUT,
     ),
+    text="first",
 )
 
 
@@ -151,23 +145,28 @@ IMAGE_MODELS = {
             inputs={
                 "single_transformer_blocks.0": STREAMS,
                 "single_transformer_blocks.*": {
-                    "temb_mod": ShardSpec("video", 1),
-                    "temb_mod_context": ShardSpec("text", 1),
+                    "temb_mod": VIDEO,
+                    "temb_mod_context": TEXT,
                     "image_rotary_emb": ShardSpec("packed", 0),
                 },
             },
             # There, as the generated image's tokens are then taken from all images'.
-            gathered_early={"single_transformer_blocks.-1": {1: ShardSpec("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {1: VIDEO}},
             whole=("proj_out",),
         ),
     ),
-    "LongCatImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
-    "OvisImageTransformer2DModel": replace(_WITHOUT_PLAN, guidance="calls"),
+    "LongCatImageTransformer2DModel": replace(_FLUX, guidance="calls"),
+    "OvisImageTransformer2DModel": replace(_FLUX, guidance="calls"),
     "QwenImageTransformer2DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_qwen,
-        shard_plan=DerivedShardPlan(
-            {"encoder_hidden_states": "text", "encoder_hidden_states_mask": "text", "pos_embed.1": "text"}
+        shard_plan=ShardPlan(
+            inputs={
+                "transformer_blocks.0": STREAMS,
+                "transformer_blocks.*": {"modulate_index": VIDEO, "encoder_hidden_states_mask": TEXT},
+            },
+            outputs={"pos_embed": {0: ShardSpec("video", 0), 1: ShardSpec("text", 0)}},
+            gathered=OUTPUT,
         ),
         text="first",
         padded_text=True,
@@ -178,8 +177,8 @@ IMAGE_MODELS = {
         attention=("layers.*.attention",),
         sequence=_z_image,
         shard_plan=ShardPlan(
-            inputs={"layers.0": {"x": ShardSpec("packed", 1)}, "layers.*": {"freqs_cis": ShardSpec("packed", 1)}},
-            gathered={"all_final_layer.*": ShardSpec("packed", 1)},
+            inputs={"layers.0": {"x": PACKED}, "layers.*": {"freqs_cis": PACKED}},
+            gathered={"all_final_layer.*": PACKED},
         ),
         sizes=_z_image_sizes,
         text="first",
@@ -189,11 +188,11 @@ IMAGE_MODELS = {
         sequence=_krea2,
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": ShardSpec("packed", 1)},
+                "transformer_blocks.0": {"hidden_states": PACKED},
                 "transformer_blocks.*": {"image_rotary_emb": ShardSpec("packed", 0)},
             },
             # There, as text is then cut off.
-            gathered_early={"transformer_blocks.-1": {0: ShardSpec("packed", 1)}},
+            gathered_early={"transformer_blocks.-1": {0: PACKED}},
             whole=("final_layer",),
         ),
         text="first",
@@ -205,7 +204,7 @@ IMAGE_MODELS = {
         shard_plan=ShardPlan(
             inputs={
                 "layers.0": {"x": ShardSpec("packed", 0)},
-                "layers.*": {"rotary_pos_emb": ShardSpec("packed", 1), "temb": ShardSpec("packed", 0)},
+                "layers.*": {"rotary_pos_emb": PACKED, "temb": ShardSpec("packed", 0)},
             },
             gathered={"final_linear": ShardSpec("packed", 0)},
         ),

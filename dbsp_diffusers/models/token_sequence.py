@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.grid import CANONICAL, Video
 from dbsp_core.sources import (
     DenseSource,
@@ -82,21 +81,8 @@ class TokenSequence:
         """The video's size, for a session and for masks."""
         return Video(self.thw, self.text)
 
-    def slots(self, attended: int, streams: Streams) -> torch.Tensor:
-        """Returns int64[tokens]: slot of each token, text first, among all that a stock model attends over.
 
-        Args:
-            attended: Number of tokens of its attention, with text's padding at the end of text.
-            streams: The architecture's `text`.
-        """
-        if self.packed is not None:
-            return self.packed
-        count = self.video.grid_tokens
-        text, video = torch.arange(self.text, device="cpu"), torch.arange(count, device="cpu")
-        return torch.cat([text + count, video] if streams == "last" else [text, video + attended - count])
-
-
-def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2) -> tuple[int, int, int]:
+def sample_grid(transformer: Any, inputs: Inputs, frames_dim: int = 2) -> tuple[int, int, int]:
     """Returns (t, h, w) of a sample by the configured patch size.
 
     The sample is [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
@@ -110,6 +96,37 @@ def sample_grid(transformer: Any, inputs: Mapping[str, Any], frames_dim: int = 2
         sample, patch = sample.unsqueeze(frames_dim), (1, *patch[-2:])
     frames, height, width = sample.shape[frames_dim], *sample.shape[3:]
     return frames // patch[0], height // patch[1], width // patch[2]
+
+
+def on_sample_grid(
+    text: Callable[[Inputs], int] = lambda inputs: 0,
+    grid: Callable[[Any, Inputs], tuple[int, int, int]] = sample_grid,
+    rejects: tuple[str, ...] = (),
+) -> Callable[[Any, Inputs], TokenSequence]:
+    """Makes an architecture's `sequence` for tokens on the grid of its sample, at the timestep of its arguments.
+
+    Args:
+        text: Returns the number of tokens of text that count, if text is in the sequence.
+        grid: Returns (t, h, w), given the transformer and a pass's arguments by name.
+        rejects: Names of arguments that db-SP would get wrong.
+    """
+
+    def sequence(transformer: Any, inputs: Inputs) -> TokenSequence:
+        reject_arguments(inputs, *rejects)
+        return TokenSequence(grid(transformer, inputs), text(inputs), timestep_of(inputs))
+
+    return sequence
+
+
+def text_length(inputs: Inputs) -> int:
+    """Returns the number of text tokens, of which all count."""
+    length: int = inputs["encoder_hidden_states"].shape[1]
+    return length
+
+
+def text_before_padding(inputs: Inputs) -> int:
+    """Returns the number of text tokens that their mask leaves."""
+    return valid_tokens(inputs["encoder_attention_mask"])
 
 
 def valid_tokens(mask: torch.Tensor) -> int:
@@ -157,14 +174,6 @@ def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] 
         if times and (by_row[:, :, 1] == by_row[:, :1, 1]).all() and (by_row[:, :, 2] == by_row[:1, :, 2]).all():
             return len(frames), frame // width, width
     return None
-
-
-def require_position_grid(positions: torch.Tensor, tokens: int, what: str) -> tuple[int, int, int]:
-    """Calls `position_grid`; raises UserError, which names the model's input `what`, if there is none."""
-    thw = position_grid(positions, tokens)
-    if thw is None:
-        raise UserError(f"{what} {_NO_GRID}")
-    return thw
 
 
 def one_for_all(values: Iterable[Value], difference: str) -> Value:

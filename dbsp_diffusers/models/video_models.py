@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ import torch
 from dbsp_core.sources import MaskSource, NablaSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.architecture import (
+    BATCHED_ROTARY,
     OUTPUT,
+    PACKED,
     ROTARY,
     STREAMS,
+    TEXT,
+    VIDEO,
     Architecture,
-    DerivedShardPlan,
     OwnMask,
     ShardPlan,
     ShardSpec,
@@ -24,20 +28,19 @@ from dbsp_diffusers.models.token_sequence import (
     TEXTS_DIFFER,
     Inputs,
     TokenSequence,
+    on_sample_grid,
     one_for_all,
     position_grid,
     read_once,
     reject_arguments,
-    require_position_grid,
     sample_grid,
+    text_before_padding,
+    text_length,
     timestep_of,
-    valid_tokens,
 )
 
-
-def _wan(transformer: Any, inputs: Inputs) -> TokenSequence:
-    reject_arguments(inputs, "enable_diffusion_forcing")
-    return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
+_wan = on_sample_grid(rejects=("enable_diffusion_forcing",))
+_FRAMES_FIRST = partial(sample_grid, frames_dim=1)
 
 
 def _vace(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -50,16 +53,12 @@ def _vace(transformer: Any, inputs: Inputs) -> TokenSequence:
     return _wan(transformer, inputs)
 
 
-def _anyflow(transformer: Any, inputs: Inputs) -> TokenSequence:
-    return TokenSequence(sample_grid(transformer, inputs, frames_dim=1), timestep=timestep_of(inputs))
-
-
 def _causal(transformer: Any) -> str | None:
     causal = getattr(transformer.config, "num_frame_per_block", 1) > 1
     return "its attention has a causal mask of its own (num_frame_per_block)" if causal else None
 
 
-_WAN_ROPE = {"rope": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)}}
+_WAN_ROPE = {"rope": BATCHED_ROTARY}
 # Video is cut where it is embedded, not at the first block: what wraps the blocks as a whole, as some step caches do,
 # then sees only shares.
 _EMBEDDED = {0: ShardSpec("video", 2, grid=True)}
@@ -74,45 +73,33 @@ _WAN = Architecture(
 )
 
 
-def _cogvideox(transformer: Any, inputs: Inputs) -> TokenSequence:
-    text = inputs["encoder_hidden_states"].shape[1]
-    return TokenSequence(sample_grid(transformer, inputs, frames_dim=1), text, timestep_of(inputs))
-
-
-def _easyanimate(transformer: Any, inputs: Inputs) -> TokenSequence:
+def _easyanimate_text(inputs: Inputs) -> int:
     texts = (inputs.get(name) for name in ("encoder_hidden_states", "encoder_hidden_states_t5"))
-    text = sum(embeds.shape[1] for embeds in texts if embeds is not None)
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+    return sum(embeds.shape[1] for embeds in texts if embeds is not None)
 
 
 _COGVIDEOX_SHARD_PLAN = ShardPlan(
     inputs={
         "": {"image_rotary_emb": ShardSpec("video", 0)},
         # Only there, as the embedding's output is cut by the length of all text.
-        "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
+        "transformer_blocks.0": {"encoder_hidden_states": TEXT},
     },
     outputs={"patch_embed": {0: ShardSpec("video", 1, after_text=True)}},
     gathered=OUTPUT,
 )
 _COGVIDEOX = Architecture(
     attention=("transformer_blocks.*.attn1",),
-    sequence=_cogvideox,
+    sequence=on_sample_grid(text_length, _FRAMES_FIRST),
     shard_plan=_COGVIDEOX_SHARD_PLAN,
     text="first",
 )
 
 
-def _hunyuan(transformer: Any, inputs: Inputs) -> TokenSequence:
-    text = valid_tokens(inputs["encoder_attention_mask"])
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
-
-
-def _hunyuan_15(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reads text from an image's embedding, and two prompts'."""
+def _hunyuan_15_text(inputs: Inputs) -> int:
+    """Counts text from an image's embedding, and two prompts'."""
     text, image = _two_texts(inputs), inputs["image_embeds"]
-    if not read_once(image, lambda image: bool((image == 0).all())):
-        text += image.shape[1]
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+    is_given = not read_once(image, lambda image: bool((image == 0).all()))
+    return text + (image.shape[1] if is_given else 0)
 
 
 def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -123,14 +110,13 @@ def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
         if inputs.get(name) is not None:
             sizes = inputs[name].shape[2:]
             tokens += math.prod(-(-size // step) for size, step in zip(sizes, patch, strict=True))
-    text = inputs["image_embeds"].shape[1] + valid_tokens(inputs["encoder_attention_mask"])
+    text = inputs["image_embeds"].shape[1] + text_before_padding(inputs)
     return TokenSequence.on_grid(None, tokens, "the video with its history", text=text, timestep=timestep_of(inputs))
 
 
-def _hunyuan_image(transformer: Any, inputs: Inputs) -> TokenSequence:
-    two = transformer.context_embedder_2 is not None and inputs.get("encoder_hidden_states_2") is not None
-    text = _two_texts(inputs) if two else valid_tokens(inputs["encoder_attention_mask"])
-    return TokenSequence(sample_grid(transformer, inputs), text, timestep_of(inputs))
+def _hunyuan_image_text(inputs: Inputs) -> int:
+    """Counts the tokens of two prompts; refiners take one."""
+    return text_before_padding(inputs) if inputs.get("encoder_hidden_states_2") is None else _two_texts(inputs)
 
 
 def _two_texts(inputs: Inputs) -> int:
@@ -146,11 +132,11 @@ def _token_replace(transformer: Any) -> str | None:
     return None
 
 
-_HUNYUAN_VIDEO = {"x_embedder": {0: ShardSpec("video", 1)}, "rope": ROTARY}
+_HUNYUAN_VIDEO = {"x_embedder": {0: VIDEO}, "rope": ROTARY}
 _HUNYUAN = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
-    sequence=_hunyuan,
-    shard_plan=ShardPlan(outputs={"context_embedder": {0: ShardSpec("text", 1)}, **_HUNYUAN_VIDEO}, gathered=OUTPUT),
+    sequence=on_sample_grid(text_before_padding),
+    shard_plan=ShardPlan(outputs={"context_embedder": {0: TEXT}, **_HUNYUAN_VIDEO}, gathered=OUTPUT),
     text="last",
     padded_text=True,
     unsupported=_token_replace,
@@ -185,22 +171,15 @@ _LTX_ROPE = {0: ShardSpec("video", -2), 1: ShardSpec("video", -2)}
 """[B, tokens, D], or with rope_type "split" [B, H, tokens, D/2]."""
 
 
-def _cosmos(transformer: Any, inputs: Inputs) -> TokenSequence:
-    reject_arguments(inputs, "block_controlnet_hidden_states")
-    return TokenSequence(sample_grid(transformer, inputs), timestep=timestep_of(inputs))
-
-
 # [B, tokens, C] where frames have timesteps of their own, else [B, C].
 _COSMOS_TIMES = {"embedded_timestep": ShardSpec("video", 1, ndim=3), "temb": ShardSpec("video", 1, ndim=3)}
 
 
-def _kandinsky(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Samples are [B, F, H, W, C]."""
-    frames, height, width = (
-        size // patch
-        for size, patch in zip(inputs["hidden_states"].shape[1:4], transformer.config.patch_size, strict=True)
-    )
-    return TokenSequence((frames, height, width), timestep=timestep_of(inputs))
+def _kandinsky_grid(transformer: Any, inputs: Inputs) -> tuple[int, int, int]:
+    """Returns the grid of samples [B, F, H, W, C]."""
+    sizes, patch = inputs["hidden_states"].shape[1:4], transformer.config.patch_size
+    frames, height, width = (size // step for size, step in zip(sizes, patch, strict=True))
+    return frames, height, width
 
 
 def _nabla(transformer: Any) -> MaskSource | None:
@@ -226,11 +205,10 @@ def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
 
     packed, tokens = read_once(video, order)
     text = len(packed) - tokens
-    thw = read_once(
-        positions, lambda rows: require_position_grid(rows[packed[text:].to(rows.device)], tokens, "position_ids")
-    )
+    thw = read_once(positions, lambda rows: position_grid(rows[packed[text:].to(rows.device)], tokens))
     timestep = inputs["timestep"][inputs["timestep_indices"][video[-1]]]
-    return TokenSequence(thw, text, (1 - timestep).reshape(1), packed)
+    others: dict[str, Any] = {"text": text, "timestep": (1 - timestep).reshape(1), "packed": packed}
+    return TokenSequence.on_grid(thw, tokens, "position_ids", **others)
 
 
 VIDEO_MODELS = {
@@ -248,10 +226,10 @@ VIDEO_MODELS = {
         _WAN,
         shard_plan=ShardPlan(
             # The pose is added to what is embedded, by frame; the face adapter attends by frame, too.
-            inputs={"blocks.0": {"hidden_states": ShardSpec("video", 1)}},
-            outputs={**_WAN_ROPE, "face_adapter.*": {0: ShardSpec("video", 1)}},
+            inputs={"blocks.0": {"hidden_states": VIDEO}},
+            outputs={**_WAN_ROPE, "face_adapter.*": {0: VIDEO}},
             gathered=OUTPUT,
-            gathered_inputs={"face_adapter.*": {"hidden_states": ShardSpec("video", 1)}},
+            gathered_inputs={"face_adapter.*": {"hidden_states": VIDEO}},
         ),
         pipeline="WanAnimatePipeline",
     ),
@@ -260,12 +238,12 @@ VIDEO_MODELS = {
     "AnyFlowTransformer3DModel": replace(
         _WAN,
         guidance=None,
-        sequence=_anyflow,
+        sequence=on_sample_grid(grid=_FRAMES_FIRST),
         shard_plan=ShardPlan(
             outputs={
                 "patch_embedding": _EMBEDDED,
                 "rope": {0: ShardSpec("video", 2)},
-                "condition_embedder": {0: ShardSpec("video", 1), 1: ShardSpec("video", 1)},
+                "condition_embedder": BATCHED_ROTARY,
             },
             gathered=OUTPUT,
         ),
@@ -277,17 +255,15 @@ VIDEO_MODELS = {
         shard_plan=replace(
             _COGVIDEOX_SHARD_PLAN,
             gathered={},
-            gathered_early={"transformer_blocks.-1": {0: ShardSpec("video", 1), 1: ShardSpec("text", 1)}},
+            gathered_early={"transformer_blocks.-1": {0: VIDEO, 1: TEXT}},
             whole=("proj_out",),
         ),
     ),
     "EasyAnimateTransformer3DModel": replace(
         _COGVIDEOX,
-        sequence=_easyanimate,
+        sequence=on_sample_grid(_easyanimate_text),
         shard_plan=ShardPlan(
-            inputs={"transformer_blocks.0": STREAMS},
-            outputs={"rope_embedding": ROTARY},
-            gathered=OUTPUT,
+            inputs={"transformer_blocks.0": STREAMS}, outputs={"rope_embedding": ROTARY}, gathered=OUTPUT
         ),
     ),
     "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, guidance="calls"),
@@ -295,11 +271,11 @@ VIDEO_MODELS = {
         _HUNYUAN,
         guidance="calls",
         attention=("transformer_blocks.*.attn",),
-        sequence=_hunyuan_15,
+        sequence=on_sample_grid(_hunyuan_15_text),
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)},
-                "transformer_blocks.*": {"attention_mask": ShardSpec("text", 1)},
+                "transformer_blocks.0": {"encoder_hidden_states": TEXT},
+                "transformer_blocks.*": {"attention_mask": TEXT},
             },
             outputs=_HUNYUAN_VIDEO,
             gathered=OUTPUT,
@@ -315,39 +291,33 @@ VIDEO_MODELS = {
                 "single_transformer_blocks.*": {"image_rotary_emb": ShardSpec("video", 0)},
             },
             # There, as the video's own tokens are then taken from the end.
-            gathered_early={"single_transformer_blocks.-1": {0: ShardSpec("video", 1)}},
+            gathered_early={"single_transformer_blocks.-1": {0: VIDEO}},
             whole=("proj_out",),
         ),
     ),
     "HunyuanImageTransformer2DModel": replace(
         _HUNYUAN,
-        sequence=_hunyuan_image,
+        sequence=on_sample_grid(_hunyuan_image_text),
         shard_plan=ShardPlan(
-            inputs={"transformer_blocks.0": {"encoder_hidden_states": ShardSpec("text", 1)}},
-            outputs=_HUNYUAN_VIDEO,
-            gathered=OUTPUT,
+            inputs={"transformer_blocks.0": {"encoder_hidden_states": TEXT}}, outputs=_HUNYUAN_VIDEO, gathered=OUTPUT
         ),
     ),
     "LTXVideoTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
         sequence=_ltx,
         # Cross-attention looks at all of the text.
-        shard_plan=DerivedShardPlan(
-            {"encoder_hidden_states": None, "encoder_attention_mask": None},
-            more=ShardPlan({"": {"timestep": ShardSpec("video", 1, ndim=2)}}),
+        shard_plan=ShardPlan(
+            inputs={"": {"hidden_states": VIDEO, "timestep": ShardSpec("video", 1, ndim=2)}},
+            outputs={"rope": BATCHED_ROTARY},
+            gathered=OUTPUT,
         ),
     ),
-    # Not by its _cp_plan, which leaves out what audio's attention needs, and the tables of one of two rope types.
     "LTX2VideoTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
         sequence=_ltx2,
         shard_plan=ShardPlan(
             inputs={
-                "": {
-                    "hidden_states": ShardSpec("video", 1),
-                    "timestep": ShardSpec("video", 1, ndim=2),
-                    "video_keyframes_mask": ShardSpec("video", 1),
-                }
+                "": {"hidden_states": VIDEO, "timestep": ShardSpec("video", 1, ndim=2), "video_keyframes_mask": VIDEO}
             },
             outputs={"rope": _LTX_ROPE, "cross_attn_rope": _LTX_ROPE},
             gathered=OUTPUT,
@@ -359,11 +329,11 @@ VIDEO_MODELS = {
     ),
     "CosmosTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
-        sequence=_cosmos,
+        sequence=on_sample_grid(rejects=("block_controlnet_hidden_states",)),
         shard_plan=ShardPlan(
             inputs={
-                "transformer_blocks.0": {"hidden_states": ShardSpec("video", 1)},
-                "transformer_blocks.*": {"extra_pos_emb": ShardSpec("video", 1), **_COSMOS_TIMES},
+                "transformer_blocks.0": {"hidden_states": VIDEO},
+                "transformer_blocks.*": {"extra_pos_emb": VIDEO, **_COSMOS_TIMES},
                 "norm_out": _COSMOS_TIMES,
             },
             outputs={"rope": ROTARY},
@@ -372,12 +342,12 @@ VIDEO_MODELS = {
     ),
     "Kandinsky5Transformer3DModel": Architecture(
         attention=("visual_transformer_blocks.*.self_attention",),
-        sequence=_kandinsky,
+        sequence=on_sample_grid(grid=_kandinsky_grid),
         # The model reads the video's size from what it embeds, and makes rows and columns again after the last block.
         shard_plan=ShardPlan(
-            inputs={"visual_transformer_blocks.0": {"visual_embed": ShardSpec("video", 1)}},
+            inputs={"visual_transformer_blocks.0": {"visual_embed": VIDEO}},
             outputs={"visual_rope_embeddings": {0: ShardSpec("video", 1, grid=True)}},
-            gathered_early={"visual_transformer_blocks.-1": {0: ShardSpec("video", 1)}},
+            gathered_early={"visual_transformer_blocks.-1": {0: VIDEO}},
             whole=("out_layer",),
         ),
         own_mask=OwnMask("sparse_params", _nabla),
@@ -386,7 +356,15 @@ VIDEO_MODELS = {
     "MiniMaxH3Transformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn",),
         sequence=_minimax_h3,
-        shard_plan=DerivedShardPlan(stream="packed"),
+        shard_plan=ShardPlan(
+            inputs={
+                "transformer_blocks.0": {"hidden_states": PACKED},
+                "transformer_blocks.*": {"adaln_indices": ShardSpec("packed", 0)},
+                "norm_out": {"timestep_indices": ShardSpec("packed", 0)},
+            },
+            outputs={"rope": {0: ShardSpec("packed", 0), 1: ShardSpec("packed", 0)}},
+            gathered={"proj_out": PACKED, "audio_proj_out": PACKED},
+        ),
         text="first",
     ),
 }

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 
 from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
@@ -30,45 +28,10 @@ from dbsp_core.planning.sequences import SequencePlan, plan_sequences
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
+from dbsp_diffusers.packed.samples import PackedBatch, Sharing
 
 MOST_KNOWN = 256
 """Sizes of sequences whose masks' rows are kept."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Sharing:
-    """The layout of the tokens of a packed call, as one rank sees it.
-
-    Attributes:
-        group: The ranks among which the sequences are distributed.
-        layout: Layout of the tokens on them.
-        slots: This rank's, padding included.
-        first_stream: Number of them in the stream that comes first, if text is in the sequence; else 0.
-        session: That of this rank's bag; None: it has no sequences, or db-SP is not enabled.
-        plan: The bag of each sequence; None: all ranks share in each.
-    """
-
-    group: SequenceGroup
-    layout: SequenceLayout
-    slots: int
-    first_stream: int = 0
-    session: AttentionSession | None = None
-    plan: SequencePlan | None = None
-
-    def attend(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        scale: float | None = None,
-        gate: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Computes attention as the session; that of padding without sequences, as all ranks use all parameters."""
-        if self.session is None:
-            return F.scaled_dot_product_attention(q, k, v, scale=scale)
-        return self.session.attend(layer, q, k, v, scale=scale, gate=gate)
 
 
 @dataclass(eq=False, repr=False)
@@ -82,37 +45,26 @@ class BagSessions:
     _last: tuple[AttentionSession, int] | None = None
     """The session of this rank's last pass, and how many blocks its masks had, dense ones and others."""
 
-    def begin(
-        self,
-        bags: BagConfig,
-        layer: LayerSize,
-        videos: Sequence[Video],
-        loaders: Sequence[int] | None,
-        device: torch.device,
-        streams: Streams,
-        **step: Any,
-    ) -> Sharing:
+    def begin(self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, streams: Streams, **step: Any) -> Sharing:
         """Plans the bags of a pass, and begins it in this rank's. Collective.
 
         Args:
             bags: Equal on all ranks.
             layer: The transformer's.
-            videos: All sequences of the pass.
-            loaders: The rank that is given each; None: all ranks are given all.
-            device: Device of hidden states.
             streams: Order of a rank's tokens of text and its others.
             step: The denoising step for `AttentionSession.begin`.
 
         Raises:
             UserError: On all ranks, where bags or sequences don't fit, or ranks would share them out otherwise.
         """
+        videos = batch.videos
         group = self.whole.group
         control = group.control()
         density = self._density(control)
         # 1. The bag of each sequence: the same on all ranks, or an error on all.
         plan, work = run_consistently(
             control,
-            lambda: self._planned(bags, layer, videos, loaders, density, device),
+            lambda: self._planned(batch, bags, layer, density),
             lambda planned: fingerprint_of((planned[0].topology.ranks.tolist(), planned[0].bag.tolist())),
             "the bag of a sequence",
         )
@@ -129,7 +81,7 @@ class BagSessions:
                 return None
             here = [videos[sequence] for sequence in sequences.tolist()]
             layout = _with_streams(bag_layout(plan, work.tokens, bag), is_text(here), streams)
-            return session.begin(*here, device=device, streams=layout, **step)
+            return session.begin(*here, device=batch.device, streams=layout, **step)
 
         layout = run_consistently(control, begun)
         blocks = self.whole.heads * sum(
@@ -163,28 +115,24 @@ class BagSessions:
         return dense / every if every else 1.0
 
     def _planned(
-        self,
-        bags: BagConfig,
-        layer: LayerSize,
-        videos: Sequence[Video],
-        loaders: Sequence[int] | None,
-        density: float,
-        device: torch.device,
+        self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, density: float
     ) -> tuple[SequencePlan, SequenceWork]:
         """Returns the bag of each sequence, and what all of them compute."""
-        whole, config, world = self.whole, self.whole.config, self.whole.group.size
+        whole, config, loaders = self.whole, self.whole.config, batch.loaders
         # 1. The cost of each, as whole numbers. The middle layer's mask represents those of all layers.
         middle = whole.layers // 2
-        requests = [MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in videos]
+        requests = [
+            MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in batch.videos
+        ]
         work = SequenceWork.under(config.mask, requests, self._known, density)
         for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
             del self._known[oldest]
-        hardware = hardware_for(config.machine, device.type, config.kernel)
+        hardware = hardware_for(config.machine, batch.device.type, config.kernel)
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
-        loader = np.zeros(len(videos), dtype=np.int64) if loaders is None else np.array(loaders)
+        loader = np.zeros(len(batch.videos), dtype=np.int64) if loaders is None else np.array(loaders)
         # 2. The bag of each. Where all ranks have all sequences, these are not bound to a unit.
-        topology = BagTopology.parse(bags.topology, world)
+        topology = BagTopology.parse(bags.topology, whole.group.size)
         if loaders is None:
             topology = BagTopology(tuple(topology.ranks.tolist()))
         return plan_sequences(picoseconds, work.tokens, loader, topology, bags.max_tokens), work

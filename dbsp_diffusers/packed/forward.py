@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import struct
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dbsp_core.comm.consistency import check_consistent, needs_gradients
+from dbsp_core.comm.consistency import gather_texts, needs_gradients, run_consistently
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.sequence_cost import LayerSize
 from dbsp_core.planning.bags import BagConfig
@@ -32,14 +31,6 @@ PACKINGS = {
 }
 """How transformers take samples of several sizes in one call, by class name."""
 
-_BAGS_DIFFER = "bags differ on rank(s) {}; give all ranks the same"
-_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-def packing_of(transformer: nn.Module) -> Packing | None:
-    """Returns a transformer's packing of samples of several sizes, or None if it takes one size at a time."""
-    return next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)
-
 
 def packed_forward(
     model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
@@ -48,8 +39,7 @@ def packed_forward(
 
     No sample attends to another, and each has a prompt and a timestep of its own. With db-SP enabled on the
     transformer (`enable`) their tokens are shared by all ranks, as even as one sequence's; every rank is given all
-    samples and returns all predictions; with setting `bags` each bag computes some. Without db-SP, one process runs
-    the model's own attention, sequence by sequence.
+    samples and returns all predictions; with setting `bags` each bag computes some.
 
     Args:
         model: A transformer of diffusers that takes several sizes (`WanTransformer3DModel`, `FluxTransformer2DModel`,
@@ -62,19 +52,16 @@ def packed_forward(
         The model's prediction for each sample, [C, F, H, W].
 
     Raises:
-        UserError: For samples that the model cannot be given, or a model that takes one size at a time.
+        UserError: For samples that the model cannot be given, a model that takes one size at a time, or one on which
+            db-SP is not enabled.
     """
-    transformer, packing = _transformer_of(model)
+    transformer, packing, session = _enabled(model)
     check_samples(samples, packing.spec(transformer.config))
     if not samples:
         raise UserError("packed_forward was given no samples; give it at least one")
     times = torch.stack([sample.condition.timesteps.amax() for sample in samples])
     sizes, step = tuple(sample.size for sample in samples), times.amax() if timestep is None else timestep
-    session = _session_of(transformer)
-    bags = None if session is None else session.config.bags
-    batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step, bags=bags)
-    if session is None:
-        return list(packing.alone(transformer, batch)[:-2])
+    batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step, bags=session.config.bags)
     _require_no_gradients(transformer, samples, session)
     return list(model(_for_attention(batch, transformer, packing, session))[:-2])
 
@@ -129,10 +116,7 @@ def packed_forward_local(
     Raises:
         UserError: On all ranks together, as `packed_forward` does, and where db-SP is not enabled.
     """
-    transformer, packing = _transformer_of(model)
-    session = _session_of(transformer)
-    if session is None:
-        raise UserError("samples are local to ranks where db-SP is enabled; call dbsp_diffusers.enable first")
+    transformer, packing, session = _enabled(model)
     batch = _gathered(transformer, packing.spec(transformer.config), samples, session, timestep, bags)
     *predictions, zero, sharing = model(_for_attention(batch, transformer, packing, session))
     return LocalPredictions(predictions, zero, sharing.session, sharing.plan)
@@ -147,49 +131,49 @@ def _gathered(
     bags: BagConfig | Mapping[str, Any] | str | None,
 ) -> PackedBatch:
     """Builds the batch of this rank's samples, with the sizes of all ranks'. Collective."""
-    control, problem = session.group.control(), None
-    rows: list[list[int]] = []
-    shared_by: BagConfig | None = None
-    try:
+    control = session.group.control()
+
+    def described() -> tuple[list[dict[str, Any]], BagConfig | None]:
         check_samples(samples, spec)
         _require_no_gradients(transformer, samples, session)
-        latest = [0.0] * len(samples)
-        if timestep is None and samples:
-            latest = torch.stack([sample.condition.timesteps.amax() for sample in samples]).tolist()
-        rows = [
-            _described(sample, timestep_of_sample) for sample, timestep_of_sample in zip(samples, latest, strict=True)
-        ]
         shared_by = session.config.bags if bags is None else DbspConfig.load({"bags": bags}).bags
         if shared_by is not None:
             shared_by.require_ranks(session.group.size)
-    except UserError as error:
-        problem = error
-    check_consistent(control, problem, {_BAGS_DIFFER: fingerprint_of(shared_by)})
-    counts = [count for (count,) in control.gather_integers([len(samples)])]
-    if not sum(counts):
+        if timestep is not None or not samples:
+            return [_described(sample, timestep or 0.0) for sample in samples], shared_by
+        latest = torch.stack([sample.condition.timesteps.amax() for sample in samples])
+        return list(map(_described, samples, latest.tolist())), shared_by
+
+    # 1. Each rank describes its samples to all.
+    mine, shared_by = run_consistently(control, described, lambda made: fingerprint_of(made[1]), "setting bags")
+    of_ranks = [json.loads(text) for text in gather_texts(control, json.dumps(mine))]
+    every = [sample for of_rank in of_ranks for sample in of_rank]
+    # 2. The batch.
+    if not every:
         raise UserError("no rank was given a sample; give at least one rank at least one")
-    most, width = max(counts), 8
-    numbers = [number for row in rows for number in row]
-    padded = control.gather_integers([*numbers, *[0] * (width * most - len(numbers))])
-    gathered = [
-        numbers_of_rank[width * n : width * (n + 1)]
-        for numbers_of_rank, count in zip(padded, counts, strict=True)
-        for n in range(count)
+    kinds = [
+        {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in sample["kinds"].items()} for sample in every
     ]
-    types = {kind for *_, kind, _ in gathered}
+    types = {str(of_sample["text"][1]) for of_sample in kinds}
     if len(types) > 1:
-        raise UserError(f"text embeddings are of dtypes {', '.join(str(_TYPES[kind]) for kind in types)}; give one")
+        raise UserError(f"text embeddings are of dtypes {', '.join(sorted(types))}; give one")
     return PackedBatch(
-        tuple(samples),
-        tuple((row[0], row[1], row[2]) for row in gathered),
-        next(transformer.parameters()).device,
-        max(struct.unpack("d", struct.pack("q", row[7]))[0] for row in gathered) if timestep is None else timestep,
-        tuple(rank for rank, count in enumerate(counts) for _ in range(count)),
-        tuple((row[3], row[4], row[5]) for row in gathered),
-        _TYPES[types.pop()],
+        samples=tuple(samples),
+        sizes=tuple(tuple(sample["size"]) for sample in every),
+        device=next(transformer.parameters()).device,
+        timestep=max(sample["timestep"] for sample in every),
+        loaders=tuple(rank for rank, of_rank in enumerate(of_ranks) for _ in of_rank),
+        kinds=tuple(kinds),
         debug=session.config.debug,
         bags=shared_by,
     )
+
+
+def _described(sample: PackedSample, timestep: float) -> dict[str, Any]:
+    """Returns what other ranks must know of a sample."""
+    tensors = {name: value for name, value in vars(sample.condition).items() if value is not None}
+    kinds = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}
+    return {"size": sample.size, "kinds": kinds, "timestep": timestep}
 
 
 def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], session: AttentionSession) -> None:
@@ -213,38 +197,20 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 
-def _described(sample: PackedSample, latest: float) -> list[int]:
-    """Encodes what other ranks must know of a sample, in 8 integers; `latest` is its largest timestep."""
-    condition = sample.condition
-    if condition.text.dtype not in _TYPES:
-        raise UserError(f"text must be of floating point, got {condition.text.dtype}")
-    image = 0 if condition.image is None else len(condition.image)
-    lengths = len(condition.text), image, len(condition.timesteps)
-    return [
-        *sample.size,
-        *lengths,
-        _TYPES.index(condition.text.dtype),
-        struct.unpack("q", struct.pack("d", latest))[0],
-    ]
+def _enabled(model: Any) -> tuple[Any, Packing, AttentionSession]:
+    """Returns the transformer of a model, its packing and session. Patches it at its first packed call.
 
-
-def _transformer_of(model: Any) -> tuple[Any, Packing]:
-    """Returns the transformer of a model, and its packing. Raises UserError for one that takes one size at a time."""
+    Raises UserError for one that takes one size at a time, or on which db-SP is not enabled.
+    """
     transformer = model.module if isinstance(model, DistributedDataParallel) else model
     architecture_of(transformer)  # raises for one that db-SP does not know
-    packing = packing_of(transformer)
+    packing = next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)
     if packing is None:
         raise UserError(f"{type(transformer).__name__} takes one size at a time; several take {', '.join(PACKINGS)}")
     if getattr(transformer, "is_cache_enabled", False):
         raise UserError("a step cache compares one sequence with itself; call disable_cache before several are packed")
-    return transformer, packing
-
-
-def _session_of(transformer: Any) -> AttentionSession | None:
-    """Returns a transformer's session, or None if db-SP is not enabled on it."""
     state = attached_to(transformer)
-    return (
-        None
-        if state is None
-        else next(session for attached_transformer, session in state.sessions if attached_transformer is transformer)
-    )
+    if state is None:
+        raise UserError("samples of several sizes need db-SP on the transformer; call dbsp_diffusers.enable first")
+    packing.attach(transformer, state.patches)
+    return transformer, packing, state.sessions[transformer]

@@ -5,9 +5,9 @@ Flux has images alone, of 2 × 2 latents a token, with text first; HunyuanVideo 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,14 +25,6 @@ Attend = Callable[[Any, torch.Tensor, torch.Tensor, Rotary], tuple[torch.Tensor,
 """(attention module, video [1, v, C], text [1, t, C], rotary) -> the same tokens of video and of text, attended."""
 
 
-class _Run(NamedTuple):
-    """Tokens that one call of an attention module is given: all of this rank's, or those of one sequence."""
-
-    video: slice  # Their slots within their streams
-    text: slice  # Their slots within their streams
-    rotary: Rotary  # Theirs
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class JointPass(BlockPass):
     """Inputs of blocks in addition to this rank's n tokens."""
@@ -40,17 +32,7 @@ class JointPass(BlockPass):
     temb: torch.Tensor  # float[R, C], the embedded conditions of the R sequences that are present
     ids: torch.Tensor  # int64[n], each token's row
     here: TokenMap  # Slots of each stream
-    runs: Sequence[_Run]  # Runs of tokens that attend to each other
-
-    def attend(
-        self, attention: Any, video: torch.Tensor, text: torch.Tensor, call: Attend
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Projects the attended streams from normalised ones."""
-        attended = [call(attention, video[:, run.video], text[:, run.text], run.rotary) for run in self.runs]
-        if len(attended) == 1:
-            return attended[0]
-        videos, texts = zip(*attended, strict=True)
-        return torch.cat(videos, 1), torch.cat(texts, 1)
+    rotary: Rotary  # Of those tokens that rotate
 
     def rows(self, norm: Any, count: int) -> tuple[torch.Tensor, ...]:
         """Returns the modulations [R, C] that an adaptive norm makes for each sequence, in its order."""
@@ -78,20 +60,9 @@ def joint_pass(
     here = call.here
     x = here.joined(here.by_token(text, 1, here.text).to(video.dtype), video, 1)
     rotary = here.by_token(angles, 1)
-    of_text, of_video = rotary[:, here.text], rotary[:, here.video]
-
-    def run(video: slice, text: slice) -> _Run:
-        parts = of_video[:, video]
-        cos, sin = (here.joined(of_text[:, text], parts, 1) if text_rotates else parts).unbind()
-        return _Run(video, text, (cos, sin))
-
-    if call.joint:
-        runs = [run(slice(None), slice(None))]
-    else:
-        streams = zip(here.runs(here.video), here.runs(here.text), strict=True)
-        runs = [run(slice(*of_video_run[1:]), slice(*of_text_run[1:])) for of_video_run, of_text_run in streams]
+    cos, sin = (rotary if text_rotates else rotary[:, here.video]).unbind()
     ids = to_device(np.searchsorted(here.present, here.sequence), video.device)
-    return x, JointPass(temb, ids, here, runs)
+    return x, JointPass(temb, ids, here, (cos, sin))
 
 
 def stacked_conditions(call: PackedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -128,7 +99,7 @@ def double_block(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor
         modulated(norm.norm(part), scale, shift, ids)
         for (part, ids, (shift, scale, *_)), (norm, *_) in zip(streams, norms, strict=True)
     ]
-    attended = inputs.attend(block.attn, normed[0], normed[1], attention_of_streams)
+    attended = attention_of_streams(block.attn, normed[0], normed[1], inputs.rotary)
     # 2. Feed-forward of each.
     streams_out = []
     for (part, ids, rows), (_, norm, feed_forward), attended_stream in zip(streams, norms, attended, strict=True):
@@ -142,7 +113,7 @@ def single_block(block: Any, x: torch.Tensor, inputs: JointPass, call: Attend = 
     """Runs a block with the same weights for both streams, whose attention and feed-forward are side by side."""
     shift, scale, gate = inputs.rows(block.norm, 3)
     y = modulated(block.norm.norm(x), scale, shift, inputs.ids)
-    video, text = inputs.attend(block.attn, y[:, inputs.here.video], y[:, inputs.here.text], call)
+    video, text = call(block.attn, y[:, inputs.here.video], y[:, inputs.here.text], inputs.rotary)
     both = torch.cat([inputs.here.joined(text, video, 1), block.act_mlp(block.proj_mlp(y))], 2)
     return x + scaled(block.proj_out(both), gate, inputs.ids)
 

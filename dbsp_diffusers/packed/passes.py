@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import Video
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
-from dbsp_diffusers.packed.bags import Sharing, is_text
-from dbsp_diffusers.packed.samples import Condition, PackedBatch, SampleSpec, Size
+from dbsp_diffusers.packed.samples import Condition, PackedBatch, SampleSpec, Sharing, Size
 from dbsp_diffusers.packed.token_map import TokenMap, sample_exchange
 from dbsp_diffusers.patching import PatchSet
 
@@ -26,6 +23,8 @@ class BlockPass:
     """Inputs of every block in one packed pass, in addition to this rank's tokens; each model has its own."""
 
 
+_ATTACHED = "_dbsp_packed"
+"""Attribute of a transformer that can be called with packed input, as its blocks can."""
 BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 """(block, tokens [1, n, C], `BlockPass`) -> tokens [1, n, C]"""
 
@@ -39,7 +38,6 @@ class PackedCall:
     texts: Sequence[int]  # Each sequence's tokens of text within self-attention's sequence
     conditions: Mapping[int, Condition]  # Conditions of each sequence that has tokens here
     here: TokenMap  # This rank's tokens
-    joint: bool  # True if db-SP computes self-attention, over all ranks' tokens; else sequence by sequence
 
 
 @dataclass(frozen=True)
@@ -66,25 +64,18 @@ class Packing:
     unpatchified: Callable[[torch.Tensor, Size, Size], torch.Tensor]
     token_flops: Callable[[Any], float]
 
-    def alone(self, transformer: Any, batch: PackedBatch) -> list[Any]:
-        """Predicts on one process, without db-SP, by the model's own attention, sequence by sequence."""
-        streams = architecture_of(transformer).text
-        videos = tuple(self.videos(transformer, batch))
-        text = is_text(videos)
-        layout = SequenceLayout.contiguous(len(text), 1).with_streams(text, streams)
-        first = {None: 0, "first": int(text.sum()), "last": int((~text).sum())}[streams]
-        sharing = Sharing(SequenceGroup(0, 1), layout, len(text), first)
-        return self._predictions(transformer, replace(batch, videos=videos), sharing, joint=False)
-
     def attach(self, transformer: Any, patches: PatchSet) -> None:
-        """Lets a transformer and its blocks be called with packed input too.
+        """Lets a transformer and its blocks be called with packed input too, if they cannot yet.
 
         The blocks themselves are called, so that what hangs on them (FSDP, activation checkpointing) keeps working.
         """
+        if _ATTACHED in vars(transformer):
+            return
+        patches.set_attribute(transformer, _ATTACHED, True)
 
         def forward(own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], PackedBatch) and args[0].sharing is not None:
-                return self._predictions(transformer, args[0], args[0].sharing, joint=True)
+                return self._predictions(transformer, args[0], args[0].sharing)
             return own_forward(*args, **kwargs)
 
         patches.replace_forward(transformer, forward)
@@ -98,28 +89,25 @@ class Packing:
             return [Video(grid) for grid in grids]
         return [Video(grid, text) for grid, text in zip(grids, batch.texts, strict=True)]
 
-    def _predictions(self, transformer: Any, batch: PackedBatch, sharing: Sharing, joint: bool) -> list[Any]:
+    def _predictions(self, transformer: Any, batch: PackedBatch, sharing: Sharing) -> list[Any]:
         """Returns this rank's predictions, [C, F, H, W] a sample, a 0 that depends on all, and `sharing`. Collective.
 
-        Args:
-            sharing: Layout of the packed tokens within the blocks.
-            joint: True if db-SP is enabled.
+        `sharing` is the layout of the packed tokens within the blocks.
         """
         spec, videos = self.spec(transformer.config), batch.videos
         grids, texts = [video.thw for video in videos], [video.text for video in videos]
         tokens = [video.grid_tokens for video in videos]
         here = TokenMap.from_sharing(sharing, [video.tokens for video in videos], architecture_of(transformer).text)
         # 1. This rank's samples as tokens, and the exchange to the layout.
-        exchange = sample_exchange(batch, sharing, here, spec)
+        exchange = sample_exchange(batch, sharing, here)
         x = exchange.take(self._embedded(transformer, batch, spec))
         # 2. Text, timesteps and prompts of the sequences that have tokens here.
-        call = PackedCall(batch.sizes, grids, texts, exchange.conditions, here, joint)
+        call = PackedCall(batch.sizes, grids, texts, exchange.conditions, here)
         x, inputs = self.begin(transformer, x, call)
         # 3. Blocks.
         checkpointed = torch.is_grad_enabled() and transformer.gradient_checkpointing
-        for block, packed in self.blocks(transformer):
-            run = block if joint else partial(packed, block)
-            x = transformer._gradient_checkpointing_func(run, x, inputs) if checkpointed else run(x, inputs)
+        for block, _ in self.blocks(transformer):
+            x = transformer._gradient_checkpointing_func(block, x, inputs) if checkpointed else block(x, inputs)
         # 4. Output, back with the ranks that gave the samples.
         values = exchange.gather(self.output(transformer, x, inputs))[0]
         parts = zip(

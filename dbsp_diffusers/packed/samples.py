@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.cost.sequence_cost import LayerSize
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import Video
 from dbsp_core.planning.bags import BagConfig
+from dbsp_core.planning.sequences import SequencePlan
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.packed.bags import Sharing
 
 Size = tuple[int, int, int]
 """Frames, rows and columns."""
@@ -93,6 +97,42 @@ class PackedSample:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class Sharing:
+    """The layout of the tokens of a packed call, as one rank sees it.
+
+    Attributes:
+        group: The ranks among which the sequences are distributed.
+        layout: Layout of the tokens on them.
+        slots: This rank's, padding included.
+        first_stream: Number of them in the stream that comes first, if text is in the sequence; else 0.
+        session: That of this rank's bag; None: it has no sequences.
+        plan: The bag of each sequence; None: all ranks share in each.
+    """
+
+    group: SequenceGroup
+    layout: SequenceLayout
+    slots: int
+    first_stream: int = 0
+    session: AttentionSession | None = None
+    plan: SequencePlan | None = None
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float | None = None,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Computes attention as the session; that of padding without sequences, as all ranks use all parameters."""
+        if self.session is None:
+            return F.scaled_dot_product_attention(q, k, v, scale=scale)
+        return self.session.attend(layer, q, k, v, scale=scale, gate=gate)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
     """Inputs of a transformer's call for several samples at once.
 
@@ -102,8 +142,7 @@ class PackedBatch:
         device: Device of the samples.
         timestep: The largest of all, or another number that falls from step to step of a denoising.
         loaders: By sequence, the rank that is given it; None: every rank is given all.
-        lengths: By sequence, tokens of text and of image, and number of timesteps, where loaders differ.
-        text_type: Dtype of text, image and pooled embeddings, if loaders differ.
+        kinds: By sequence, shape and dtype of each tensor of its `Condition`, by name, where loaders differ.
         debug: True if all ranks compare what they exchange before every exchange.
         videos: Each sequence as attention sees it.
         bags: Bags among which sequences are distributed; None: all ranks share in each.
@@ -116,8 +155,7 @@ class PackedBatch:
     device: torch.device
     timestep: torch.Tensor | float
     loaders: tuple[int, ...] | None = None
-    lengths: tuple[Size, ...] = ()
-    text_type: torch.dtype = torch.float32
+    kinds: tuple[Mapping[str, tuple[list[int], torch.dtype]], ...] = ()
     debug: bool = False
     videos: tuple[Video, ...] = ()
     bags: BagConfig | None = None
@@ -129,7 +167,7 @@ class PackedBatch:
         """Each sequence's tokens of text."""
         if self.loaders is None:
             return [len(sample.text) for sample in self.samples]
-        return [text for text, _, _ in self.lengths]
+        return [kinds["text"][0][0] for kinds in self.kinds]
 
     def grids(self, patch: Sequence[int]) -> list[Size]:
         """Returns each sequence's token grid (t, h, w)."""
@@ -154,8 +192,8 @@ def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
         return f"latents must have one frame, as this model makes images; got {latents.shape[1]}"
     if any(side % part for side, part in zip(sample.size, spec.patch, strict=True)):
         return f"latents of {list(sample.size)} do not divide into patches of {list(spec.patch)}"
-    if text.ndim != 2 or text.shape[1] != spec.text or not len(text):
-        return f"text must be [tokens, {spec.text}], got {list(text.shape)}"
+    if text.ndim != 2 or text.shape[1] != spec.text or not len(text) or not text.is_floating_point():
+        return f"text must be float[tokens, {spec.text}], got {text.dtype} {list(text.shape)}"
     for what, field, value, taken in (
         ("image embeddings are", "image", sample.image, spec.image is not None),
         ("the pooled text embedding is", "pooled", sample.pooled, spec.pooled is not None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -13,8 +14,8 @@ import torch.nn.functional as F
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.comm.redistribution import Redistribution
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
-from dbsp_diffusers.packed.bags import Sharing, is_text
-from dbsp_diffusers.packed.samples import Condition, PackedBatch, SampleSpec, Size
+from dbsp_diffusers.packed.bags import is_text
+from dbsp_diffusers.packed.samples import Condition, PackedBatch, Sharing
 from dbsp_kernels.segments import to_device
 
 
@@ -60,18 +61,12 @@ class TokenMap:
         """The sequences that the rank has tokens of, ascending."""
         return [int(each) for each in np.unique(self.sequence)]
 
-    def runs(self, slots: slice = slice(None)) -> list[tuple[int, int, int]]:
-        """Returns (index in `present`, first slot, one past the last) of each run of one sequence's tokens, by slot.
-
-        Args:
-            slots: Counted from the first of these.
-        """
-        ids = np.searchsorted(self.present, self.sequence[slots])
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Returns (index in `present`, first slot, one past the last) of each run of one sequence's tokens."""
+        ids = np.searchsorted(self.present, self.sequence)
         starts = np.flatnonzero(np.diff(ids, prepend=-1))
-        return [
-            (int(ids[first]), int(first), int(last))
-            for first, last in zip(starts, [*starts[1:], len(ids)], strict=True)
-        ]
+        ends = [*starts[1:], len(ids)]
+        return [(int(ids[first]), int(first), int(last)) for first, last in zip(starts, ends, strict=True)]
 
     def joined(self, text: torch.Tensor, video: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns the two streams' tensors in the order of their slots."""
@@ -117,12 +112,10 @@ class SampleExchange:
     gather: Move  # Moves tokens of video back to the samples
 
 
-def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap, spec: SampleSpec) -> SampleExchange:
+def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap) -> SampleExchange:
     """Builds the exchange of one packed pass. Collective if ranks are given samples of their own.
 
-    Args:
-        here: This rank's tokens.
-        spec: Inputs that the transformer takes.
+    `here` are this rank's tokens.
     """
     grids = [video.grid_tokens for video in batch.videos]
     layout, group = _layout_of_grids(sharing.layout, is_text(batch.videos)), sharing.group
@@ -137,7 +130,7 @@ def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap, spec: 
     redistribution = Redistribution.between(
         source, layout, group, source_slots=held, target_slots=slots, debug=batch.debug
     )
-    conditions = _exchanged_conditions(batch, mine, group, here.owners, spec)
+    conditions = _exchanged_conditions(batch, mine, group, here.owners)
     return SampleExchange(mine, conditions, partial(redistribution.there, dim=1), partial(redistribution.back, dim=1))
 
 
@@ -169,7 +162,7 @@ def _of_all(layout: SequenceLayout, group: SequenceGroup, slots: int, device: to
 
 
 def _exchanged_conditions(
-    batch: PackedBatch, mine: Sequence[int], group: SequenceGroup, present: np.ndarray, spec: SampleSpec
+    batch: PackedBatch, mine: Sequence[int], group: SequenceGroup, present: np.ndarray
 ) -> dict[int, Condition]:
     """Sends sequences' conditions from the ranks that are given them to those that have tokens of the sequence.
 
@@ -179,50 +172,35 @@ def _exchanged_conditions(
         mine: The sequences of this rank's samples.
         present: bool[ranks, sequences], which rank has tokens of which sequence.
     """
-    parts = [_parts(lengths, spec, batch.text_type) for lengths in batch.lengths]
-    sizes = [[numbers * kind.itemsize for numbers, kind in each] for each in parts]
-    of_own = dict(zip(mine, batch.samples, strict=True))
-    sent = [[each for each in mine if present[rank, each]] for rank in range(group.size)]
-    received = [
-        [each for each, loader in enumerate(batch.loaders or ()) if loader == rank and present[group.rank, each]]
-        for rank in range(group.size)
+    # 1. Each sequence's tensors as bytes, to each rank that has tokens of it.
+    of_own = {sequence: vars(sample.condition) for sequence, sample in zip(mine, batch.samples, strict=True)}
+    sent = [[sequence for sequence in mine if present[rank, sequence]] for rank in range(group.size)]
+    received: list[list[int]] = [[] for _ in range(group.size)]
+    for sequence, loader in enumerate(batch.loaders or ()):
+        if present[group.rank, sequence]:
+            received[loader].append(sequence)
+    payload = [
+        value.detach().contiguous().view(torch.uint8).flatten()
+        for sequences in sent
+        for sequence in sequences
+        for value in of_own[sequence].values()
+        if value is not None
     ]
-    payload = [_as_bytes(of_own[each].condition) for those in sent for each in those]
-    together = torch.cat([torch.empty(0, dtype=torch.uint8, device=batch.device), *payload])
+    sizes = [[math.prod(shape) * dtype.itemsize for shape, dtype in kinds.values()] for kinds in batch.kinds]
     received_bytes, sent_bytes = (
-        [sum(sum(sizes[each]) for each in those) for those in way] for way in (received, sent)
+        [sum(sum(sizes[sequence]) for sequence in sequences) for sequences in way] for way in (received, sent)
     )
+    together = torch.cat([torch.empty(0, dtype=torch.uint8, device=batch.device), *payload])
     came = group.all_to_all(together, received_bytes, sent_bytes)
-    sequences = [each for those in received for each in those]
+    # 2. The tensors again, on storage of their own.
+    sequences = [sequence for of_rank in received for sequence in of_rank]
     conditions = {}
-    for sequence, own_bytes in zip(sequences, came.split([sum(sizes[each]) for each in sequences]), strict=True):
-        text, image, pooled, times, guidance = (
-            part.clone().view(kind)
-            for part, (_, kind) in zip(own_bytes.split(sizes[sequence]), parts[sequence], strict=True)
-        )
+    for sequence, of_sequence in zip(sequences, came.split([sum(sizes[each]) for each in sequences]), strict=True):
+        kinds, parts = batch.kinds[sequence], of_sequence.split(sizes[sequence])
         conditions[sequence] = Condition(
-            times,
-            text.view(-1, spec.text),
-            None if spec.image is None else image.view(-1, spec.image),
-            None if spec.pooled is None else pooled,
-            guidance if spec.guidance else None,
+            **{
+                name: part.clone().view(dtype).view(shape)
+                for (name, (shape, dtype)), part in zip(kinds.items(), parts, strict=True)
+            }
         )
     return conditions
-
-
-def _parts(lengths: Size, spec: SampleSpec, text_type: torch.dtype) -> list[tuple[int, torch.dtype]]:
-    """Packs (numbers, dtype) of a condition's text, image, pooled text, timesteps and guidance, in byte order."""
-    text, image, times = lengths
-    return [
-        (text * spec.text, text_type),
-        (image * (spec.image or 0), text_type),
-        (spec.pooled or 0, text_type),
-        (times, torch.float64),
-        (int(spec.guidance), torch.float64),
-    ]
-
-
-def _as_bytes(condition: Condition) -> torch.Tensor:
-    parts = [condition.text, condition.image, condition.pooled, condition.timesteps.double()]
-    parts.append(None if condition.guidance is None else condition.guidance.double())
-    return torch.cat([part.detach().contiguous().view(torch.uint8).flatten() for part in parts if part is not None])

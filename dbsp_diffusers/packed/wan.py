@@ -35,7 +35,6 @@ class _Pass(BlockPass):
         prompts: float[1, m, C] each, text (and image) of the sequences that are present.
         runs: (index in `prompts`, first token, one past the last) of each run of one sequence's tokens.
         rotary: Cosines and sines, [1, n, 1, D].
-        joint: True if db-SP computes self-attention, over all ranks' tokens; else runs are whole sequences.
     """
 
     temb: torch.Tensor
@@ -44,18 +43,10 @@ class _Pass(BlockPass):
     prompts: Sequence[torch.Tensor]
     runs: Sequence[tuple[int, int, int]]
     rotary: tuple[torch.Tensor, torch.Tensor]
-    joint: bool
 
     def by_run(self, part: Callable[[int, slice], torch.Tensor]) -> torch.Tensor:
         """Joins part(index in `prompts`, the run's tokens) of all runs."""
         return torch.cat([part(index, slice(first, last)) for index, first, last in self.runs], 1)
-
-    def self_attention(self, attention: Any, x: torch.Tensor) -> torch.Tensor:
-        if self.joint:
-            whole: torch.Tensor = attention(x, None, None, self.rotary)
-            return whole
-        cos, sin = self.rotary
-        return self.by_run(lambda _, run: attention(x[:, run], None, None, (cos[:, run], sin[:, run])))
 
 
 def _embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -93,7 +84,7 @@ def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.T
     rotary = here.by_token(angles, 1)
     rows = torch.cat(modulations)
     cos, sin = rotary.split(1, 2)
-    return x, _Pass(torch.cat(embedded), rows, ids, prompts, here.runs(), (cos, sin), call.joint)
+    return x, _Pass(torch.cat(embedded), rows, ids, prompts, here.runs(), (cos, sin))
 
 
 def _output(transformer: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
@@ -110,7 +101,7 @@ def _block(block: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + here.rows.float()).unbind(1)
     # 2. Self-attention within each sequence.
     y = modulated(block.norm1(x.float()), scale, shift, here.ids).type_as(x)
-    y = here.self_attention(block.attn1, y)
+    y = block.attn1(y, None, None, here.rotary)
     x = (x.float() + scaled(y, gate, here.ids)).type_as(x)
     # 3. Cross-attention of each sequence to its own prompt.
     y = block.norm2(x.float()).type_as(x)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -41,22 +40,15 @@ def _answer(
     return _attends[int(number)](q, k, v, scale=scale, **gated)
 
 
-def _outside_cuda_graphs() -> dict[str, Any]:
-    """Returns the options of an operator that keep it out of CUDA graphs, which would replay a plan and its sizes.
-
-    Where torch does not have the tag, the operator's argument on the host keeps the whole graph that it is in out.
-    """
-    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if tag is None or "tags" not in inspect.signature(torch.library.custom_op).parameters:
-        return {}
-    return {"tags": (tag,)}
+_TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
+"""Keeps the operator out of CUDA graphs, which would replay a plan and its sizes; torch has it from 2.9 on."""
 
 
 @torch.library.custom_op(
     "dbsp::attend",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor number, float? scale, Tensor? gate) -> Tensor",
-    **_outside_cuda_graphs(),
+    **_TAGS,
 )
 def _attend(*call: Any) -> torch.Tensor:
     """Calls a function of `_attends`. A number as int would have each layer compiled by itself, so it is a tensor."""
@@ -151,8 +143,9 @@ def intercept_attention(
 ) -> None:
     """Lets `attend` compute the attention inside one attention module, whose projections and norms stay.
 
-    The module raises ValueError, before anything is exchanged, when its attention is not reached: another backend
-    would silently attend to only this rank's tokens.
+    While it runs, diffusers' backend is "native", which calls torch's scaled_dot_product_attention; the one that
+    `set_attention_backend` has set is that of other modules. The module raises UserError when its attention is not
+    reached: it would silently attend to only this rank's tokens.
 
     Args:
         attend: Called with q, k, v [B, H, n, D] and scale=…; within torch.compile it is one operator, without a break.
@@ -168,7 +161,7 @@ def intercept_attention(
     def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         mode = SdpaOverride(number, any_mask, other_keys, None if gate is None else gate(hidden))
-        with mode:
+        with mode, _native_backend(getattr(attention, "processor", None)):
             output = forward(*args, **kwargs)
         if mode.calls != 1 and not (mode.calls == 0 and kwargs.get(skipped_by, False)):
             raise UserError(
@@ -182,48 +175,19 @@ def intercept_attention(
     patches.replace_forward(attention, intercepted)
 
 
-_MISSING = object()
-
-
-class NativeBackend:
-    """Keeps the processors of self-attention at backend "native", which calls torch's scaled_dot_product_attention.
-
-    A processor that other attention modules of the transformer have, too, is copied for self-attention.
-    """
-
-    def __init__(self, transformer: nn.Module, self_attentions: Sequence[nn.Module], patches: PatchSet) -> None:
-        self._users: dict[int, tuple[Any, Any]] = {}
-        """Each processor, by its id, with the backend that was set last."""
-        ours = set(map(id, self_attentions))
-        others = {id(getattr(part, "processor", None)) for part in transformer.modules() if id(part) not in ours}
-        for attention in self_attentions:
-            processor = getattr(attention, "processor", None)
-            if id(processor) in others and processor is not None and not isinstance(processor, nn.Module):
-                patches.set_attribute(attention, "processor", copy.copy(processor))
-        self._self_attentions = self_attentions
-        patches.on_detach(self._release)
-        self.pin()
-
-    def pin(self) -> None:
-        """Sets "native" again: `set_attention_backend`, called since, then means the other attention modules."""
-        native = _native()
-        for attention in self._self_attentions:
-            processor: Any = getattr(attention, "processor", None)
-            if hasattr(processor, "_attention_backend") and vars(processor).get("_attention_backend") is not native:
-                self._users[id(processor)] = processor, vars(processor).get("_attention_backend", _MISSING)
-                processor._attention_backend = native
-
-    def _release(self) -> None:
-        self.pin()  # a backend that was set since the last pass is the user's, too
-        for processor, backend in self._users.values():
-            if backend is _MISSING:
-                del processor._attention_backend
-            else:
-                processor._attention_backend = backend
-        self._users.clear()
-
-
-def _native() -> Any:
-    """Returns the native backend as a member of diffusers' enumeration, which torch.compile need not look up."""
-    names = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "AttentionBackendName", None)
-    return "native" if names is None else names("native")
+@contextmanager
+def _native_backend(processor: Any) -> Iterator[None]:
+    """Sets a processor's backend to "native", as a member of the enumeration, which torch.compile need not look up."""
+    if not hasattr(processor, "_attention_backend"):
+        yield
+        return
+    backend, names = processor._attention_backend, sys.modules.get("diffusers.models.attention_dispatch")
+    native = getattr(names, "AttentionBackendName", None)
+    processor._attention_backend = "native" if native is None else native("native")
+    try:
+        yield
+    finally:
+        if backend is getattr(type(processor), "_attention_backend", None):
+            del processor._attention_backend
+        else:
+            processor._attention_backend = backend

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.runtime.forward_passes import ForwardPass, ForwardPasses
+from dbsp_core.runtime.forward_passes import ForwardPasses
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
@@ -24,7 +24,8 @@ class Checkpoints:
     """
 
     def __init__(self, transformer: nn.Module, passes: ForwardPasses, patches: PatchSet) -> None:
-        self._transformer, self._passes, self._attached = transformer, passes, True
+        self.passes, self.attached = passes, True
+        self._transformer = transformer
         patches.on_detach(self._release)
 
     def follow(self) -> None:
@@ -36,28 +37,12 @@ class Checkpoints:
                     setattr(module, name, _Checkpoint(function, self))
 
     def _release(self) -> None:
-        self._attached = False
+        self.attached = False
         for module in self._transformer.modules():
             for name in _FUNCTIONS:
                 function = vars(module).get(name)
                 if isinstance(function, _Checkpoint) and function.checkpoints is self:
                     setattr(module, name, function.function)
-
-    def run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the function as a part of the pass that runs now."""
-        return _OfPass(function, self, self._passes.now)
-
-    def recompute(
-        self, forward_pass: ForwardPass, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Computes a part of an earlier pass again."""
-        if not self._attached:
-            raise UserError(
-                "db-SP was disabled between a forward pass with gradient checkpointing and its backward; call "
-                "backward() before `disable`"
-            )
-        with self._passes.resumed(forward_pass):
-            return function(*args, **kwargs)
 
 
 class _Checkpoint:
@@ -68,21 +53,27 @@ class _Checkpoint:
 
     @torch.compiler.disable
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.function(self.checkpoints.run(function), *args, **kwargs)
+        return self.function(_OfPass(function, self.checkpoints), *args, **kwargs)
 
 
 class _OfPass:
     """A module or function as a checkpoint calls it: first in the forward pass, and then to compute that again."""
 
-    def __init__(self, function: Callable[..., Any], checkpoints: Checkpoints, forward_pass: ForwardPass) -> None:
-        self._function, self._checkpoints, self._pass = function, checkpoints, forward_pass
+    def __init__(self, function: Callable[..., Any], checkpoints: Checkpoints) -> None:
+        self._function, self._checkpoints, self._pass = function, checkpoints, checkpoints.passes.now
         self._was_called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._was_called:
-            return self._checkpoints.recompute(self._pass, self._function, args, kwargs)
-        self._was_called = True
-        return self._function(*args, **kwargs)
+        if not self._was_called:
+            self._was_called = True
+            return self._function(*args, **kwargs)
+        if not self._checkpoints.attached:
+            raise UserError(
+                "db-SP was disabled between a forward pass with gradient checkpointing and its backward; call "
+                "backward() before `disable`"
+            )
+        with self._checkpoints.passes.resumed(self._pass):
+            return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Returns what checkpoint functions ask of a module, such as its parameters."""

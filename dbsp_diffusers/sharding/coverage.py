@@ -38,8 +38,6 @@ class Coverage:
         self._architecture = architecture_of(transformer)
         self._reached = reached
         self._layers = {attention: layer for layer, attention in enumerate(self._attentions())}
-        self._replaced = {attention for attention in self._layers if not has_class_forward(attention)}
-        """Attention modules whose forward db-SP has replaced."""
         self._expected: dict[int, nn.Module] = {}
         """Attention modules that the current pass must reach, by layer."""
 
@@ -47,7 +45,7 @@ class Coverage:
         """Checks every forward pass from now on."""
         transformer = self._transformer
         patches.hook(transformer.register_forward_pre_hook, self._begin, with_kwargs=True, prepend=True)
-        shard_plan = self._architecture.shard_plan.for_transformer(transformer)
+        shard_plan = self._architecture.shard_plan
         # no rank may gather before its last attention
         for path in (*shard_plan.gathered, *shard_plan.gathered_early):
             for module in modules_at(transformer, path):
@@ -57,17 +55,15 @@ class Coverage:
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         require_torch_attention()
-        present = self._present()
-        unknown = [attention for attention in present if attention not in self._layers]
-        if unknown:
+        try:
+            present = self._attentions()
+        except AttributeError as error:
             raise UserError(
-                f"{self._named(unknown)} was put into the {type(module).__name__} after db-SP was enabled on it, and "
-                "would attend to one rank's tokens; make such changes before `enable`, or between `disable` and "
-                "`enable`"
-            )
-        lost = [attention for attention in present if attention in self._replaced and has_class_forward(attention)]
+                f"db-SP does not compute the attention of a layer without one ({error}): {_CAUSE}"
+            ) from error
+        lost = [attention for attention in present if attention not in self._layers or has_class_forward(attention)]
         if lost:
-            raise UserError(f"db-SP no longer computes the attention of {self._named(lost)}: {_CAUSE}")
+            raise UserError(f"db-SP does not compute the attention of {self._named(lost)}: {_CAUSE}")
         self._expected = {self._layers[attention]: attention for attention in present}
         if self._architecture.skipped_by and not (args and isinstance(args[0], PackedBatch)):
             for layer in self._architecture.skipped(signature_of(module).bind(*args, **kwargs).arguments):
@@ -77,13 +73,6 @@ class Coverage:
         """Returns the self-attention module of each layer; torch.compile may have wrapped them."""
         attentions = self._architecture.attentions_of(self._transformer)
         return [getattr(attention, "_orig_mod", attention) for attention in attentions]
-
-    def _present(self) -> list[nn.Module]:
-        """Returns the transformer's self-attention modules now."""
-        try:
-            return self._attentions()
-        except AttributeError as error:
-            raise UserError(f"a layer was put into the transformer after db-SP was enabled on it: {error}") from error
 
     @torch.compiler.disable
     def _require_all(self, *_: Any) -> None:

@@ -201,10 +201,6 @@ class GenerationChecks:
     def __post_init__(self) -> None:
         self.drift = Drift(self.group)
 
-    def begin_call(self) -> None:
-        """Counts a generation that begins outside a pipeline's calls. Not collective."""
-        self.calls += 1
-
     def check_call(self, generator: bool, problem: Exception | None, device: torch.device | None) -> None:
         """Begins a call of a pipeline on all ranks: they take the state of the first rank's random number generators.
 

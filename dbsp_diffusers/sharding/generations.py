@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
@@ -25,7 +24,7 @@ from dbsp_diffusers.sharding.generation_checks import (
     GenerationChecks,
     Meeting,
 )
-from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values, with_tensors
+from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values
 
 _BEGIN = 2
 """Passes that a generation begins with: with guidance, those of its first step."""
@@ -77,12 +76,10 @@ class Generations:
         self._pipe = pipe
         self._call: object = None
         """A new object for each call of the pipeline; None outside of calls."""
-        self._begun = self._timesteps if _is_called(pipe) else None
-        """Timesteps of the pipeline's call that db-SP was enabled in, if any."""
         self._ended: Any = None
         """Timesteps of the pipeline's last call."""
-        self._second_pass: bool | None = None
-        """True if the arguments of the pipeline's call ask for a second CFG pass; None if they do not say."""
+        self._second_pass = False
+        """True if the arguments of the pipeline's call ask for a second CFG pass."""
         self._seen: object = object()
         """The generation that the last pass was in."""
         self._timestep: float | None = None
@@ -190,13 +187,7 @@ class Generations:
 
     def progress(self) -> Progress:
         """Returns what the pipeline says of its denoising."""
-        index = self._index
-        if self._call is not None:
-            return Progress(self._call, index)
-        timesteps = self._timesteps
-        if self._begun is None or timesteps is not self._begun or index is None or index >= len(timesteps):
-            return Progress(timesteps)
-        return Progress(timesteps, index, getattr(self._scheduler, "begin_index", None) or 0)
+        return Progress(self._timesteps) if self._call is None else Progress(self._call, self._index)
 
     def steps(self) -> int | None:
         """Returns the number of steps of the current generation; None before it is known, and without a pipeline.
@@ -222,8 +213,8 @@ class Generations:
         """True within a call of the pipeline."""
         return self._call is not None
 
-    def has_second_pass(self) -> bool | None:
-        """Returns True if the pipeline runs a second CFG pass in the current step; None if it does not say.
+    def has_second_pass(self) -> bool:
+        """Returns True if the pipeline says that it runs a second CFG pass in the current step.
 
         Outside the pipeline's calls, passes in the cache contexts of CFG are expected to come in pairs.
         """
@@ -231,8 +222,7 @@ class Generations:
             return True
         guider = getattr(self._pipe, "guider", None)
         if guider is not None:
-            is_enabled = getattr(guider, "_is_cfg_enabled", None)
-            return None if is_enabled is None else bool(is_enabled())
+            return bool(guider._is_cfg_enabled()) if hasattr(guider, "_is_cfg_enabled") else False
         guided = getattr(self._pipe, "do_classifier_free_guidance", None)
         return guided if isinstance(guided, bool) else self._second_pass
 
@@ -288,9 +278,8 @@ class Generations:
         self.checks.drift.begin_pass()
         # 2. What it is given.
         sample = next(iter(inputs))
-        latents = dict(named_tensors(sample, sample_of(inputs)))
         others = {name: value for name, value in inputs.items() if name != sample}
-        conditions = dict(named for name, value in others.items() for named in named_tensors(name, value))
+        latents, conditions = named_tensors({sample: inputs[sample]}), named_tensors(others)
         plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
         tensors = latents | conditions
         # 3. Whether ranks compare it.
@@ -324,7 +313,14 @@ class Generations:
         if checks.group.size == 1:
             return begun.arguments, None
         if begun.compared:
-            values, meeting = self._compare(begun, checks)
+            guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
+            values, meeting = checks.compare(
+                steps=(self.steps(), begun.number, guidance),
+                plain={name: value for name, value in begun.plain.items() if name != "return_dict"},
+                latents=begun.latents,
+                conditions=begun.conditions,
+                begins=begun.number < _BEGIN,
+            )
         else:
             values = checks.first_rank_values(tensors)
             for number, (mine, first) in enumerate(zip(tensors, values, strict=True)):
@@ -342,7 +338,8 @@ class Generations:
             for mine, first in zip(tensors, values, strict=True)
             if first is not mine
         }
-        return (with_tensors(args, replaced), with_tensors(kwargs, replaced)), meeting
+        with_first = tree_map_only(torch.Tensor, lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
+        return with_first, meeting
 
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
         """Returns True if a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
@@ -354,19 +351,12 @@ class Generations:
             before, self._timestep = self._timestep, first_value(timestep)
             first = first or (before is not None and self._timestep > before)
         if first:
-            self.checks.begin_call()
+            self.checks.calls += 1
         return first
 
-    def _compare(self, begun: Pass, checks: GenerationChecks) -> tuple[list[torch.Tensor], Meeting]:
-        """Returns the first rank's tensors of a pass, and what ranks have to compare of their own. Collective."""
-        guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
-        steps = self.steps(), begun.number, guidance
-        plain = {name: value for name, value in begun.plain.items() if name != "return_dict"}
-        return checks.compare(steps, plain, begun.latents, begun.conditions, begins=begun.number < _BEGIN)
 
-
-def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool | None:
-    """Returns True if the arguments of a pipeline's call ask for a second CFG pass, by diffusers' rule; else None.
+def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool:
+    """Returns True if the arguments of a pipeline's call ask for a second CFG pass, by diffusers' rule.
 
     For pipelines that keep the decision to themselves: those with `true_cfg_scale`, and Ovis-Image's.
     """
@@ -374,14 +364,4 @@ def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool | None:
     pooled = arguments.get("negative_pooled_prompt_embeds", True)  # where the call takes them, both are needed
     embedded = arguments.get("negative_prompt_embeds") is not None and pooled is not None
     has_negative = arguments.get("negative_prompt") is not None or embedded
-    return True if isinstance(scale, (int, float)) and scale > 1 and has_negative else None
-
-
-def _is_called(pipe: Any) -> bool:
-    """Returns True if a pipeline's `__call__` is running in this thread."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and pipe is not None:
-        if frame.f_code.co_name == "__call__" and frame.f_locals.get("self") is pipe:
-            return True
-        frame = frame.f_back
-    return False
+    return isinstance(scale, (int, float)) and scale > 1 and has_negative

@@ -19,14 +19,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
+from dbsp_diffusers.devices import require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of
+from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, cache_contexts
 from dbsp_diffusers.sharding.generation_checks import CONDITIONS_DRIFT, LATENTS_DRIFT, GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations, Pass
-from dbsp_diffusers.sharding.halves import Halves
 from dbsp_diffusers.sharding.step_caches import names_of_caches
 from dbsp_kernels.segments import to_device
 
@@ -51,10 +53,70 @@ _NO_SECOND = (
     "so that half of the ranks have no output of it; leave `guidance` out, or run passes that have no second one "
     "outside of transformer.cache_context"
 )
+GUIDANCE_DIFFERS = "guidance differs on rank(s) {}; give all ranks the same"
 _PASSES_DIFFER = (
     "guidance parallelism: the arguments of a CFG pass, or the shapes of its tensors, differ on rank(s) {}; give all "
     "ranks the same"
 )
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The two halves of the ranks that make one video."""
+
+    ranks: SequenceGroup  # All ranks
+    half: SequenceGroup  # This rank's half
+
+    @classmethod
+    def of(cls, guidance: object, model: Any, ranks: SequenceGroup) -> Halves:
+        """Returns the halves of the ranks that run a pipeline or transformer. Collective.
+
+        Args:
+            guidance: What the user gave, which must be True.
+
+        Raises:
+            UserError: On all ranks, for an odd number of them or a model that runs guidance in another way.
+        """
+        problem: Exception | None = None
+        device = (-1, 0)
+        try:
+            _require_halves(guidance, model, ranks.size)
+            device = use_model_device(transformers_of(model).values(), ranks)  # on which a half's communicator is made
+        except Exception as error:  # any error: this rank must not stop alone
+            problem = error
+        numbers = check_consistent(ranks.control(), problem, {GUIDANCE_DIFFERS: 1}, numbers=device)
+        require_own_gpus(ranks, numbers)
+        size = ranks.size // 2
+        return cls(ranks, ranks.part(size * (ranks.rank // size), size))
+
+    @property
+    def second(self) -> bool:
+        """True if this rank is in the second half."""
+        return self.ranks.rank >= self.half.size
+
+    def exchange(self, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the tensors of the first and the second half, of one shape and dtype. Collective.
+
+        Each rank exchanges its tensor with one rank of the other half.
+        """
+        splits = [0] * self.ranks.size
+        splits[(self.ranks.rank + self.half.size) % self.ranks.size] = mine.numel()
+        other = self.ranks.all_to_all(mine.reshape(-1), splits, splits).view(mine.shape)
+        return (other, mine) if self.second else (mine, other)
+
+
+def _require_halves(guidance: object, model: Any, size: int) -> None:
+    """Raises UserError unless two halves of `size` ranks can share a model's CFG passes."""
+    if guidance is not True:
+        raise UserError(f"guidance must be True or False, got {guidance!r}")
+    if size % 2:
+        raise UserError(f"guidance=True halves the ranks, and there are {size}; use an even number of ranks")
+    for transformer in transformers_of(model).values():
+        if architecture_of(transformer).guidance is None:
+            raise UserError(
+                f"guidance=True: db-SP does not know how pipelines run the two CFG passes of "
+                f"{type(transformer).__name__}; leave guidance out"
+            )
 
 
 @dataclass(frozen=True)
@@ -78,15 +140,9 @@ class GuidedCalls:
     always: bool  # True if ranks compare the inputs of every call
     _first: _First | None = None
     """The pass whose second one must come next."""
-    _unshared: tuple[object, ...] = ()
-    """Generation, step and context of the last pass that all ranks have computed, as it may be the first of two."""
-    _paired: int | None = None
-    """The generation in which all ranks have computed two passes of a step, which the pipeline had not announced."""
     _entered: Callable[[], str | None] = lambda: None
     """Returns the name of the cache context that is entered."""
     _warned: bool = False
-    _compiled: Callable[..., Any] | None = None
-    """What `transformer.compile()` has made of a call."""
 
     def __post_init__(self) -> None:
         self._checks = GenerationChecks(self.halves.half)
@@ -95,23 +151,12 @@ class GuidedCalls:
     def attach(self, patches: PatchSet) -> None:
         """Takes over the transformer's calls, with all hooks. Call it once everything else is attached.
 
-        `transformer.compile()`, called before or after, compiles what one half computes.
+        Compiled blocks stay compiled; what `transformer.compile()` makes of a whole call is not used.
         """
         self._entered = cache_contexts(self.transformer, patches)
-        self._compiled = compiled = self.transformer._compiled_call_impl
-
-        def compile_calls(*args: Any, **kwargs: Any) -> None:
-            self._compiled = torch.compile(MethodType(nn.Module._call_impl, self.transformer), *args, **kwargs)
-
-        def stay_compiled() -> None:
-            if self._compiled is not compiled:
-                self.transformer._compiled_call_impl = self._compiled
-
-        patches.on_detach(stay_compiled)
-        if compiled is not None:  # Module.__call__ would call it instead of `_call_impl`
-            patches.set_attribute(self.transformer, "_compiled_call_impl", None)
-        patches.set_attribute(self.transformer, "compile", compile_calls)
-        patches.set_attribute(self.transformer, "_call_impl", self._called)  # what Module.__call__ calls
+        # Module.__call__ calls the first of these that is not None
+        patches.set_attribute(self.transformer, "_compiled_call_impl", None)
+        patches.set_attribute(self.transformer, "_call_impl", self._called)
 
     @torch.compiler.disable
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +183,7 @@ class GuidedCalls:
             return (self._second_pass(first, shared_context, begun),)
         if is_plain and kind == "batch" and len(begun.sample) % 2 == 0:
             return (self._halved_batch(begun),)
-        if shared_context is not None and self._is_first_of_two(shared_context, begun):
+        if shared_context is not None and self.generations.has_second_pass():
             return (self._first_pass(shared_context, begun),)
         # 3. What all ranks compute, except for what step caches keep of a context in one half.
         self._warn()
@@ -163,18 +208,6 @@ class GuidedCalls:
                     f"{name}; take the cache off (transformer.disable_cache()), or enable db-SP without `guidance`"
                 )
         return caches
-
-    def _is_first_of_two(self, context: str, begun: Pass) -> bool:
-        """Returns True if the step's second CFG pass will follow this one; notes two that were not announced."""
-        place = begun.generation, begun.step_index
-        if self._unshared == (*place, _PARTNERS[context]):  # all ranks have computed the first one, too
-            self._unshared, self._paired = (), begun.generation
-            return False
-        announced = self.generations.has_second_pass()
-        if announced or (announced is None and self._paired == begun.generation):
-            return True
-        self._unshared = (*place, context)
-        return False
 
     def _first_pass(self, context: str, begun: Pass) -> torch.Tensor:
         """Returns the first call's output in the half that computes it, and NaN in the other. Collective."""
@@ -267,7 +300,7 @@ class GuidedCalls:
             cut: Returns what the transformer is given of an argument.
         """
         # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
-        compute = self._compiled or MethodType(nn.Module._call_impl, self.transformer)
+        compute = MethodType(nn.Module._call_impl, self.transformer)
         try:
             args, kwargs = arguments or self._agreed(begun, self._checks)
             return compute(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}), None

@@ -1,54 +1,33 @@
-"""The arguments of a forward pass as ranks compare and replace them."""
+"""The arguments of a forward pass: as ranks compare and replace them, and a batch of several sizes taken apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+from dbsp_core.utils.process import outside_inference
 from dbsp_diffusers.models.token_sequence import Readings
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
-def named_tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each tensor that is not empty in an argument, within lists and mappings too, with its name."""
-    if isinstance(value, torch.Tensor):
-        if value.numel() and value.layout == torch.strided and not hasattr(value, "device_mesh"):
-            yield name, value
-    elif isinstance(value, Mapping):
-        for key, element in value.items():
-            yield from named_tensors(f"{name}[{key!r}]", element)
-    elif isinstance(value, (list, tuple)):
-        for position, element in enumerate(value):
-            yield from named_tensors(f"{name}[{position}]", element)
+def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns each tensor that is not empty in a pass's arguments, within lists and mappings too, by name."""
+    return {
+        f"{name}{keystr(path)}": leaf
+        for name, value in inputs.items()
+        for path, leaf in tree_flatten_with_path(value)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout == torch.strided
+        if not hasattr(leaf, "device_mesh")
+    }
 
 
 def plain_values(value: Any) -> Any:
     """Returns what ranks compare of an argument that is not a tensor: numbers, texts, and types of other objects."""
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Mapping):
-        return [(str(key), plain_values(element)) for key, element in value.items()]
-    if isinstance(value, (list, tuple)):
-        return [plain_values(element) for element in value]
-    return type(value).__name__
-
-
-def with_tensors(value: Any, replaced: Mapping[int, torch.Tensor]) -> Any:
-    """Returns an argument with tensors replaced, by their `id`; what holds none of them is returned itself."""
-    if isinstance(value, torch.Tensor):
-        return replaced.get(id(value), value)
-    if isinstance(value, dict):
-        changed = {key: with_tensors(element, replaced) for key, element in value.items()}
-        return changed if any(changed[key] is not element for key, element in value.items()) else value
-    if isinstance(value, (list, tuple)):
-        items = [with_tensors(element, replaced) for element in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    return tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__, value)
 
 
 class Constants:
@@ -73,3 +52,60 @@ class Constants:
             known["substitute"].data.copy_(values)  # which is no new version: the values are as before
         substitute: torch.Tensor = known["substitute"]
         return substitute
+
+
+Items = tuple[int, ...]
+"""Positions of items in a batch, ascending."""
+
+_parts = Readings()
+"""By a tensor of integers its parts by items: what was read from a part once need not be again."""
+
+
+def parts_by_size(sizes: Sequence[Hashable]) -> list[Items]:
+    """Returns the items of each size, in the order in which sizes appear."""
+    items_by_size: dict[Hashable, list[int]] = {}
+    for item, size in enumerate(sizes):
+        items_by_size.setdefault(size, []).append(item)
+    return [tuple(items) for items in items_by_size.values()]
+
+
+def part_of(inputs: Mapping[str, Any], items: Items, batch: int) -> dict[str, Any]:
+    """Returns a forward pass's arguments by name for some items of a batch.
+
+    Tensors [batch, …] and lists of `batch` are taken apart; all else is passed on.
+    """
+    return {name: _taken(value, items, batch) for name, value in inputs.items()}
+
+
+def join_parts(outputs: Sequence[Any], parts: Sequence[Items]) -> Any:
+    """Returns a batch's output from those of its parts: tensors [items, …], lists, or tuples or mappings of these."""
+    first = outputs[0]
+    if isinstance(first, Mapping):
+        return type(first)(**{name: join_parts([output[name] for output in outputs], parts) for name in first})
+    if isinstance(first, tuple):
+        return tuple(join_parts(elements, parts) for elements in zip(*outputs, strict=True))
+    position = {item: (part, index) for part, items in enumerate(parts) for index, item in enumerate(items)}
+    by_item = [outputs[part][index] for part, index in (position[item] for item in sorted(position))]
+    return torch.stack(by_item) if isinstance(first, torch.Tensor) else by_item
+
+
+def _taken(value: Any, items: Items, batch: int) -> Any:
+    if isinstance(value, list) and len(value) == batch:
+        return [value[item] for item in items]
+    if not isinstance(value, torch.Tensor) or value.shape[:1] != (batch,):
+        return value
+    if value.is_floating_point():
+        return _rows(value, items)
+    known = _parts.kept_for(value)
+    if items not in known:
+        known[items] = outside_inference(_rows)(value, items)
+    return known[items]
+
+
+def _rows(value: torch.Tensor, items: Items) -> torch.Tensor:
+    """Returns some rows, as a view where they follow one another or are all the same."""
+    if value.stride(0) == 0:
+        return value[: len(items)]
+    if items[-1] - items[0] == len(items) - 1:
+        return value[items[0] : items[-1] + 1]
+    return torch.cat([value[item : item + 1] for item in items])

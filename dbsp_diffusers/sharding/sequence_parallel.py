@@ -17,8 +17,8 @@ from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_o
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import ShardSpec, TokenSequence, architecture_of
 from dbsp_diffusers.models.gates import gate_of
-from dbsp_diffusers.packed.bags import BagSessions, Sharing
-from dbsp_diffusers.packed.samples import PackedBatch
+from dbsp_diffusers.packed.bags import BagSessions
+from dbsp_diffusers.packed.samples import PackedBatch, Sharing
 from dbsp_diffusers.patching import (
     Arguments,
     PatchSet,
@@ -27,10 +27,10 @@ from dbsp_diffusers.patching import (
     signature_of,
     without_argument,
 )
-from dbsp_diffusers.sharding.attention import NativeBackend, intercept_attention
-from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
+from dbsp_diffusers.sharding.attention import intercept_attention
 from dbsp_diffusers.sharding.checkpoints import Checkpoints
 from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
+from dbsp_diffusers.sharding.pass_inputs import join_parts, part_of, parts_by_size
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
@@ -75,7 +75,7 @@ class _SequenceSharding:
         self.together = ForwardRanks(session.group, lambda: self._shards("video"), self._reached)
         self._transformer = transformer
         self._architecture = architecture_of(transformer)
-        self._shard_plan = self._architecture.shard_plan.for_transformer(transformer)
+        self._shard_plan = self._architecture.shard_plan
         self._session = session
         self._bags = BagSessions(session)
         self._parts: list[tuple[int, ...]] = []
@@ -89,7 +89,6 @@ class _SequenceSharding:
         self._caches.attach(patches)
         attentions = self._architecture.attentions_of(self._transformer)
         to_video = self._architecture.attentions_to_video_of(self._transformer)
-        self._backend = NativeBackend(self._transformer, [*attentions, *to_video], patches)
         self._branch = current_cfg_pass(self._transformer, patches)
         self._checkpoints = Checkpoints(self._transformer, self._session.passes, patches)
         self._shard_own = self._changing(self._shard_plan.inputs.get("", {}), self._shard, self._transformer)
@@ -143,7 +142,6 @@ class _SequenceSharding:
     def _begin(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
         self._caches.look()
         self._hooks.follow()
-        self._backend.pin()
         if torch.is_grad_enabled():
             self._checkpoints.follow()
         if getattr(module, "_parallel_config", None) is not None:
@@ -212,7 +210,7 @@ class _SequenceSharding:
         step: dict[str, Any] = {"timestep": self._step_of(module, batch.timestep), "cfg_branch": self._branch()}
         streams = self._architecture.text
         if batch.bags is not None and batch.layer is not None:
-            sharing = self._bags.begin(batch.bags, batch.layer, videos, batch.loaders, batch.device, streams, **step)
+            sharing = self._bags.begin(batch, batch.bags, batch.layer, streams, **step)
         else:
             layout = session.begin(*videos, device=batch.device, streams=streams, **step)
             text, grids = sum(video.text for video in videos), sum(video.grid_tokens for video in videos)

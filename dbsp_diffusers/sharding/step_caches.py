@@ -7,7 +7,6 @@ tests/diffusers/test_step_caches.py fails where another version has it otherwise
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,7 +51,7 @@ class ForwardRanks:
 
 DECIDING = "FBCHeadBlockHook"
 """diffusers' first-block cache: decides by how much the first block's residual has changed."""
-
+_DECISION = "_should_compute_remaining_blocks"
 SKIPS_NOTHING = "PeftInputAutocastDisableHook"
 IDENTICAL = {
     *("FBCBlockHook", "MagCacheHeadHook", "MagCacheBlockHook", "TaylorSeerCacheHook", "PyramidAttentionBroadcastHook"),
@@ -73,169 +72,125 @@ def may_skip(transformer: nn.Module, block: nn.Module) -> bool:
 
 def names_of_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> set[str]:
     """Returns the names of what may leave out attentions of some blocks: classes of diffusers' hooks, libraries."""
-    hooks = (hook for module in _modules_of(transformer, blocks) for hook in _skipping_hooks(module))
-    names = {type(hook).__name__ for hook in hooks} - {SKIPS_NOTHING}
+    names = {type(hook).__name__ for _, hook in _skipping_hooks(transformer, blocks)} - {SKIPS_NOTHING}
     return names | ({"cache-dit or ParaAttention"} if getattr(transformer, "_is_cached", False) else set())
 
 
+@dataclass(frozen=True, eq=False)
 class StepCaches:
     """Looks before each pass which step caches a transformer has, and lets all ranks decide together."""
 
-    def __init__(self, transformer: nn.Module, blocks: Sequence[nn.Module], together: ForwardRanks) -> None:
-        self._transformer = transformer
-        self._blocks = blocks
-        self._together = together
-        self._deciding: tuple[Any, PatchSet] | None = None
+    transformer: nn.Module
+    blocks: Sequence[nn.Module]
+    together: ForwardRanks
 
     def attach(self, patches: PatchSet) -> None:
         """Looks for the first time. What caches have kept, before and until `patches` are undone, is forgotten.
 
         Those are tensors of other tokens than in the next pass, made with another mask.
         """
-        self.look()
         patches.on_detach(self._release)
+        self.look()
         self._reset()
         patches.on_detach(self._reset)
 
     def look(self) -> None:
         """Raises UserError for a cache that cannot be made to decide consistently on all ranks."""
-        deciding = self._cache_dit()
-        for module in _modules_of(self._transformer, self._blocks):
-            for hook in _skipping_hooks(module):
-                self._require_known(hook)
-                if type(hook).__name__ == DECIDING:
-                    deciding = hook
-        if deciding is not (self._deciding and self._deciding[0]):
-            self._release()
-            if deciding is not None:
-                self._deciding = deciding, self._take_over(deciding)
-
-    def _release(self) -> None:
-        """Leaves every cache with its own decision."""
-        if self._deciding is not None:
-            self._deciding[1].detach()
-            self._deciding = None
-
-    def _reset(self) -> None:
-        """Lets diffusers' caches forget earlier passes, as its pipelines do after a call that succeeds."""
-        for module in _modules_of(self._transformer, self._blocks):
-            for hook in _skipping_hooks(module):
-                if hook._is_stateful:
-                    hook.reset_state(module)
-
-    def _require_known(self, hook: Any) -> None:
-        name = type(hook).__name__
-        if name not in (DECIDING, *IDENTICAL):
-            raise UserError(
-                f"db-SP does not know whether a {name} skips the same layers on all ranks, and without that they wait "
-                "for each other forever; take it off (transformer.disable_cache())"
-            )
-
-    def _cache_dit(self) -> Any:
-        """Returns cache-dit's manager of what it has cached of this transformer, if any."""
-        attributes = vars(self._transformer)
-        return attributes.get("_context_manager") if attributes.get("_is_cached", False) else None
-
-    def _take_over(self, deciding: Any) -> PatchSet:
-        patches = PatchSet()
-        if type(deciding).__name__ == DECIDING:
-            patches.set_attribute(deciding, "_should_compute_remaining_blocks", self._first_block(deciding))
-        else:
-            patches.on_detach(_JointSimilarity.join(deciding, self._transformer, self._together))
-        return patches
+        for _, hook in _skipping_hooks(self.transformer, self.blocks):
+            name = type(hook).__name__
+            if name == DECIDING and all(hasattr(hook, part) for part in ("state_manager", "threshold", _DECISION)):
+                vars(hook).setdefault(_DECISION, self._first_block(hook))
+            elif name not in IDENTICAL:
+                raise _unknown(f"a {name}")
+        manager = self._cache_dit()
+        if manager is not None:
+            _decide_together(manager, self._contexts(), self.together)
 
     def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
         """Decides for diffusers' hook whether the change since the last computed pass is above its threshold."""
-        if not all(hasattr(hook, name) for name in ("state_manager", "threshold", "_should_compute_remaining_blocks")):
-            raise _unknown("diffusers", "first-block cache")
 
         @torch.compiler.disable
         def should_compute(residual: torch.Tensor) -> bool:
             before = hook.state_manager.get_state().head_block_residual
             if before is None or before.shape != residual.shape:
                 return True
-            difference, size = self._together.change(before, residual)
+            difference, size = self.together.change(before, residual)
             return difference > hook.threshold * size
 
         return should_compute
 
+    def _reset(self) -> None:
+        """Lets diffusers' caches forget earlier passes, as its pipelines do after a call that succeeds."""
+        for module, hook in _skipping_hooks(self.transformer, self.blocks):
+            if hook._is_stateful:
+                hook.reset_state(module)
 
-class _JointSimilarity:
+    def _release(self) -> None:
+        """Leaves every cache with its own decision."""
+        for _, hook in _skipping_hooks(self.transformer, self.blocks):
+            vars(hook).pop(_DECISION, None)
+        manager = self._cache_dit()
+        if manager is not None and "_dbsp_ranks" in vars(manager):
+            ranks = manager._dbsp_ranks
+            for context in self._contexts():
+                ranks.pop(context, None)
+            if not ranks:  # the last of its transformers leaves it as it was
+                del manager._dbsp_ranks, manager.similarity
+
+    def _cache_dit(self) -> Any:
+        """Returns cache-dit's manager of what it has cached of this transformer, if any."""
+        attributes = vars(self.transformer)
+        return attributes.get("_context_manager") if attributes.get("_is_cached", False) else None
+
+    def _contexts(self) -> Sequence[str]:
+        """Returns the names of the transformer's caches in cache-dit's manager."""
+        names: Sequence[str] = vars(self.transformer).get("_context_names", ())
+        return names
+
+
+def _decide_together(manager: Any, contexts: Sequence[str], together: ForwardRanks) -> None:
     """Replaces `similarity` of a manager of cache-dit, which the transformers of a pipeline share.
 
-    Each transformer joins and leaves by itself, in any order; the last leaves the manager as it was. cache-dit's own
-    function still decides and keeps its records, but on two numbers, from the tokens of all ranks of the transformer
-    whose pass it is. It decides alone for a transformer that has not joined.
+    cache-dit's own function still decides and keeps its records, but on two numbers, from the tokens of all ranks of
+    the transformer whose pass it is, by the name of its cache in `_dbsp_ranks`. It decides alone for a transformer
+    without db-SP.
     """
+    needed = ("similarity", "get_important_condition_threshold", "get_context")
+    if not contexts or not all(callable(getattr(manager, name, None)) for name in needed):
+        raise _unknown("this version of cache-dit")
+    if "_dbsp_ranks" not in vars(manager):
+        own, ranks = manager.similarity, dict[str, ForwardRanks]()
 
-    def __init__(self, manager: Any) -> None:
-        self._manager, self._original = manager, manager.similarity
-        self._ranks: dict[nn.Module, ForwardRanks] = {}
+        @torch.compiler.disable
+        def similarity(t1: torch.Tensor, t2: torch.Tensor, *, parallelized: bool = False, **options: Any) -> Any:
+            """Decides whether two tensors are similar, by mean |t1 − t2| / mean |t1|."""
+            deciding = ranks.get(manager.get_context().name)
+            if deciding is None:
+                return own(t1, t2, parallelized=parallelized, **options)
+            if manager.get_important_condition_threshold() > 0:  # looks for the tokens that matter among one rank's
+                raise _unknown("cache-dit with important_condition_threshold above 0")
+            if t1.shape == t2.shape:
+                difference, size = deciding.change(t1, t2)
+                t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64, device="cpu")
+            return own(t1, t2, parallelized=False, **options)
 
-    @classmethod
-    def join(cls, manager: Any, transformer: nn.Module, together: ForwardRanks) -> Callable[[], None]:
-        """Adds a transformer of the manager's. Returns what takes it off again."""
-        needed = ("similarity", "get_important_condition_threshold", "get_context")
-        if not all(callable(getattr(manager, name, None)) for name in needed) or not _contexts_of(transformer):
-            raise _unknown("cache-dit", "cache")
-        joint = vars(manager).get("similarity")
-        if not isinstance(joint, cls):
-            joint = manager.similarity = cls(manager)
-        joint._ranks[transformer] = together
-        return functools.partial(joint._leave, transformer)
-
-    def _leave(self, transformer: nn.Module) -> None:
-        del self._ranks[transformer]
-        if not self._ranks and vars(self._manager).get("similarity") is self:
-            del self._manager.similarity
-
-    @torch.compiler.disable
-    def __call__(self, t1: torch.Tensor, t2: torch.Tensor, *, parallelized: bool = False, **options: Any) -> bool:
-        """Decides whether two tensors are similar, by mean |t1 − t2| / mean |t1|."""
-        together = self._ranks_of_pass()
-        if together is None:
-            similar: bool = self._original(t1, t2, parallelized=parallelized, **options)
-            return similar
-        if self._manager.get_important_condition_threshold() > 0:
-            raise UserError(
-                "cache-dit's important_condition_threshold looks for the tokens that matter most among one "
-                "rank's; leave it at 0 with db-SP"
-            )
-        if t1.shape == t2.shape:
-            difference, size = together.change(t1, t2)
-            t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64, device="cpu")
-        similar = self._original(t1, t2, parallelized=False, **options)
-        return similar
-
-    def _ranks_of_pass(self) -> ForwardRanks | None:
-        """Returns the ranks of the transformer whose cache decides now."""
-        context = self._manager.get_context().name
-        return next((ranks for part, ranks in self._ranks.items() if context in _contexts_of(part)), None)
+        manager.similarity, manager._dbsp_ranks = similarity, ranks
+    manager._dbsp_ranks.update(dict.fromkeys(contexts, together))
 
 
-def _contexts_of(transformer: nn.Module) -> Sequence[str]:
-    """Returns the names of a transformer's caches in cache-dit's manager."""
-    names: Sequence[str] = vars(transformer).get("_context_names", ())
-    return names
-
-
-def _unknown(library: str, cache: str) -> UserError:
+def _unknown(what: str) -> UserError:
     return UserError(
-        f"db-SP does not know the {cache} in this version of {library}, whose decision all ranks must take together; "
-        "disable it, or install a version that db-SP is tested with (constraints.txt)"
+        f"db-SP does not know whether {what} skips the same layers on all ranks, and without that they wait for each "
+        "other forever; disable the cache (transformer.disable_cache()), or install the versions of constraints.txt"
     )
 
 
-def _modules_of(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """Modules on which caches are put: the transformer, its blocks and their attentions."""
-    yield transformer
-    for block in blocks:
-        yield block
-        yield from block.children()
+def _skipping_hooks(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
+    """Yields diffusers' hooks that may do something else than call their module, each with its module.
 
-
-def _skipping_hooks(module: nn.Module) -> list[Any]:
-    """Yields diffusers' hooks on a module that may do something else than call it."""
-    registry = getattr(module, "_diffusers_hook", None)
-    hooks = getattr(registry, "hooks", {}).values()
-    return [hook for hook in hooks if hasattr(hook, "new_forward")]
+    Caches are put on the transformer, its blocks and their attentions.
+    """
+    for module in (transformer, *(part for block in blocks for part in (block, *block.children()))):
+        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values():
+            if hasattr(hook, "new_forward"):
+                yield module, hook

@@ -8,6 +8,8 @@ decode. vLLM-Omni, TensorRT-LLM and DistVAE distribute tiles, too.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.consistency import check_consistent, needs_gradients
+from dbsp_core.comm.consistency import gather_texts, needs_gradients, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
@@ -47,8 +49,6 @@ State of an argument: a list that they fill (feat_cache), or what the call befor
 NOT_SHARED = {"AutoencoderKLCosmos": "it has no tiled decode"}
 """Autoencoders of models that db-SP knows whose decode is not shared, with the reason."""
 
-_CPU = torch.device("cpu")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _NO_GRADIENTS = "a video decoded in parallel has no gradients; decode it under torch.no_grad(), or call disable first"
 
 
@@ -169,18 +169,15 @@ class _Decoding:
             return self.serial(z, *args, **kwargs)
         # 2. Decode this rank's, in the order of the serial loop.
         owners = owners_of_tiles([sum(call.args[0].numel() for call in tile) for tile in tiles], self.group.size)
-        problem: Exception | None = None
-        sizes: list[int] = []
-        try:
+
+        def decode() -> None:
             for tile, owner in zip(tiles, owners, strict=True):
                 if owner == self.group.rank:
                     self._decode(tile)
-            sizes = _sizes_of(tiles, z.ndim)
-        except Exception as error:  # any error, such as lack of memory: the others wait for these tiles
-            problem = error
-        check_consistent(self.group.control(), problem, {}, RuntimeError)
+
+        run_consistently(self.group.control(), decode)
         # 3. Exchange them, and blend all.
-        self._exchange(tiles, owners, sizes, z)
+        self._exchange(tiles, owners, z.device)
         with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
             return self.serial(z, *args, **kwargs)
 
@@ -217,30 +214,26 @@ class _Decoding:
         for call in tile:  # whose caches are as large as some frames at every layer
             call.args, call.kwargs, call.state = (), {}, None
 
-    def _exchange(
-        self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int], known: Sequence[int], z: torch.Tensor
-    ) -> None:
-        """Gives every call the frames that its tile's owner has decoded. Collective.
-
-        `known` is what `_sizes_of` says, and `z` the latents: frames have as many dimensions, and are on their device.
-        """
-        calls = [(call, owner) for tile, owner in zip(tiles, owners, strict=True) for call in tile]
-        mine = [call.out for call, owner in calls if owner == self.group.rank and call.out is not None]
-        table = torch.tensor(self.group.control().gather_integers(known), device=_CPU).amax(dim=0).tolist()
-        dtype, shapes = _DTYPES[table[0] - 1], torch.tensor(table[1:], device=_CPU).view(-1, z.ndim).tolist()
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        longest = max(
-            sum(size for size, (_, owner) in zip(sizes, calls, strict=True) if owner == rank)
-            for rank in range(self.group.size)
-        )
-        sent = torch.empty(longest, dtype=dtype, device=z.device)
-        torch.cat(
-            [frames.reshape(-1) for frames in mine] or [sent[:0]], out=sent[: sum(frames.numel() for frames in mine)]
-        )
-        received, taken = self.group.all_gather(sent), [0] * self.group.size
-        for (call, owner), size, shape in zip(calls, sizes, shapes, strict=True):
-            call.out = received[owner][taken[owner] : taken[owner] + size].view(shape)
-            taken[owner] += size
+    def _exchange(self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int], device: torch.device) -> None:
+        """Gives every call the frames that its tile's owner has decoded, on their device. Collective."""
+        # 1. Ranks tell one another the shapes of their frames, and the dtype.
+        calls: list[list[_Call]] = [[] for _ in range(self.group.size)]
+        for tile, owner in zip(tiles, owners, strict=True):
+            calls[owner] += tile
+        mine = [call.out for call in calls[self.group.rank] if call.out is not None]
+        described = [list(frames.shape) for frames in mine], str(mine[0].dtype if mine else "")
+        of_ranks = [json.loads(text) for text in gather_texts(self.group.control(), json.dumps(described))]
+        dtype = getattr(torch, max(dtype for _, dtype in of_ranks).removeprefix("torch."))
+        # 2. The frames, of all ranks as long.
+        longest = max(sum(map(math.prod, shapes)) for shapes, _ in of_ranks)
+        sent = torch.empty(longest, dtype=dtype, device=device)
+        flat = [sent[:0], *(frames.reshape(-1) for frames in mine)]
+        torch.cat(flat, out=sent[: sum(map(len, flat))])
+        received = self.group.all_gather(sent)
+        for (shapes, _), of_rank, frames in zip(of_ranks, calls, received, strict=True):
+            parts = frames[: sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes])
+            for call, part, shape in zip(of_rank, parts, shapes, strict=True):
+                call.out = part.view(shape)
 
     @contextmanager
     def _decoder_replaced(
@@ -255,11 +248,3 @@ class _Decoding:
             yield
         finally:
             patches.detach()
-
-
-def _sizes_of(tiles: Sequence[Sequence[_Call]], ndim: int) -> list[int]:
-    """Returns the dtype's number, and the shape of each call's frames, as this rank knows them: 0 for other ranks'."""
-    outs = [call.out for tile in tiles for call in tile]
-    dtypes = [1 + _DTYPES.index(out.dtype) for out in outs if out is not None]
-    shapes = [size for out in outs for size in ([0] * ndim if out is None else out.shape)]
-    return [max(dtypes, default=0), *shapes]

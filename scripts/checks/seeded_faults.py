@@ -285,7 +285,7 @@ packed sequences are asked for with their text: dbsp_core/sources/base.py
 + sequence_request = replace(request, thw=grid.thw)
 tests/core/sequences/test_packed_masks.py -k "own_source or read"
 
-halves know which output is theirs: dbsp_diffusers/sharding/halves.py
+halves know which output is theirs: dbsp_diffusers/sharding/guidance.py
 - return (other, mine) if self.second else (mine, other)
 + return mine, other
 tests/diffusers/models/test_guidance.py -k "halves_equal"
@@ -315,14 +315,14 @@ attention that does not pass db-SP is an error: dbsp_diffusers/sharding/attentio
 + if mode.calls > 1:
 tests/diffusers/models/test_mistakes.py -k "past"
 
-items of a batch return in order: dbsp_diffusers/sharding/batch_parts.py
+items of a batch return in order: dbsp_diffusers/sharding/pass_inputs.py
 - for item in sorted(position))]
 + for item in position)]
 tests/diffusers/test_batch_parts.py -k taken
 
 checkpoints are followed until disable: dbsp_diffusers/sharding/checkpoints.py
-- if not self._attached:
-+ if self._attached is None:
+- if not self._checkpoints.attached:
++ if self._checkpoints.attached is None:
 tests/diffusers/models/test_checkpointing.py -k disable
 
 padding of a shard is no key: dbsp_diffusers/sharding/sequence_parallel.py
@@ -336,8 +336,8 @@ shards are gathered in token order: dbsp_diffusers/sharding/stream_shards.py
 tests/diffusers/models/test_models.py -k "cogvideox and U1R2"
 
 tiles are decoded by their owners: dbsp_diffusers/sharding/tiled_decode.py
-- taken[owner] += size
-+ taken[owner] += 0
+- calls[owner] += tile
++ calls[0] += tile
 tests/diffusers/test_tiled_decode.py -k cogvideox
 
 inputs that were read once stay what was read: dbsp_diffusers/sharding/pass_inputs.py

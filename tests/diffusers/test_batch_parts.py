@@ -9,7 +9,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.masks.steps import first_value
-from dbsp_diffusers.sharding.batch_parts import join_parts, part_of, parts_by_size
+from dbsp_diffusers.sharding.pass_inputs import join_parts, part_of, parts_by_size
 from tests.diffusers.models.model_cases import DENSE, MASKS
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs

@@ -109,7 +109,11 @@ def _spread() -> Any:
 
 
 ODD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "adapted": (_adapted, {}, "the transformer's weights differ in name, shape, dtype or adapters on rank(s) [1]"),
+    "adapted": (
+        _adapted,
+        {},
+        "the transformer's weights differ in name, shape, dtype, adapters or gates on",
+    ),
     "spread": (_spread, {}, "this one's transformers are on cuda:0, cuda:1 (a device map?)"),
     "class": (lambda: torch.nn.Linear(2, 2), {}, "does not know Linear"),
     "configuration": (lambda: make_tiny_transformer("wan"), {"config": {"planer": "dbsp"}}, "did you mean 'planner'?"),

@@ -145,7 +145,7 @@ def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object]) -
     """Returns the latents of Wan2.2's two transformers, which have one manager of cache-dit's, in float64."""
     import cache_dit
 
-    pipe, _ = wan22_cases.make_pipe("a14b", folder)
+    pipe = wan22_cases.make_pipe("a14b", folder)
     pipe.__class__ = type("WanPipelineUnderTest", (type(pipe),), {})  # cache-dit changes the class
     pipe.to(torch.float64)
     if cached:
@@ -189,7 +189,7 @@ UNKNOWN = {
     "unknown": (_put_strange_hook, "db-SP does not know whether a StrangeHook skips the same layers on all ranks"),
     "another version": (
         _put_cache_of_another_version,
-        "db-SP does not know the first-block cache in this version of diffusers",
+        "db-SP does not know whether a FBCHeadBlockHook skips the same layers on all ranks",
     ),
 }
 
@@ -217,7 +217,7 @@ def important_tokens(rank: int, world: int) -> None:
     CACHES["cache-dit"].enable(ours.transformer, 0.2)
     for context in ours.transformer._context_manager._cached_context_manager.values():
         context.extra_cache_config.important_condition_threshold = 0.1
-    assert said(ours.run).startswith("UserError: cache-dit's important_condition_threshold")
+    assert said(ours.run).startswith("UserError: db-SP does not know whether cache-dit with important_")
     CACHES["cache-dit"].disable(ours.transformer)
 
 

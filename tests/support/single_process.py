@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dbsp_core.config import ConfigLike
+from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.mask_provider import MaskProvider
@@ -69,7 +70,7 @@ def attach_single_process(
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends in token order; padding of text, which a stock model would mask, gives zeros."""
-        slots = sequence.slots(q.shape[2], architecture.text).to(q.device)
+        slots = slots_of(sequence, q.shape[2], architecture.text).to(q.device)
         key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, slots) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
         if mask is None:
@@ -92,6 +93,18 @@ def attach_single_process(
             gate=gate_of(attention, config.mask),
         )
     return patches
+
+
+def slots_of(sequence: TokenSequence, attended: int, streams: Streams) -> torch.Tensor:
+    """Returns int64[tokens]: slot of each token, text first, among all that a stock model attends over.
+
+    attended: number of tokens of its attention, with text's padding at the end of text
+    """
+    if sequence.packed is not None:
+        return sequence.packed
+    count = sequence.video.grid_tokens
+    text, video = torch.arange(sequence.text, device="cpu"), torch.arange(count, device="cpu")
+    return torch.cat([text + count, video] if streams == "last" else [text, video + attended - count])
 
 
 def masked_attention(

@@ -1,4 +1,4 @@
-"""Wan2.2 and its relatives as whole pipelines: two transformers, a timestep for each token, images, VACE."""
+"""Wan2.2's two transformers in one pipeline: their steps, masks, recordings and report."""
 
 from __future__ import annotations
 
@@ -7,50 +7,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
+import torch
 
 import dbsp_diffusers
 from dbsp_core.config import DbspConfig
-from tests.diffusers.models.wan22_cases import MASK, latents, make_pipe, one_process
-from tests.support.outcomes import apart, assert_near
+from tests.diffusers.models.wan22_cases import MASK, alone, latents, make_pipe
+from tests.support.outcomes import assert_near
+from tests.support.references import by_first_rank
 
 LAYERS = 2
-SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 16, "block_k": 16}
-BRIEF = {"num_inference_steps": 2, "max_sequence_length": 16, "num_frames": 5}
-"""Of Wan2.2's two transformers, each has one of the steps."""
 LONGER = {"max_sequence_length": 16, "num_frames": 5}
 
 
-def run_kind(rank: int, world: int, kind: str, folder: str, config: dict[str, Any]) -> None:
-    dense, expected = one_process(kind, folder, config, BRIEF)
-    pipe, options = make_pipe(kind, folder)
-    dbsp_diffusers.enable(pipe, config)
-    assert_near(latents(pipe, options, **BRIEF), expected, dense)
-    dbsp_diffusers.disable(pipe)
-    assert dbsp_diffusers.sessions_of(pipe) == {}
-    assert apart(latents(pipe, options, **BRIEF), dense) == 0
-
-
-@pytest.mark.parametrize(
-    ("kind", "mask"),
-    [
-        pytest.param("a14b", SPARGE, marks=pytest.mark.long),  # with masks that are not predicted: below
-        ("ti2v of an image", SPARGE),
-        ("i2v of Wan2.1", MASK),
-        ("vace with references", SPARGE),
-    ],
-    ids=lambda part: part if isinstance(part, str) else part["source"],
-)
-def test_pipeline_equals_one_process(pool, folder, kind, mask):
-    pool(2).run(run_kind, kind, folder, {"mask": mask, "strategy": "U1R2"})
+@by_first_rank
+def one_process(folder: str, config: dict[str, Any]) -> torch.Tensor:
+    return alone(make_pipe("a14b", folder), config, LONGER)
 
 
 def run_both(rank: int, world: int, folder: str, where: str) -> None:
     """Runs Wan2.2's two transformers twice, with masks and recordings of each."""
     config: dict[str, Any] = {"mask": MASK, "strategy": "U1R2", "dense_schedule": {"first_steps": 2, "last_steps": 1}}
     config |= {"transformer_2": {"mask": MASK | {"seed": 9}}}
-    _, expected = one_process("a14b", folder, config, LONGER)
-    pipe, _ = make_pipe("a14b", folder)
+    expected, pipe = one_process(folder, config), make_pipe("a14b", folder)
     own = replace(DbspConfig.load(config | {"report": f"{where}/report"}), record=f"{where}/masks")
     dbsp_diffusers.enable(pipe, own)
     sessions = dbsp_diffusers.sessions_of(pipe)

@@ -112,7 +112,7 @@ def bad_bags(rank: int, world: int, bags: list[Any], in_config: bool, config: di
     [
         (["g3n1"] * 2, False, {}, "make units of 3 ranks, which do not divide 2; 2 fit g1n2, g2n1"),
         (["two"] * 2, False, {}, "bags 'two' are not of the form gGnN"),
-        (["g2n1", "g1n2"], False, {}, "bags differ on rank"),
+        (["g2n1", "g1n2"], False, {}, "setting bags differs on rank"),
         ([{"topology": "g1n2", "max_tokens": 20}] * 2, False, {}, "exceeds every bag of g1n2"),
         (["g3n1"] * 2, True, {}, "make units of 3 ranks"),
         (["g2n2"] * 4, False, {"strategy": "U4R1"}, "strategy U4R1 is for 4 ranks, and bags g2n2 have 2"),

@@ -22,14 +22,11 @@ OPTIONS = [request | {"guidance_scale": scale} for request, scale in zip(REQUEST
 CONFIG = {"mask": MASK, "dense_schedule": {"first_steps": 1}}
 
 
-def denoised(
-    rank: int, world: int, kind: str, folder: str, enabled: bool, output_type: str, bags: str | None = None
-) -> None:
+def denoised(rank: int, world: int, kind: str, folder: str, output_type: str, bags: str | None = None) -> None:
     """Compares requests denoised together with what the pipeline makes of each, under the same masks."""
-    pipe, _ = make_pipe(kind, folder)
+    pipe = make_pipe(kind, folder)
     pipe.set_progress_bar_config(disable=True)
-    if enabled:
-        dbsp_diffusers.enable(pipe, CONFIG | {"bags": bags})
+    dbsp_diffusers.enable(pipe, CONFIG | {"bags": bags})
     expected = [
         pipe(output_type=output_type, generator=torch.Generator().manual_seed(seed), **options).frames[0]
         for seed, options in enumerate(OPTIONS)
@@ -42,14 +39,12 @@ def denoised(
 
 
 @pytest.mark.parametrize(
-    ("world", "kind", "enabled", "output_type", "bags"),
+    ("world", "kind", "output_type", "bags"),
     [
-        (1, "a14b", False, "np", None),
-        (2, "ti2v", True, "latent", None),
-        pytest.param(4, "ti2v", True, "latent", "g1n2+g2n1", marks=pytest.mark.long),
+        (1, "a14b", "np", None),
+        (2, "ti2v", "latent", None),
+        pytest.param(4, "ti2v", "latent", "g1n2+g2n1", marks=pytest.mark.long),
     ],
 )
-def test_requests_together_give_what_the_pipeline_gives_for_each(
-    pool, folder, world, kind, enabled, output_type, bags
-):
-    pool(world).run(denoised, kind, folder, enabled, output_type, bags)
+def test_requests_together_give_what_the_pipeline_gives_for_each(pool, folder, world, kind, output_type, bags):
+    pool(world).run(denoised, kind, folder, output_type, bags)

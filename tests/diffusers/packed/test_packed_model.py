@@ -12,8 +12,7 @@ import torch.distributed as dist
 import dbsp_diffusers
 from dbsp_diffusers import PackedSample, packed_forward, packed_forward_local
 from dbsp_diffusers.packed.passes import scaled
-from tests.diffusers.packed.packed_model_cases import PackedCase, compare, make_model, one_by_one
-from tests.support.gradients import gradients_of, loss_of, wide_floats
+from tests.diffusers.packed.packed_model_cases import PackedCase, compare, one_by_one
 from tests.support.models.tiny_transformers import make_tiny_transformer
 from tests.support.outcomes import share_apart
 from tests.support.workers import assert_all_raise
@@ -43,28 +42,9 @@ def test_packed_samples_equal_one_by_one(pool, world, case):
     pool(world).run(compare, case)
 
 
-@pytest.mark.parametrize(
-    ("model", "checkpointing"),
-    [("wan", True), ("wan-i2v", False), ("wan-ti2v", False), ("flux", True), ("hunyuan", False)],
-)
-def test_packed_samples_without_db_sp_equal_one_by_one(model, checkpointing):
-    samples, _ = PackedCase(model=model).step(0, 1)
-    found = []
-    with wide_floats(torch.float64):
-        for call in (one_by_one, packed_forward):
-            transformer = make_model(model, torch.float64)
-            if checkpointing:
-                transformer.enable_gradient_checkpointing()
-            predictions = call(transformer, samples)
-            loss_of(predictions, range(len(samples))).backward()
-            found.append((predictions, list(gradients_of(transformer).values())))
-    for packed, expected in zip(found[1], found[0], strict=True):
-        assert share_apart(packed, expected) <= 1e-12
-
-
 @torch.no_grad()
 def stock_calls_between(rank: int, world: int) -> None:
-    """Interleaves packed calls and stock ones; disabled, the transformer packs on one process, without a trace."""
+    """Interleaves packed calls and stock ones, which leave no trace."""
     samples, _ = PackedCase(dtype=torch.float32).step(0, 1)
     transformer = make_tiny_transformer("wan")
     before = set(vars(transformer)) | set(vars(transformer.blocks[0]))
@@ -78,7 +58,6 @@ def stock_calls_between(rank: int, world: int) -> None:
         assert share_apart(found, expected) <= 1e-5
     dbsp_diffusers.disable(transformer)
     assert set(vars(transformer)) | set(vars(transformer.blocks[0])) == before
-    assert share_apart(packed_forward(transformer, samples), expected) <= 1e-5
 
 
 def test_stock_calls_between_packed_calls_are_unchanged(pool):
@@ -129,7 +108,7 @@ def bad_input(rank: int, world: int, kind: str) -> None:
     ("kind", "message"),
     [
         ("channels", "latents must be [4, frames, height, width]"),
-        ("text", "text must be [tokens, 16]"),
+        ("text", "text must be float[tokens, 16]"),
         ("timestep", "one a token"),
         ("pooled", "sample 0: the pooled text embedding is missing"),
         ("guidance", "sample 0: the guidance scale is missing"),
