@@ -16,7 +16,7 @@ import yaml
 
 from dbsp_core.utils.errors import UserError, fingerprint_of, in_short, require_value
 from dbsp_core.utils.files import require_file, user_path, write_atomically
-from dbsp_core.utils.schema import build, convert
+from dbsp_core.utils.schema import build
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
 from dbsp_kernels import KERNELS
 
@@ -28,41 +28,24 @@ REDO = "measure again with: torchrun --nproc-per-node GPUS -m dbsp_cli bench MOD
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the latency model, each per rank. Seconds, bytes per second in one direction, FLOP per second.
+    """Constants of the latency model, each per rank. Seconds, bytes per second in one direction, FLOP per second."""
 
-    Attributes:
-        flops_per_s: Rate of the two products of attention on active blocks.
-        score_s: Time for each score of an active block in addition to the products (softmax).
-        row_s: Time for each row in every chunk.
-        launch_s: Time to launch the kernel, once a chunk.
-        call_s: Time of other launches and of bookkeeping, once an attention.
-        pack_bytes_per_s: Rate of gathering into exchange buffers and placing from them.
-        merge_bytes_per_s: Rate of memory read and written in merging two chunks' outputs.
-        exchange_latency_s: Latency of one all-to-all within a node; `exchange_bytes_per_s` is its rate.
-        p2p_latency_s: Latency of a further chunk of keys within a node; `p2p_bytes_per_s` is its rate.
-        network_latency_s: Latency of what crosses nodes in either; `network_bytes_per_s` is the rate, a rank's share
-            of its node's adapters. None: not known.
-        overlap: Share of the shorter of compute and P2P that hides behind the longer, 0 to 1.
-        linear_flops_per_s: Rate of everything in a transformer but self-attention's scores.
-        serial_s: Time for each video of what one device does alone (text encoder, VAE).
-    """
-
-    flops_per_s: float
-    score_s: float
-    row_s: float
-    launch_s: float
-    call_s: float
-    pack_bytes_per_s: float
-    merge_bytes_per_s: float
-    exchange_latency_s: float
+    flops_per_s: float  # Rate of the two products of attention on active blocks
+    score_s: float  # Time for each score of an active block in addition to the products (softmax)
+    row_s: float  # Time for each row in every chunk
+    launch_s: float  # Time to launch the kernel, once a chunk
+    call_s: float  # Time of other launches and of bookkeeping, once an attention
+    pack_bytes_per_s: float  # Rate of gathering into exchange buffers and placing from them
+    merge_bytes_per_s: float  # Rate of memory read and written in merging two chunks' outputs
+    exchange_latency_s: float  # One all-to-all within a node
     exchange_bytes_per_s: float
-    p2p_latency_s: float
+    p2p_latency_s: float  # A further chunk of keys within a node
     p2p_bytes_per_s: float
-    overlap: float
-    linear_flops_per_s: float
-    serial_s: float = 0.0
-    network_latency_s: float | None = None
-    network_bytes_per_s: float | None = None
+    overlap: float  # Share of the shorter of compute and P2P that hides behind the longer, 0 to 1
+    linear_flops_per_s: float  # Rate of everything in a transformer but self-attention's scores
+    serial_s: float = 0.0  # Time for each video of what one device does alone (text encoder, VAE)
+    network_latency_s: float | None = None  # What crosses nodes in exchanges and chunks. None: not known
+    network_bytes_per_s: float | None = None  # A rank's share of its node's adapters
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -86,38 +69,19 @@ class KernelConstants:
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # See `Hardware`
 
 
-def _read_kernels(kernels: object, name: str) -> dict[str, KernelConstants]:
-    if not isinstance(kernels, Mapping):
-        raise UserError(f"{name} must be a mapping of kernels to their constants")
-    return {str(key): convert(value, KernelConstants, f"{key} in {name}", str(key)) for key, value in kernels.items()}
-
-
 @dataclass(frozen=True)
 class Hardware:
-    """A machine as the latency model sees it.
-
-    Attributes:
-        device: Class of the device, as `device_class` names it.
-        dtype: Type of q, k and v for which the constants hold.
-        sources: Where each constant comes from: measured, fitted, published, derived (from another machine's by
-            published ratios) or assumed.
-        gpus_per_node: Ranks on each node; traffic between nodes has the `network_*` constants. None: not known.
-        kernels: By a kernel's name (`dbsp_kernels.KERNELS`), what differs from `constants`, which are the
-            block-sparse kernels' in `dtype`.
-        exact_kernels: Kernels that were exact on this device, the fastest first, which `kernel: auto` takes in this
-            order. Empty: not measured.
-        flops_by_blocks: The kernel's rate on blocks of QUERIESxKEYS tokens, where it is not `flops_per_s`.
-    """
+    """A machine as the latency model sees it."""
 
     name: str
-    device: str
-    dtype: str
-    constants: Constants
-    sources: Mapping[str, str]
-    gpus_per_node: int | None = None
-    kernels: Mapping[str, KernelConstants] = field(default_factory=dict, metadata={"read": _read_kernels})
-    exact_kernels: tuple[str, ...] = ()
-    flops_by_blocks: Mapping[str, float] = field(default_factory=dict)
+    device: str  # Class of the device, as `device_class` names it
+    dtype: str  # Type of q, k and v for which the constants hold
+    constants: Constants  # The block-sparse kernels' in `dtype`
+    sources: Mapping[str, str]  # Of each constant: measured, fitted, published, derived (from another's) or assumed
+    gpus_per_node: int | None = None  # Traffic between nodes has the `network_*` constants. None: not known
+    kernels: Mapping[str, KernelConstants] = field(default_factory=dict)  # What differs, by a kernel's name
+    exact_kernels: tuple[str, ...] = ()  # That were exact on this device, the fastest first; empty: not measured
+    flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # Rates on blocks of QUERIESxKEYS tokens
 
     def __post_init__(self) -> None:
         fits = self.gpus_per_node is None or self.gpus_per_node >= 1
@@ -135,8 +99,7 @@ class Hardware:
 
     def with_kernel(self, name: str) -> Hardware:
         """Returns this machine with a kernel's constants, or as it is if none are known; "auto": the fastest's."""
-        if name == "auto" and self.exact_kernels:
-            name = self.exact_kernels[0]
+        name = self.exact_kernels[0] if name == "auto" and self.exact_kernels else name
         if name not in self.kernels:
             return self
         kernel = self.kernels[name]
@@ -174,11 +137,8 @@ def _read(path: Path, _changed_ns: int) -> Hardware:
     """Reads a file once for all sessions, as it takes tens of milliseconds."""
     settings = read_settings(path, "hardware file")
     values = {key: value for key, value in settings.values.items() if key not in RECORDED}
-    try:
-        with settings.located():
-            hardware: Hardware = build(Hardware, values, "")
-    except UserError as error:
-        raise UserError(f"{error} (mend the file, or {REDO})") from error
+    with settings.located():
+        hardware: Hardware = build(Hardware, values, "")
     return hardware
 
 
@@ -186,14 +146,12 @@ def save_hardware(
     path: str | os.PathLike[str], hardware: Hardware, record: Mapping[str, object] | None = None
 ) -> None:
     """Writes a YAML file that `load_hardware` reads, whole or not at all. `record` says how it was made."""
-    values = _without_empty(asdict(hardware)) | dict(record or {})
+
+    def given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: value for key, value in pairs if value not in (None, {}, ())}
+
+    values = asdict(hardware, dict_factory=given) | dict(record or {})
     write_atomically(path, yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100))
-
-
-def _without_empty(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the settings but for those that are None, and rates and kernels that nothing is known of."""
-    values = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in values.items()}
-    return {key: value for key, value in values.items() if value not in (None, {}, ())}
 
 
 def device_class(device: torch.device | str) -> str:
@@ -210,10 +168,6 @@ def _cpu_model() -> str:
     except OSError:
         model = None
     return model[1].strip() if model else platform.processor() or platform.machine()
-
-
-RULE = "rules without constants; `dbsp bench MODEL` on all ranks measures this machine"
-"""Name of the cost model in the log if `hardware_for` returns None."""
 
 
 def measured_file(device: str) -> Path:
@@ -257,10 +211,7 @@ def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:
 def cost_basis(hardware: Hardware | None) -> str:
     """Returns the name of the cost model, for the log."""
     if hardware is None:
-        return RULE
-    if hardware.measured:
-        label = hardware.sources["exchange_bytes_per_s"]
-        exchanges = "" if label == "measured" else f"; exchanges {label}, not measured"
-        return f"constants of {hardware.name}, measured on {hardware.device}{exchanges}"
-    labels = ", ".join(dict.fromkeys(hardware.sources.values()))
-    return f"constants of {hardware.name}, modelled, not measured ({labels})"
+        return "rules without constants; `dbsp bench MODEL` on all ranks measures this machine"
+    exchanges = hardware.sources["exchange_bytes_per_s"]
+    how = f"measured, exchanges {exchanges}" if hardware.measured else "modelled, not measured"
+    return f"constants of {hardware.name} ({how})"

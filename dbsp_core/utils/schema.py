@@ -92,7 +92,8 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
             if isinstance(value, Mapping):
                 return build(option, value, repr(key))
         if origin is Mapping and isinstance(value, Mapping):
-            return dict(value)
+            item = get_args(option)[1]
+            return {k: convert(v, item, f"{k} in {name}", k) if is_dataclass(item) else v for k, v in value.items()}
         if origin is tuple and isinstance(value, (list, tuple)) and {*map(type, value)} <= {get_args(option)[0]}:
             return tuple(value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))

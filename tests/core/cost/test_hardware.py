@@ -63,7 +63,7 @@ def sparge(**constants):
 MISTAKES = {
     "unknown key 'devise'.*did you mean 'device'": {"devise": "x"},
     "unknown key 'flop_per_s' in 'constants'.*did you mean 'flops_per_s'": constants(flop_per_s=1.0),
-    "'constants' lacks row_s; add .* or measure again with: torchrun": constants(row_s=None),
+    "'constants' lacks row_s; add what is missing": constants(row_s=None),
     "the file lacks sources": {"sources": None},
     "'flops_per_s' in .* must be float, got '1e9'; write 1.0e\\+9": constants(flops_per_s="1e9"),
     "yaml:[0-9]+: hardware constant flops_per_s=nan must be positive": constants(flops_per_s=float("nan")),
