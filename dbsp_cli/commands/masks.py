@@ -174,8 +174,6 @@ def _summary(folder: Path) -> str:
 def _headline(file: Path, examined: MaskInfo) -> str:
     grid = examined.first.grid
     size = "" if grid.thw is None else f" of a {'×'.join(map(str, grid.thw))} video"
-    if grid.packed_from:
-        size = f" of {len(grid.sequences)} packed sequences"
     return (
         f"{file}: {len(examined.series.layers)} layers, {examined.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
         f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "

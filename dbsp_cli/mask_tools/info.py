@@ -104,8 +104,7 @@ class MaskInfo:
         return {
             **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
             "heads": self.first.heads,
-            "orders": sorted({order for sequence in grid.sequences for order in sequence.orders}),
-            "sequences": [{key: getattr(s, key) for key in ("tokens", "text_tokens", "thw")} for s in grid.sequences],
+            "orders": sorted(set(grid.orders)),
             "steps": self.series.steps,
             "branches": self.series.branches,
             "density": {"min": densities.min(), "mean": densities.mean(), "max": densities.max()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,39 +19,23 @@ from dbsp_core.utils.files import require_file, user_path
 
 def block_counts(grid: BlockGrid) -> tuple[int, int]:
     """Returns (nq, nk), computed without the grid's arrays, as a file's numbers may be absurd."""
-    segments = [
-        part for sequence in grid.sequences for part in (sequence.text_tokens, sequence.tokens - sequence.text_tokens)
-    ]
+    segments = grid.text_tokens, grid.tokens - grid.text_tokens
     nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
     return nq, nk
 
 
-def head_values(grid: BlockGrid, packed: bool) -> int:
-    """Returns the number of values that a file has for one head."""
-    counts = map(block_counts, grid.sequences)
-    return sum(nq * (-(-nk // 8) if packed else nk) for nq, nk in counts)
-
-
-def mask_values(bits: torch.Tensor, grid: BlockGrid, packed: bool) -> np.ndarray:
-    """Returns the values of a `BlockMask`'s bits, uint8; in one dimension for packed sequences.
+def mask_values(bits: torch.Tensor, packed: bool) -> np.ndarray:
+    """Returns the values in a file of bool[H, nq, nk]: uint8[H, nq, nk], or [H, nq, ⌈nk / 8⌉].
 
     `packed`: eight blocks of a row in a byte, the first of which is the most significant bit.
     """
-    parts = [part.bits.cpu().numpy() for part in BlockMask(bits, grid.with_orders((CANONICAL,))).parts]
-    values = [np.packbits(part, axis=-1) if packed else part.astype(np.uint8) for part in parts]
-    return np.concatenate([value.ravel() for value in values]) if grid.packed_from else values[0]
+    values = bits.cpu().numpy()
+    return np.packbits(values, axis=-1) if packed else values.astype(np.uint8)
 
 
-def mask_bits(values: np.ndarray, grid: BlockGrid, heads: int, packed: bool) -> torch.Tensor:
-    """Returns the bits of a `BlockMask`, as `mask_values` takes them. Bits beyond a row's last block are ignored."""
-    if not packed:
-        return torch.from_numpy(values).bool()
-    sizes = [heads * head_values(sequence, packed=True) for sequence in grid.sequences]
-    parts = []
-    for piece, sequence in zip(np.split(values.ravel(), np.cumsum(sizes)[:-1]), grid.sequences, strict=True):
-        rows = piece.reshape(heads, sequence.nq, -1)
-        parts.append(torch.from_numpy(np.unpackbits(rows, axis=-1, count=sequence.nk).view(bool)))
-    return torch.cat([part.flatten() for part in parts]) if grid.packed_from else parts[0]
+def mask_bits(values: np.ndarray, nk: int, packed: bool) -> torch.Tensor:
+    """Returns the bits of a mask from `mask_values`. Bits beyond a row's last block are ignored."""
+    return torch.from_numpy(np.unpackbits(values, axis=-1, count=nk) if packed else values).bool()
 
 
 Orders = tuple[Order, ...]
@@ -65,9 +48,7 @@ class MaskFile:
     """A safetensors file with one tensor of masks; docs/mask-files.md describes it.
 
     The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
-    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. For packed sequences one dimension
-    replaces H, nq and nk: the values of the first sequence's heads, then the second's. Masks are read one layer at a
-    time.
+    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
 
     Attributes:
         grid: The grid of every mask, apart from token orders.
@@ -106,9 +87,8 @@ class MaskFile:
         self._tensor = "packed" if self.packed else "mask"
         self.grid, self.groups = self._parse(metadata)
         shape = self._checked_shape(*kinds[self._tensor])
-        self._leading = shape[:-1] if self.grid.packed_from else shape[:-3]  # groups and layers
+        self._leading, self.heads = shape[:-3], shape[-3]  # groups and layers
         self.per_layer, self.layers = bool(self._leading), (self._leading or (1,))[-1]
-        self.heads = shape[-1] // head_values(self.grid, self.packed) if self.grid.packed_from else shape[-3]
         self._orders = self._order_table(metadata.get("orders", CANONICAL).split(","), order_index)
 
     def _error(self, message: str) -> UserError:
@@ -132,31 +112,21 @@ class MaskFile:
             groups = StepGroups.parse(metadata["groups"]) if "groups" in metadata else None
             if metadata.get("pooled_keys", "false") != "false":
                 raise UserError("pooled_keys of skipped blocks are not computed; record or convert the masks again")
-            if "sequences" not in metadata:
-                return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
-            grid = _parse_sequences(metadata["sequences"], block_q, block_k)
-            if (grid.tokens, grid.text_tokens, thw) != (tokens, text_tokens, None) or not grid.packed_from:
-                raise UserError(
-                    f"sequences have {grid.tokens} tokens, {grid.text_tokens} of text: tokens and text_tokens must "
-                    "say so, two sequences at least are needed, and thw belongs to each"
-                )
-            return grid, groups
+            return BlockGrid(tokens, text_tokens, block_q, block_k, thw), groups
         except UserError as error:
             raise self._error(f"bad metadata: {error}") from error.__cause__
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape if it fits the metadata: groups, layers and the dimensions of a mask."""
-        dimensions, words = (1, "values") if self.grid.packed_from else (3, "heads, nq, nk")
-        usual = (dimensions + 2,) if self.groups else (dimensions, dimensions + 1)
+        """Returns the shape if it fits the metadata: groups, layers, heads and blocks."""
+        usual = (5,) if self.groups else (3, 4)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
-            expected = f"[groups, layers, {words}]" if self.groups else f"[{words}] or [layers, {words}]"
+            leading = "[groups, layers, " if self.groups else "[layers, "
             raise self._error(
-                f"tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 (U8) of shape {expected}, "
-                "none of them 0"
-                + ("; five dimensions need metadata groups, such as '0-9,10-49'" if len(shape) == 5 else "")
+                f"tensor {self._tensor!r} is {dtype} of shape {list(shape)}, expected uint8 (U8) of shape "
+                f"{leading}heads, nq, nk], none of them 0; five dimensions need metadata groups, such as '0-9,10-49'"
             )
-        (nq, nk), a_head = block_counts(self.grid), head_values(self.grid, self.packed)
-        if shape[-1] % a_head if dimensions == 1 else shape[-2:] != (nq, a_head // nq):
+        nq, nk = block_counts(self.grid)
+        if shape[-2:] != (nq, -(-nk // 8) if self.packed else nk):
             raise self._error(
                 f"shape {list(shape)} does not fit its metadata, which makes {nq}×{nk} blocks; correct block_q, "
                 "block_k, tokens or text_tokens"
@@ -166,29 +136,23 @@ class MaskFile:
         return shape
 
     def _order_table(self, names: list[str], table: np.ndarray) -> np.ndarray:
-        """Returns str[groups, layers, heads, sequences or 1], the token orders of each head, after checking them."""
-        leading = (*self._leading, self.heads)
-        each = (len(self.grid.sequences),) if self.grid.packed_from else ()
-        shapes = {(*leading[start:], *each) for start in range(len(leading))} | {(1,)}
-        fits = table.dtype == np.uint8 and table.shape in shapes and (table.shape != (1,) or len(names) == 1)
-        if not fits or len(names) > 256 or table.max(initial=0) >= len(names):  # a byte numbers 256
+        """Returns str[groups, layers, heads], the token order of each head, after checking them."""
+        shape = (*self._leading, self.heads)
+        fits = table.shape in {shape[start:] for start in range(len(shape))} or table.shape == (1,) == (len(names),)
+        if not fits or table.dtype != np.uint8 or len(names) > 256 or table.max() >= len(names):  # a byte numbers 256
             raise self._error(
-                f"bad token orders: tensor 'orders' must be uint8 of shape {[*leading, *each]} (or the last "
-                f"dimensions of it) and count metadata orders, which has {in_short(names)}"
+                f"bad token orders: tensor 'orders' must be uint8 of shape {list(shape)} (or the last dimensions of "
+                f"it) and count metadata orders, which has {in_short(names)}"
             )
-        table = table if each and table.shape != (1,) else table[..., None]
-        table = np.broadcast_to(table, (*leading, table.shape[-1]))
-        used = np.unique(table.reshape(-1, table.shape[-1]), axis=0) if each else np.arange(len(names))[:, None]
         try:
-            for order in used:
-                self.grid.with_orders(_orders_of([[names[index] for index in order]]))
+            self.grid.with_orders(names)
         except UserError as error:
             raise self._error(f"bad token orders: {error}") from error.__cause__
-        return np.array(names)[table]
+        return np.array(names)[np.broadcast_to(table, shape)]
 
     def orders(self, layer: int, group: int = 0) -> Orders:
         """Returns the token order of each head, or one for all heads."""
-        return one_or_each(_orders_of(self._orders[self._position(layer, group)].tolist()))
+        return one_or_each(self._orders[self._position(layer, group)].tolist())
 
     def _position(self, layer: int, group: int) -> tuple[int, ...]:
         return (group, layer)[-len(self._leading) :] if self._leading else ()
@@ -211,7 +175,7 @@ class MaskFile:
             raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
         if not self.packed and int(values.max()) > 1:
             raise self._error(f"values must be 0 or 1, found {int(values.max())}")
-        bits = mask_bits(values, self.grid, self.heads, self.packed)
+        bits = mask_bits(values, block_counts(self.grid)[1], self.packed)
         return BlockMask(bits, self.grid.with_orders(self.orders(index, group)))
 
 
@@ -220,26 +184,7 @@ def one_or_each(orders: Sequence[Order]) -> Orders:
     return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
 
 
-def _orders_of(names: Sequence[Sequence[str]]) -> Orders:
-    """Returns orders of heads from the names of their sequences' orders; a single name is for all sequences."""
-    return tuple(of_head[0] if len(of_head) == 1 else tuple(of_head) for of_head in names)
-
-
 def _whole_number(key: str, text: str) -> int:
     if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text, re.ASCII):
         raise UserError(f"{key} has {in_short(text)}, which is not a whole number of at most 18 digits")
     return int(text)
-
-
-def _parse_sequences(text: str, block_q: int, block_k: int) -> BlockGrid:
-    try:
-        grids = []
-        for sequence in json.loads(text):
-            thw = sequence["thw"] and tuple(map(int, sequence["thw"]))
-            grids.append(BlockGrid(int(sequence["tokens"]), int(sequence["text_tokens"]), block_q, block_k, thw))
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise UserError(
-            f"sequences={in_short(text)} must be a JSON list with tokens, text_tokens and thw (or null) of each "
-            f"({error})"
-        ) from error
-    return BlockGrid.packed(grids)

@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
-from dbsp_core.masks.mask_file import SIZES, Orders, head_values, mask_values
+from dbsp_core.masks.mask_file import SIZES, Orders, mask_values
 from dbsp_core.masks.steps import StepGroups
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import user_path, write_atomically
@@ -47,7 +47,7 @@ def safetensors_pieces(tensors: Mapping[str, ByteTensor], metadata: Mapping[str,
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """The description of the masks in a file. Raises UserError for orders that don't fit the grid."""
+    """The description of the masks in a file. Raises UserError for packed sequences, and orders that don't fit."""
 
     grid: BlockGrid  # of every mask, apart from token orders
     heads: int
@@ -56,6 +56,8 @@ class MaskLayout:
     orders: tuple[Orders, ...] = ((CANONICAL,),)  # of each mask, by group and layer; a single element is for all
 
     def __post_init__(self) -> None:
+        if self.grid.packed_from:
+            raise UserError("mask files are of one sequence; save each of `mask.parts` to a file of its own")
         for orders in set(self.orders):
             self.grid.with_orders(orders)
 
@@ -70,29 +72,16 @@ class MaskLayout:
         texts = {key: str(getattr(self.grid, key)) for key in SIZES}
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
-        if self.grid.packed_from:
-            sizes = [
-                {"tokens": sequence.tokens, "text_tokens": sequence.text_tokens, "thw": sequence.thw}
-                for sequence in self.grid.sequences
-            ]
-            texts["sequences"] = json.dumps(sizes)
         if self.groups is not None:
             texts["groups"] = str(self.groups)
-        # By mask, head and sequence.
-        sequences = len(self.grid.sequences)
-        each = [
-            [(order,) * sequences if isinstance(order, str) else order for order in orders] for orders in self.orders
-        ]
-        names = list(dict.fromkeys(name for orders in each for order in orders for name in order))
+        names = list(dict.fromkeys(str(order) for orders in self.orders for order in orders))
         if names != [CANONICAL]:
             texts["orders"] = ",".join(names)
         if len(names) == 1:
             return texts, None
-        of_heads = [orders if len(orders) > 1 else orders * self.heads for orders in each]
-        leading = self.leading if len(each) > 1 else ()
-        table = bytes(names.index(name) for orders in of_heads for order in orders for name in order)
-        last = (sequences,) if self.grid.packed_from else ()
-        return texts, ByteTensor((*leading, self.heads, *last), [table])
+        of_heads = [orders if len(orders) > 1 else orders * self.heads for orders in self.orders]
+        table = bytes(names.index(str(order)) for orders in of_heads for order in orders)
+        return texts, ByteTensor((*(self.leading if len(of_heads) > 1 else ()), self.heads), [table])
 
 
 def write_masks(path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool) -> int:
@@ -104,11 +93,10 @@ def write_masks(path: str | os.PathLike[str], layout: MaskLayout, masks: Iterabl
 
 
 def _mask_file_pieces(layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool) -> Iterator[bytes]:
-    pieces = (mask_values(bits, layout.grid, packed).tobytes() for bits in masks)
+    pieces = (mask_values(bits, packed).tobytes() for bits in masks)
     metadata, orders = layout.metadata()
-    a_head, nq = head_values(layout.grid, packed), layout.grid.nq
-    shape = (layout.heads * a_head,) if layout.grid.packed_from else (layout.heads, nq, a_head // nq)
-    tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, *shape), pieces)}
+    nq, nk = layout.grid.nq, -(-layout.grid.nk // 8) if packed else layout.grid.nk
+    tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, layout.heads, nq, nk), pieces)}
     return safetensors_pieces(tensors if orders is None else tensors | {"orders": orders}, metadata)
 
 

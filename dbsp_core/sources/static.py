@@ -43,11 +43,6 @@ class StoredMasks:
     def grid(self, request: MaskRequest) -> BlockGrid:
         """Returns the file's grid in canonical order. Raises UserError when the file is for another model or video."""
         file, grid = self._file, self._file.grid
-        if grid.packed_from:
-            raise UserError(
-                f"mask file {self.path} is for {len(grid.sequences)} packed sequences, the model runs one; use a mask "
-                "made for one"
-            )
         if (grid.tokens, grid.text_tokens, file.heads) != (request.tokens, request.text_tokens, request.heads):
             raise UserError(
                 f"mask file {self.path} is for {file.heads} heads and {grid.tokens} tokens ({grid.text_tokens} "

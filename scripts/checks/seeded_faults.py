@@ -81,8 +81,8 @@ int8 has a scale of the largest number: kernels/dbsp_kernels/exchange.py
 tests/kernels/test_segments.py -k scales
 
 mask files have the most significant bit first: dbsp_core/masks/mask_file.py
-- np.unpackbits(rows, axis=-1, count=sequence.nk)
-+ np.unpackbits(rows, axis=-1, count=sequence.nk, bitorder="little")
+- np.unpackbits(values, axis=-1, count=nk)
++ np.unpackbits(values, axis=-1, count=nk, bitorder="little")
 tests/core/masks/test_mask_file.py
 
 steps go on where a CFG pass is repeated: dbsp_core/masks/steps.py

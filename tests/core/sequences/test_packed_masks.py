@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,10 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 
-from dbsp_core import BlockGrid, BlockMask, MaskFile, save_mask
+from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.masks.block_mask import row_positions
-from dbsp_core.masks.mask_writer import mask_file_bytes
-from dbsp_core.sources import DenseSource, FileSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
+from dbsp_core.sources import DenseSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
 from dbsp_core.utils.errors import UserError
 from tests.support.generators import SEEDS, RandomSource, examples, masks
 
@@ -60,53 +58,9 @@ def test_counts_are_those_of_the_block_diagonal(mask, seed):
         assert np.array_equal(bits.numpy(), square[one, row, own])
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_mask_file_of_packed_sequences_is_read_back_equal(tmp_path, packed):
-    path, mask = tmp_path / "masks.safetensors", BlockMask.packed(packed_sequences())
-    other = BlockMask(~mask.bits, mask.grid.with_orders(("thw",)))
-    for masks_, groups, layers in (
-        (mask, None, {(0, 0): mask}),
-        ([mask, other], None, {(0, 0): mask, (1, 0): other}),
-        ([[other], [mask]], "0-3,4-", {(0, 0): other, (0, 1): mask}),
-    ):
-        save_mask(path, masks_, groups=groups, packed=packed)
-        file = MaskFile(path)
-        assert file.grid == mask.grid.with_orders(("thw",))
-        assert file.heads == 3
-        for (layer, group), expected in layers.items():
-            found = file.layer(layer, group)
-            assert torch.equal(found.square(), expected.square())
-            for one, same in zip(found.grid.sequences, expected.grid.sequences, strict=True):
-                assert [one.order_of(head) for head in range(3)] == [same.order_of(head) for head in range(3)]
-    path.write_bytes(mask_file_bytes(mask))
-    assert torch.equal(MaskFile(path).layer(0).bits, mask.bits)
-    with pytest.raises(UserError, match="for 3 packed sequences, the model runs one"):
-        FileSource(str(path)).grid(MaskRequest(0, 3, (4, 5, 6), 9))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("sequences", "[]", "at least one sequence"),
-        ("sequences", "[" * 100_000, "must be a JSON list"),
-        ("sequences", '[{"tokens": 239, "text_tokens": 26, "thw": null}]', "two sequences at least"),
-        ("tokens", "238", "tokens and text_tokens must say so"),
-        ("thw", "1,1,1", "thw belongs to each"),
-    ],
-    ids=lambda value: value[:12],
-)
-def test_bad_files_of_packed_sequences(tmp_path, key, value, message):
-    path = tmp_path / "masks.safetensors"
-    save_mask(path, BlockMask.packed(packed_sequences()))
-    raw = path.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8 : 8 + length])
-    header["__metadata__"][key] = value
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
-    with pytest.raises(UserError, match=message) as rejected:
-        MaskFile(path)
-    assert len(str(rejected.value)) < 1000
+def test_mask_of_packed_sequences_is_not_saved(tmp_path):
+    with pytest.raises(UserError, match=r"mask files are of one sequence; save each of `mask\.parts`"):
+        save_mask(tmp_path / "masks.safetensors", BlockMask.packed(packed_sequences()))
 
 
 def test_each_sequence_asks_its_own_source():
