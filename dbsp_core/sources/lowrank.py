@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -82,14 +82,9 @@ class LowRankSource(LikeliestBlocks):
     gathered. They do not depend on ranks and layout. (Tan et al., DSV: Exploiting Dynamic Sparsity to Accelerate
     Large-Scale Video DiT Training, 2025. DSV trains the projections together with the model and chooses single keys;
     here they are fitted in closed form, and blocks are chosen.)
-
-    Attributes:
-        path: A file from `dbsp masks fit`.
-        queries: "mean": only the mean query of each query block is scored (DSV's proxy query); "all": every query.
     """
 
-    path: str = ""
-    queries: Literal["mean", "all"] = "mean"
+    path: str = ""  # A file from `dbsp masks fit`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -148,7 +143,7 @@ class LowRankSource(LikeliestBlocks):
             chance = some.new_empty(len(some), grid.nq, grid.nk, dtype=torch.float64)
             for head, both in enumerate(some):
                 q, k = both.chunk(2, dim=-1)
-                chance[head] = predicted_mass(q, k, grid, tokens.scale, every_query=self.queries == "all")
+                chance[head] = predicted_mass(q, k, grid, tokens.scale)
             return select_blocks(chance, dense.expand(len(some), -1), *self.limits(grid.nk))
 
         return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
@@ -198,29 +193,21 @@ def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid)
     return whole.index_select(2, to_device(arrival[grid.token_permutation(grid.orders[0])], projected.device))
 
 
-def predicted_mass(
-    query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float, *, every_query: bool
-) -> torch.Tensor:
+def predicted_mass(query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float) -> torch.Tensor:
     """Returns the attention that scores query·key predict of each query block to each key block, float64[nq, nk].
 
-    `query` and `key` are [tokens, W] of one head, in the order of the grid. A row is that of the block's mean query,
-    or the mean of all its queries' rows with `every_query`; it adds up to 1.
+    `query` and `key` are [tokens, W] of one head, in the order of the grid. A row is that of the block's mean query
+    (DSV's proxy query), and adds up to 1.
     """
     (q_position, q_real), (k_position, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
-    rows = query.double()[q_position] * q_real[..., None]  # [nq, Bq, W]
-    if not every_query:
-        rows = rows.sum(dim=1, keepdim=True) / q_real.sum(dim=1)[:, None, None]
-        q_real = q_real[:, :1]
+    rows = (query.double()[q_position] * q_real[..., None]).sum(dim=1) / q_real.sum(dim=1)[:, None]  # [nq, W]
     keys = key.double()[k_position.flatten()].T.contiguous()
     mass = rows.new_empty(grid.nq, grid.nk)
-    step = max(1, CHUNK // (keys.shape[1] * rows.shape[1]))
+    step = max(1, CHUNK // keys.shape[1])
     for first in range(0, grid.nq, step):
-        scores = torch.mm(rows[first : first + step].flatten(0, 1), keys).mul_(scale)
+        scores = torch.mm(rows[first : first + step], keys).mul_(scale)
         scores.masked_fill_(~k_real.flatten(), -torch.inf)
-        by_block = torch.softmax(scores, dim=-1).unflatten(1, k_position.shape).sum(dim=2)
-        by_block = by_block.unflatten(0, (-1, rows.shape[1]))  # [rows, Bq or 1, nk]
-        real = q_real[first : first + step]
-        mass[first : first + step] = (by_block * real[..., None]).sum(dim=1) / real.sum(dim=1)[:, None]
+        mass[first : first + step] = torch.softmax(scores, dim=-1).unflatten(1, k_position.shape).sum(dim=2)
     return mass
 
 
