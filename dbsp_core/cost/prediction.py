@@ -26,19 +26,12 @@ from dbsp_core.utils.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Tokens of one head that one attention sends. To turn into bytes: times batch, head_dim and element size.
+    """Tokens of one head that one attention sends. To turn into bytes: times batch, head_dim and element size."""
 
-    Attributes:
-        queries: float64[P, P], queries from source rank (row) to owner (column); outputs go the same way back.
-        keys: float64[y, P, P], keys from source rank to the ranks that compute with them, by chunk; values likewise.
-        rows: int64[P], rows each rank owns.
-        blocks: int64[y, P], KV blocks that each rank computes with, by chunk.
-    """
-
-    queries: np.ndarray
-    keys: np.ndarray
-    rows: np.ndarray
-    blocks: np.ndarray
+    queries: np.ndarray  # float64[P, P], from source rank (row) to owner (column); outputs go the same way back
+    keys: np.ndarray  # float64[y, P, P], from source rank to those that compute with them, by chunk; values likewise
+    rows: np.ndarray  # int64[P], rows each rank owns
+    blocks: np.ndarray  # int64[y, P], KV blocks that each rank computes with, by chunk
 
     @property
     def dispatch(self) -> np.ndarray:
@@ -163,7 +156,10 @@ def predict(
         means = float(mean_bytes(shape.batch, shape.heads, shape.head_dim, 2))
         exchanged.append(np.full((strategy.world, strategy.world), means))
     # 2. Seconds.
-    compute, fetches = compute_s(plan, traffic, shape, known), fetches_s(traffic, sent_bytes, known, nodes)
+    compute = compute_s(plan, traffic, shape, known)
+    # In a later chunk a rank sends to the few ranks of one ring rank, and receives from those of another.
+    pairwise = replace(known, exchange_latency_s=known.p2p_latency_s, exchange_bytes_per_s=known.p2p_bytes_per_s)
+    fetches = [exchange_s(2 * keys * sent_bytes, pairwise, nodes) for keys in traffic.keys[1:]]
     return Prediction(
         exchange_s=sum(exchange_s(sent, known, nodes) for sent in exchanged),
         attention_s=attention_s(compute, fetches, known.overlap),
@@ -191,26 +187,18 @@ def exchange_s(sent: np.ndarray, known: Constants, nodes: Sequence[int]) -> floa
     if len(sent) == 1:
         return 0.0
     near = np.equal.outer(nodes, nodes)
-    inside = _busiest(np.where(near & ~np.eye(len(sent), dtype=bool), sent, 0))
+
+    def busiest(part: np.ndarray) -> float:
+        return float(max(part.sum(axis=0).max(), part.sum(axis=1).max()))
+
+    inside = busiest(np.where(near & ~np.eye(len(sent), dtype=bool), sent, 0))
     seconds = known.exchange_latency_s + inside / known.exchange_bytes_per_s
     if known.network_bytes_per_s is None or known.network_latency_s is None or near.all():
         return seconds
-    return max(seconds, known.network_latency_s + _busiest(np.where(near, 0, sent)) / known.network_bytes_per_s)
+    return max(seconds, known.network_latency_s + busiest(np.where(near, 0, sent)) / known.network_bytes_per_s)
 
 
-def _busiest(sent: np.ndarray) -> float:
-    return float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
-
-
-def fetches_s(traffic: Traffic, sent_bytes: int, known: Constants, nodes: Sequence[int]) -> list[float]:
-    """Returns seconds of the exchange of each chunk after the first, of `sent_bytes` a token of keys or values."""
-    # In a chunk a rank sends to the few ranks of one ring rank, and receives from those of another.
-    pairwise = replace(known, exchange_latency_s=known.p2p_latency_s, exchange_bytes_per_s=known.p2p_bytes_per_s)
-    return [exchange_s(2 * keys * sent_bytes, pairwise, nodes) for keys in traffic.keys[1:]]
-
-
-MERGE_BYTES = 12
-"""Bytes of memory per output element that a merge touches: two float32 read, one written."""
+MERGE_BYTES = 12  # of memory per output element that a merge touches: two float32 read, one written
 
 
 def compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants) -> np.ndarray:

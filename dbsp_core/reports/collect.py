@@ -18,7 +18,7 @@ from dbsp_core.comm.consistency import check_consistent, gather_texts
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.reports.observer import REPORTS, ObservedCall, RunObserver, run_observer, seconds_between
+from dbsp_core.reports.observer import NUMBERS, REPORTS, ObservedCall, RunObserver, run_observer, seconds_between
 from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -62,10 +62,7 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
     observer.read_counts()
     calls, group = list(observer.calls), session.group.auxiliary(REPORTS)
     group.barrier()
-    shared = [
-        (c.layer, c.forward, c.strategy, c.replanned, c.density, c.rho_before, c.rho, c.rho_bound, c.work.tolist())
-        for c in calls
-    ]
+    shared = [(c.layer, c.forward, c.strategy, c.replanned, c.numbers, c.work.tolist()) for c in calls]
     message = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
     check_consistent(group, None, {message: fingerprint_of(shared)}, RuntimeError)
     if not calls:
@@ -131,16 +128,12 @@ def _columns(calls: list[ObservedCall], moments: list[DenoisingStep], by_rank: n
         strategy=[c.strategy for c in calls],
         replanned=[int(c.replanned) for c in calls],
         plan_ms=[round(c.plan_ms, 4) for c in calls],
-        density=[c.density for c in calls],
-        rho_before=[c.rho_before for c in calls],
-        rho=[c.rho for c in calls],
-        rho_bound=[c.rho_bound for c in calls],
+        **{name: [c.numbers[name] for c in calls] for name in NUMBERS},
         seconds=seconds.max(axis=0).round(9).tolist(),
         seconds_mean=seconds.mean(axis=0).round(9).tolist(),
         bytes_to_owners=kinds[:, 0].tolist(),
         bytes_chunks=kinds[:, 1].tolist(),
         bytes_to_sources=kinds[:, 2].tolist(),
-        bytes_busiest=sent.sum(axis=2).max(axis=0).tolist(),
         bytes_usp=[c.sent[3] * len(by_rank) for c in calls],
     )
 

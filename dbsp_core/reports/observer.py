@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -93,9 +93,12 @@ def bytes_sent(prepared: PreparedAttention, q: torch.Tensor) -> tuple[int, int, 
     return dispatched * sent_bytes + means, fetched * sent_bytes, combined * token_bytes, usp
 
 
+NUMBERS = ("density", "rho_before", "rho", "rho_bound")  # of a `Plan` for the mask of one call, in reports
+
+
 @dataclass(slots=True)
 class ObservedCall:
-    """One attention. Numbers without a description are those of `Plan`, for the call's own mask."""
+    """One attention."""
 
     layer: int
     forward: int  # number of its forward pass since the observer's start
@@ -106,10 +109,7 @@ class ObservedCall:
     started: Timestamp
     ended: Timestamp
     use: PlanUse | None  # its plan, until the call's own mask is counted
-    density: float = 0.0
-    rho_before: float = 1.0
-    rho: float = 1.0
-    rho_bound: float = 1.0
+    numbers: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(NUMBERS, 1.0))
     work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64[P], active blocks of each rank
     work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # under the contiguous plan
 
@@ -118,8 +118,7 @@ class ObservedCall:
         plan = None if self.use is None else self.use.counted
         if plan is None:
             return False
-        self.density, self.use = plan.density, None
-        self.rho_before, self.rho, self.rho_bound = plan.rho_before, plan.rho, plan.rho_bound
+        self.numbers, self.use = {name: getattr(plan, name) for name in NUMBERS}, None
         self.work, self.work_before = plan.compared
         return True
 

@@ -16,7 +16,7 @@ import numpy as np
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import read_text, require_file, user_path, write_atomically
 
-FORMAT = "db-SP report 3"
+FORMAT = "db-SP report 4"
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Environment:
     hardware: Sequence[str]  # The device of each rank
     kernel: str
     dtype: str
-    date: str = ""  # End of the run, as in ISO 8601, to the minute, in rank 0's time zone; "" in older reports
+    date: str = ""  # End of the run, as in ISO 8601, to the minute, in rank 0's time zone
 
     @property
     def on_cpu(self) -> bool:
@@ -55,7 +55,6 @@ class CallColumns:
     bytes_to_owners: Sequence[int]  # Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources
     bytes_chunks: Sequence[int]
     bytes_to_sources: Sequence[int]
-    bytes_busiest: Sequence[int]  # Sum of these three for the rank that sends most
     bytes_usp: Sequence[int]  # Bytes that all ranks would send in plain USP
 
     def __post_init__(self) -> None:
@@ -171,8 +170,7 @@ class RunReport:
             values = json.loads(read_text(path))
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"expected format {FORMAT!r}")
-            for name in ("totals", "layers"):  # they follow from the columns; layers were in older reports
-                values.pop(name, None)
+            values.pop("totals", None)  # they follow from the columns
             parts = {"environment": Environment, "calls": CallColumns, "ranks": RankTotals}
             report = cls(**values | {name: part(**values[name]) for name, part in parts.items()})
             report.totals  # noqa: B018  raises for columns of other types
