@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.utils.errors import UserError, cut_short
-from dbsp_core.utils.files import read_text
+from dbsp_core.utils.files import is_pointer, read_text
 from dbsp_core.utils.process import installed_version
 
 _STEMS = "diffusion_pytorch_model|pytorch_model|model"
@@ -72,21 +72,27 @@ class Checkpoint:
         return _json(self.folder / part / "config.json")
 
     def require_readable(self) -> None:
-        """Raises UserError for what is there and cannot be loaded: unknown classes, damaged weights."""
+        """Raises UserError for what cannot be loaded: code, unknown classes, pointers, damaged weights."""
         for part, (library, name) in _classes(self.folder).items():
             if library in ("diffusers", "transformers") and not hasattr(importlib.import_module(library), name):
                 raise UserError(
                     f"checkpoint {self.folder}: its {part} is {library}.{name}, which version "
                     f"{installed_version(library)} does not have; install a {library} that has it"
                 )
+            if (self.folder / part / f"{library}.py").is_file():
+                raise UserError(
+                    f"checkpoint {self.folder}: its {part} is {library}.{name}, code in the checkpoint, and db-SP "
+                    f"runs none; save {part} with a class of diffusers"
+                )
+        for path in sorted(self.folder.glob("*/*")):
+            if path.is_file() and is_pointer(path):
+                raise UserError(f"{path} is a pointer of Git LFS, not the file itself; fetch it with git lfs pull")
         for path in self.weights():
             try:
                 with safe_open(path, framework="numpy") as file:
                     file.keys()
             except (SafetensorError, OSError) as error:
-                raise UserError(
-                    f"{path} cannot be read as weights ({error}); download it again (for Git LFS: git lfs pull)"
-                ) from error
+                raise UserError(f"{path} cannot be read as weights ({error}); download it again") from error
 
 
 def _classes(folder: Path) -> dict[str, tuple[str, str]]:

@@ -243,7 +243,7 @@ VIDEO_MODELS = {
             outputs={
                 "patch_embedding": _EMBEDDED,
                 "rope": {0: ShardSpec("video", 2)},
-                "condition_embedder": BATCHED_ROTARY,
+                "condition_embedder": {0: VIDEO, 1: VIDEO},
             },
             gathered=OUTPUT,
         ),

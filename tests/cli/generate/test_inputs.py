@@ -24,6 +24,7 @@ from dbsp_diffusers.checkpoint import load_stock_pipeline, require_checkpoint
 from tests.cli.generate.test_requests import decided, save_video
 
 VIDEO = GenerateSettings(width=96, height=64)
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 GREY = np.linspace(0, 255, 96 * 64).reshape(64, 96).round().astype(np.uint8)
 
 
@@ -192,12 +193,18 @@ class TestCheckpoint:
 
     def test_a_part_of_another_class_is_rejected_and_not_run(self, tmp_path, tiny):
         index = json.loads((tiny / "model_index.json").read_text())
-        (tiny / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", "SchedulerToCome"]}))
-        message = r"^checkpoint .*/tiny: its scheduler is diffusers.SchedulerToCome, which version .* does not have"
-        with pytest.raises(UserError, match=message):
-            decided(tmp_path, config=None, model=str(tiny))
         (tiny / "scheduler" / "my_scheduler.py").write_text("raise SystemExit('ran')")
-        (tiny / "model_index.json").write_text(json.dumps(index | {"scheduler": ["my_scheduler", "Mine"]}))
+        for scheduler, message in (
+            (
+                ["my_scheduler", "Mine"],
+                "my_scheduler.Mine, code in the checkpoint, and db-SP runs none; save scheduler",
+            ),
+            (["diffusers", "SchedulerToCome"], r"diffusers.SchedulerToCome, which version .* does not have"),
+        ):
+            (tiny / "model_index.json").write_text(json.dumps(index | {"scheduler": scheduler}))
+            with pytest.raises(UserError, match=f"^checkpoint .*/tiny: its scheduler is {message}"):
+                decided(tmp_path, config=None, model=str(tiny))
+        (tiny / "model_index.json").write_text(json.dumps(index | {"scheduler": ["no_library", "Mine"]}))
         with pytest.raises(UserError, match=r"^checkpoint .*/tiny cannot be loaded: "):
             load_stock_pipeline(str(tiny), None, from_image=False, flow_shift=None)
         (tiny / "model_index.json").write_text(json.dumps(index | {"_class_name": ["my_pipeline", "Mine"]}))
@@ -205,15 +212,19 @@ class TestCheckpoint:
             decided(tmp_path, config=None, model=str(tiny))
 
     @pytest.mark.parametrize(
-        ("content", "message"),
+        ("name", "content", "message"),
         [
-            (b"", "cannot be read as weights .*; download it again"),
-            (b"\x09" + b"\0" * 7 + b'{"a": {}}', "cannot be read as weights .*; download it again"),
-            (POINTER.encode(), r"cannot be read as weights .*git lfs pull\)$"),
+            (
+                "tokenizer/tokenizer.json",
+                POINTER.encode(),
+                "is a pointer of Git LFS, not the file itself; fetch it with",
+            ),
+            (WEIGHTS, b"", "cannot be read as weights .*; download it again$"),
+            (WEIGHTS, b"\x09" + b"\0" * 7 + b'{"a": {}}', "cannot be read as weights .*; download it again$"),
         ],
     )
-    def test_a_damaged_file_is_named_in_one_line(self, tmp_path, tiny, content, message):
-        file = tiny / "transformer/diffusion_pytorch_model.safetensors"
+    def test_a_damaged_file_is_named_in_one_line(self, tmp_path, tiny, name, content, message):
+        file = tiny / name
         file.write_bytes(content)
         with pytest.raises(UserError, match=f"^{file} {message}") as raised:
             decided(tmp_path, config=None, model=str(tiny))
