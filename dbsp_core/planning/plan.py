@@ -13,18 +13,16 @@ from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
+from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, require_comm_dtype
-from dbsp_core.planning.heads import contiguous_heads
 from dbsp_core.planning.planners import (
     Problem,
     balanced_majority_rank,
+    contiguous_heads,
     head_price,
-    imbalance_ratio,
     majority_rank,
     require_planner,
-    rho_bound,
-    work_by_rank,
 )
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled

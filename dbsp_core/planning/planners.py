@@ -9,9 +9,8 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.balance import closest_pair, exchange, heaviest_first, level, load_limit, work_by_rank
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.planning.heads import assign_heads, contiguous_heads, greedy_heads, snake_heads
-from dbsp_core.planning.rows import level_rows, load_limit
 from dbsp_core.utils.errors import UserError, in_short
 
 KEY_PRICE = 2048
@@ -27,13 +26,6 @@ MOST_PRICE = 50
 Short videos and single heads of a model would otherwise stay imbalanced for the sake of keys whose price is known to a
 factor of two at best. By the same model of time that costs 1 % on average; see docs/results/even.md.
 """
-COLUMN_SHARE = 0.5
-"""Share of a hybrid's tolerance that its Ulysses ranks may take; the rest is for the rows of each."""
-FEW_ROWS_A_RANK = 128
-"""Rows with work for each rank, up to which rows may go to ranks that then receive the keys of another head.
-
-Of more rows a rank has enough to be even without; measured, no plan of more than 112 gained by it.
-"""
 
 
 def head_price(grid: BlockGrid, strategy: Strategy) -> int:
@@ -45,50 +37,8 @@ def head_price(grid: BlockGrid, strategy: Strategy) -> int:
     return KEY_PRICE * grid.tokens * (x - 1) // (grid.block_q * grid.block_k * x * y)
 
 
-def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndarray:
-    """Returns int64[P]: active blocks of each rank, from int64[H, nq] each: rows' ranks, and active blocks."""
-    return np.bincount(owner.ravel(), row_work.ravel(), world).astype(np.int64)
-
-
-def imbalance_ratio(work: np.ndarray) -> float:
-    """Returns ρ_s: the slowest rank's work over the mean, from int64[P]. No work at all is balanced: 1.0."""
-    blocks = work.tolist()  # of so few numbers numpy's own sum and maximum take ten times as long
-    total = sum(blocks)
-    return float(max(blocks) * len(blocks) / total) if total else 1.0
-
-
-def rho_bound(row_work: np.ndarray, world: int) -> float:
-    """Returns ρ_s ≥ 1 that no plan of whole rows can beat, from int64[H, nq] active blocks of each row."""
-    total = int(row_work.sum())
-    return bins_bound(row_work.ravel(), world) * world / total if total else 1.0
-
-
-def bins_bound(items: np.ndarray, bins: int) -> int:
-    """Returns the least load of the fullest of `bins` bins when `items` (int[n]) are packed whole.
-
-    The mean, rounded up; and, by the pigeonhole principle for every k, k + 1 of the k·bins + 1 largest items share a
-    bin, which then holds at least the k + 1 smallest of them.
-    """
-    total = int(items.sum())
-    if bins == 1:
-        return total
-    small = items.astype(np.uint16) if items.max(initial=0) < 1 << 16 else items  # sorted by radix: much faster
-    prefix = np.zeros(len(items) + 1, dtype=np.int64)
-    np.cumsum(np.sort(small, kind="stable")[::-1], out=prefix[1:])
-    bound = -(-total // bins)
-    last = np.arange(0, len(items), bins)  # the k·bins + 1 largest are items[: last + 1]
-    return max(bound, int((prefix[last + 1] - prefix[last - last // bins]).max(initial=0)))
-
-
 def majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
-    """Leaves each block with the part that holds most of its tokens; ties go to the lower index (Ring).
-
-    Args:
-        tokens_by_part: int[n, parts].
-
-    Returns:
-        int64[n].
-    """
+    """Returns int64[n]: of int[n, parts], the part that holds most of each block's tokens; ties: the lower index."""
     return tokens_by_part.argmax(axis=1).astype(np.int64)
 
 
@@ -96,13 +46,7 @@ def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
     """Assigns as `majority_rank` does, but no part gets more than its even share of blocks, rounded up.
 
     For blocks whose tokens lie scattered over all parts: the most tokens would be an accident, and the same for most.
-    Blocks with most to lose choose first.
-
-    Args:
-        tokens_by_part: int[n, parts].
-
-    Returns:
-        int64[n].
+    Blocks with most to lose choose first. int[n, parts] → int64[n].
     """
     blocks, parts = tokens_by_part.shape
     room = [-(-blocks // parts)] * parts
@@ -139,6 +83,141 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
         part[block] = best
         load[best] += blocks
     return part
+
+
+def contiguous_heads(heads: int, ulysses_degree: int) -> np.ndarray:
+    """Returns int64[H]: the Ulysses ranks of heads in order, in runs as equal as they come (Ulysses)."""
+    return np.arange(heads, dtype=np.int64) * ulysses_degree // heads
+
+
+def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
+    """Returns int64[H]: the Ulysses ranks of heads, by falling work int[H] back and forth: 0 1 2 2 1 0 0 1 2 …"""
+    turn, column = np.divmod(np.arange(len(work)), ulysses_degree)
+    ulysses_rank = np.empty(len(work), dtype=np.int64)
+    ulysses_rank[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, column, ulysses_degree - 1 - column)
+    return ulysses_rank
+
+
+def greedy_heads(work: np.ndarray, ulysses_degree: int, cap: int | None = None) -> np.ndarray:
+    """Returns int64[H]: the Ulysses ranks of heads of work int[H], the largest first, each to the least work so far.
+
+    Ties go to the lower index. `cap`: most heads of a rank, or None for Alg. 1 as printed.
+    """
+    load = [0] * ulysses_degree
+    count = [0] * ulysses_degree
+    ulysses_rank = np.empty(len(work), dtype=np.int64)
+    for head in np.argsort(-work, kind="stable").tolist():
+        open_ranks = [c for c in range(ulysses_degree) if cap is None or count[c] < cap]
+        best = min(open_ranks, key=load.__getitem__)
+        ulysses_rank[head] = best
+        load[best] += int(work[head])
+        count[best] += 1
+    return ulysses_rank
+
+
+def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: np.ndarray, price: int) -> np.ndarray:
+    """Assigns rows to Ulysses ranks, heads whole or split, so that the slowest rank takes the least time.
+
+    A Ulysses rank's time is its rows' work, at least what is good enough, and `price` for each head of which it has
+    rows. Of equally fast plans the first of these is taken.
+
+    Args:
+        row_work: int64[H, nq], active blocks of each row.
+        columns: x, the number of Ulysses ranks.
+        target_rho: Work of the fullest Ulysses rank over the mean that is good enough.
+        order: int64[nq], query blocks in the order in which heads are cut.
+        price: Active blocks that take as long as receiving the keys and values of one head.
+
+    Returns:
+        int64[H, nq], the Ulysses rank of each row.
+    """
+    if columns == 1:
+        return np.zeros_like(row_work)
+    work = row_work.sum(axis=1)
+    cap = -(-len(work) // columns)
+    limit = max(load_limit(int(work.sum()), columns, target_rho), int(row_work.max(initial=0)))
+    # 1. Whole heads in equal numbers, so that no rank receives more keys than others.
+    equal = exchange(work, greedy_heads(work, columns, cap), columns, limit, cap)
+    whole = np.broadcast_to(equal[:, None], row_work.shape)
+    load = np.bincount(equal, work, columns).astype(np.int64)
+    times = load + price * np.bincount(equal, minlength=columns)
+    if load.max() <= limit or times.min() + price >= times.max():
+        return whole  # no rank can take part of a head without becoming the slowest
+    # 2. Or the fewest cuts; or cuts at the end of every rank, which spread pieces equally.
+    plans = [
+        whole,
+        _cut_full_ranks(row_work, whole, columns, limit, order),
+        _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
+    ]
+    by_head = [_work_by_head(row_work, plan, columns) for plan in plans]  # [H, x] each
+    slowest = [
+        (np.maximum(of_plan.sum(axis=0), limit) + price * (of_plan > 0).sum(axis=0)).max() for of_plan in by_head
+    ]
+    best = slowest.index(min(slowest))
+    # 3. Rows without work go to where most of their head is: they must not be what keeps its keys on a rank.
+    idle = (row_work == 0) & (work > 0)[:, None]
+    return np.where(idle, by_head[best].argmax(axis=1)[:, None], plans[best])
+
+
+def _wrap_around(row_work: np.ndarray, heads: np.ndarray, columns: int, order: np.ndarray) -> np.ndarray:
+    """Returns the Ulysses ranks of rows that are laid end to end, head by head, and cut into x runs (McNaughton)."""
+    owner = np.empty(row_work.shape, dtype=np.int64)
+    line = row_work[np.ix_(heads, order)]
+    owner[np.ix_(heads, order)] = _equal_runs(line.ravel(), columns).reshape(line.shape)
+    return owner
+
+
+def _equal_runs(line: np.ndarray, parts: int) -> np.ndarray:
+    """Returns int64[n], the part of each row where a line of them is cut into parts of equal work."""
+    middle = np.cumsum(line) - (line + 1) // 2
+    return np.minimum(middle * parts // max(1, int(line.sum())), parts - 1)
+
+
+def _cut_full_ranks(
+    row_work: np.ndarray, owner: np.ndarray, columns: int, limit: int, order: np.ndarray
+) -> np.ndarray:
+    """Returns the Ulysses ranks of rows with none above `limit`, after at most x − 1 cuts of a head off a full rank.
+
+    The fullest goes first, to the least room that takes all its surplus, else to the most room.
+    """
+    owner, by_head = owner.copy(), _work_by_head(row_work, owner, columns)
+    mean = -(-int(row_work.sum()) // columns)
+    goal = limit - (limit - mean) // 4  # the rest is for whole rows
+    for _ in range(columns - 1):
+        load = by_head.sum(axis=0)
+        full = int(load.argmax())
+        if load[full] <= limit:
+            break
+        surplus, room = int(load[full]) - goal, goal - load
+        enough = np.flatnonzero(room >= surplus)
+        target = int(enough[room[enough].argmin()] if len(enough) else room.argmax())
+        # 1. Within what the target takes, leave the source between the goal and the mean, clear of both.
+        amount = min(int(load[full]) - mean, (surplus + int(room[target])) // 2) if len(enough) else int(room[target])
+        # 2. A run of the source's largest head goes.
+        head = int(by_head[:, full].argmax())
+        work, run = row_work[head], order[owner[head, order] == full]
+        run = run[: np.searchsorted(np.cumsum(work[run]), amount, side="right")]
+        owner[head, run] = target
+        # 3. Single rows, or one for another, bring what goes closer to the amount.
+        rest, falling = amount - int(work[run].sum()), heaviest_first(work)
+        sizes, held_by = work[falling], owner[head, falling]
+        for _ in range(4):
+            goes, comes = closest_pair(sizes, np.flatnonzero(held_by == full), np.flatnonzero(held_by == target), rest)
+            change = int(sizes[goes].sum() - sizes[comes].sum())
+            if abs(change - rest) >= rest:
+                break
+            held_by[goes], held_by[comes] = target, full
+            rest -= change
+        owner[head, falling] = held_by
+        by_head[head] = np.bincount(owner[head], work, columns)
+    return owner
+
+
+def _work_by_head(row_work: np.ndarray, owner: np.ndarray, columns: int) -> np.ndarray:
+    """Returns int64[H, x], active blocks of each head on each Ulysses rank."""
+    cell = owner + np.arange(len(owner))[:, None] * columns
+    by_head = np.bincount(cell.ravel(), row_work.ravel(), len(owner) * columns)
+    return by_head.astype(np.int64).reshape(len(owner), columns)
 
 
 @dataclass(frozen=True)
@@ -247,9 +326,12 @@ def plan_rows(
     limit = max(heaviest, load_limit(total, world, target_rho))
     price = min(price, total // (MOST_PRICE * world))
     # 1. Heads to Ulysses ranks.
-    order = _interleaved(q_ring_rank, ring) if position is None else np.argsort(position, kind="stable")
-    share = 1 if ring == 1 else COLUMN_SHARE
-    column = assign_heads(work, ulysses, 1 + share * (target_rho - 1), order, price * ring)
+    place = position
+    if place is None:  # ring ranks interleaved, so that a run takes equally from each
+        holder = q_ring_rank if q_ring_rank.ndim == 1 else q_ring_rank[0]
+        place = np.cumsum(holder[:, None] == np.arange(ring), axis=0)[np.arange(len(holder)), holder]
+    order = np.argsort(place, kind="stable")
+    column = assign_heads(work, ulysses, (1 + target_rho) / 2, order, price * ring)
     # 2. Each Ulysses rank's rows to its ring ranks.
     if position is not None:
         ring_rank = _runs_by_column(work, column, order, ulysses, ring)
@@ -258,15 +340,13 @@ def plan_rows(
         for ulysses_rank in range(ulysses if ring > 1 else 0):
             rows = column == ulysses_rank
             good = max(limit, -(-int(work[rows].sum()) // ring))
-            ring_rank[rows] = level_rows(work[rows], ring_rank[rows], ring, good)
+            ring_rank[rows] = level(work[rows], ring_rank[rows], ring, good)
     owner = ring_rank * ulysses + column
     # 3. While ranks are still imbalanced, rows go to any rank: many may if keys cost nothing, else few.
-    if work_by_rank(owner, work, world).max() <= limit or (price and np.count_nonzero(work) > FEW_ROWS_A_RANK * world):
+    if work_by_rank(owner, work, world).max() <= limit:
         return owner
     times = rank_times(work, owner, ulysses, ring, price)
-    if times.max() - int(times.sum()) // world <= price:
-        return owner
-    levelled = level_rows(work.ravel(), owner.ravel(), world, limit).reshape(work.shape)
+    levelled = level(work.ravel(), owner.ravel(), world, limit).reshape(work.shape)
     return levelled if rank_times(work, levelled, ulysses, ring, price).max() < times.max() else owner
 
 
@@ -277,33 +357,17 @@ def rank_times(work: np.ndarray, owner: np.ndarray, ulysses: int, ring: int, pri
     return times
 
 
-def _runs_by_column(work: np.ndarray, owner: np.ndarray, order: np.ndarray, ulysses: int, ring: int) -> np.ndarray:
+def _runs_by_column(work: np.ndarray, column: np.ndarray, order: np.ndarray, ulysses: int, ring: int) -> np.ndarray:
     """Returns int64[H, nq], ring ranks of rows: each column's in runs of equal work, all of its heads side by side."""
-    by_block = np.ascontiguousarray(work[:, order].T)  # block by block, all heads of a block together
-    columns = owner[:, order].T
+    by_block, columns = work[:, order].T, column[:, order].T  # [nq, H]: all heads of a block together
     ring_ranks = np.zeros(by_block.shape, dtype=np.int64)
-    for column in range(ulysses):
-        here = columns == column
-        of_column = by_block[here]
-        of_column = of_column if of_column.any() else np.ones_like(of_column)
-        middle = np.cumsum(of_column) - (of_column + 1) // 2
-        ring_ranks[here] = np.minimum(middle * ring // int(of_column.sum() or 1), ring - 1)
-    positions = np.empty(work.shape, dtype=np.int64)
-    positions[:, order] = ring_ranks.T
-    return positions
-
-
-def _interleaved(q_ring_rank: np.ndarray, ring: int) -> np.ndarray:
-    """Returns int64[nq], query blocks with ring ranks interleaved: a run takes equally from each.
-
-    If ring ranks differ between heads, the order is the first head's: it only decides how balanced the start is.
-    """
-    q_ring_rank = q_ring_rank if q_ring_rank.ndim == 1 else q_ring_rank[0]
-    turn = np.empty(len(q_ring_rank), dtype=np.int64)
-    for rank in range(ring):
-        mine = q_ring_rank == rank
-        turn[mine] = np.arange(mine.sum())
-    return np.argsort(turn, kind="stable")
+    for ulysses_rank in range(ulysses):
+        here = columns == ulysses_rank
+        line = by_block[here]
+        ring_ranks[here] = _equal_runs(line if line.any() else np.ones_like(line), ring)
+    ring_rank = np.empty(work.shape, dtype=np.int64)
+    ring_rank[:, order] = ring_ranks.T
+    return ring_rank
 
 
 PLANNERS = {

@@ -13,7 +13,7 @@ from dbsp_core.comm.block_pooling import ShardedBlocks, pool_heads
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
-from dbsp_core.planning.heads import contiguous_heads
+from dbsp_core.planning.planners import contiguous_heads
 from dbsp_core.sources.base import LocalQK
 from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import unpack_bits

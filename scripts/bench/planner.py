@@ -26,17 +26,9 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
+from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.planning.heads import contiguous_heads
-from dbsp_core.planning.planners import (
-    head_price,
-    imbalance_ratio,
-    majority_rank,
-    plan_rows,
-    rank_times,
-    rho_bound,
-    work_by_rank,
-)
+from dbsp_core.planning.planners import contiguous_heads, head_price, majority_rank, plan_rows, rank_times
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from scripts.results.result import print_table

@@ -30,7 +30,7 @@ AT_ONCE = 2
 FOUND, MISSED = 1, 0
 """Exit status of pytest: some tests failed; all passed."""
 SEEDED = """
-ρ_s counts the slowest rank: dbsp_core/planning/planners.py
+ρ_s counts the slowest rank: dbsp_core/planning/balance.py
 - return float(max(blocks) * len(blocks) / total)
 + return float(min(blocks) * len(blocks) / total)
 tests/core/planning/test_paper_planner.py
@@ -215,7 +215,7 @@ groups that are made have the stream priority of theirs: dbsp_core/comm/process_
 + (is_high_priority_stream=False)
 tests/core/comm/test_process_groups.py -k options
 
-of several ways to share heads the fastest is taken: dbsp_core/planning/heads.py
+of several ways to share heads the fastest is taken: dbsp_core/planning/planners.py
 - best = slowest.index(min(slowest))
 + best = slowest.index(max(slowest))
 tests/core/planning/test_rows.py
@@ -225,8 +225,8 @@ plans are known by their owners: dbsp_core/planning/plan.py
 + digest.update(str(self.owner.shape).encode())
 tests/core/planning/test_plan.py -k fingerprint
 
-rows are traded up to the limit: dbsp_core/planning/rows.py
-- goal = (mean + limit) // 2
+rows are traded up to the limit: dbsp_core/planning/balance.py
+- goal = (int(load.sum()) // len(load) + limit) // 2
 + goal = 2 * limit
 tests/core/planning/test_rows.py
 

@@ -14,7 +14,8 @@ import numpy as np
 
 from dbsp_core import Plan, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.planning.planners import PLANNERS, rho_bound
+from dbsp_core.planning.balance import rho_bound
+from dbsp_core.planning.planners import PLANNERS
 from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
 from scripts.results.result import Result

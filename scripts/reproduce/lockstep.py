@@ -29,9 +29,8 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.heads import contiguous_heads, greedy_heads, snake_heads
 from dbsp_core.planning.plan import majority_ring_ranks
-from dbsp_core.planning.planners import biased_greedy
+from dbsp_core.planning.planners import biased_greedy, contiguous_heads, greedy_heads, snake_heads
 
 
 def nodes_of(hardware: Hardware, world: int) -> tuple[int, ...]:

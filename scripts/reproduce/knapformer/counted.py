@@ -13,9 +13,10 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.balance import imbalance_ratio
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.planners import head_price, imbalance_ratio, plan_rows
+from dbsp_core.planning.planners import head_price, plan_rows
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.bags import BagTopology
-from dbsp_core.planning.heads import contiguous_heads
+from dbsp_core.planning.planners import contiguous_heads
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns, plan_sequences
 from scripts.reproduce.knapformer.counted import (
     SequencePlanMetrics,

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.planning.balance import bins_bound, imbalance_ratio
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.planning.heads import assign_heads, contiguous_heads
-from dbsp_core.planning.planners import bins_bound, head_price, imbalance_ratio, plan_rows
+from dbsp_core.planning.planners import assign_heads, contiguous_heads, head_price, plan_rows
 
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (16, 1), (4, 4), (1, 16), (3, 2)]
 
