@@ -119,7 +119,7 @@ def test_what_begins_a_process_needs_nothing_but_python():
 
 def test_the_pure_planning_functions_need_numpy_alone():
     planning = folder_of("dbsp_core") / "planning"
-    pure = [planning / f"{name}.py" for name in ("heads", "rows", "sequences", "bags")]
+    pure = [planning / f"{name}.py" for name in ("balance", "sequences", "bags")]
 
     def forbidden(path: Path) -> set[str]:
         names = imports(path) - {"dbsp_core.utils.errors"}
