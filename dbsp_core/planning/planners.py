@@ -143,9 +143,11 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     times = load + price * np.bincount(equal, minlength=columns)
     if load.max() <= limit or times.min() + price >= times.max():
         return whole  # no rank can take part of a head without becoming the slowest
-    # 2. Or the fewest cuts; or cuts at the end of every rank, which spread pieces equally.
+    # 2. Whole heads in any numbers; the fewest cuts; and cuts at the end of every rank, which spread pieces equally.
+    free = exchange(work, greedy_heads(work, columns), columns, limit)
     plans = [
         whole,
+        np.broadcast_to(free[:, None], row_work.shape),
         _cut_full_ranks(row_work, whole, columns, limit, order),
         _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
     ]
@@ -331,7 +333,8 @@ def plan_rows(
         holder = q_ring_rank if q_ring_rank.ndim == 1 else q_ring_rank[0]
         place = np.cumsum(holder[:, None] == np.arange(ring), axis=0)[np.arange(len(holder)), holder]
     order = np.argsort(place, kind="stable")
-    column = assign_heads(work, ulysses, (1 + target_rho) / 2, order, price * ring)
+    column_rho = target_rho if ring == 1 else (1 + target_rho) / 2  # the other half is for the rows of each
+    column = assign_heads(work, ulysses, column_rho, order, price * ring)
     # 2. Each Ulysses rank's rows to its ring ranks.
     if position is not None:
         ring_rank = _runs_by_column(work, column, order, ulysses, ring)
