@@ -73,13 +73,12 @@ def level(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int) -> np.ndar
     # 1. Rows with work, heaviest first.
     rows = heaviest_first(work)[: np.count_nonzero(work)]
     sizes, held_by = work[rows], rank[rows]
-    # 2. Few are exchanged in every way; of many the fullest rank trades with the emptiest with which that helps.
+    # 2. The fullest rank trades with the emptiest with which that helps; few are then exchanged in every way.
+    for _ in range(32 * ranks):
+        if load.max() <= limit or not _trade(sizes, held_by, load, limit):
+            break
     if len(rows) <= FEW_ITEMS:
         held_by = exchange(sizes, held_by, ranks, limit)
-    else:
-        for _ in range(32 * ranks):
-            if load.max() <= limit or not _trade(sizes, held_by, load, limit):
-                break
     rank = rank.copy()
     rank[rows] = held_by
     return rank
