@@ -79,7 +79,14 @@ BY_SOURCE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "strategy"), BY_SOURCE.items())
+SOURCES = [
+    pytest.param(*one, marks=() if one[0] in ("window", "sparge", "vsa", "file") else pytest.mark.long)
+    for one in BY_SOURCE.items()
+]
+"""All of them have run on a GPU (docs/results/exact.md)."""
+
+
+@pytest.mark.parametrize(("name", "strategy"), SOURCES)
 def test_source_on_gpus_equals_one_process(gpu_node: GpuNode, tmp_path: Path, name: str, strategy: str) -> None:
     mask = MASKS[name] if name in MASKS else source_with_file(name, tmp_path)
     check(gpu_node, SessionCase({"mask": mask}, strategy))

@@ -139,7 +139,9 @@ VARIANTS = {"copy_kernel": 4, "forward_kernel": 2, "quantise_kernel": 2}
 """Compiled variants of a kernel over all ranks and steps, at most; of the others one."""
 
 
-@pytest.mark.parametrize(("strategy", "name"), COSTS)
+@pytest.mark.parametrize(
+    ("strategy", "name"), [pytest.param(*one, marks=LONG if one == ("U1R4", "sparge") else ()) for one in COSTS]
+)
 def test_steady_step_makes_no_host_wait_and_few_launches(gpu_node: GpuNode, strategy: str, name: str) -> None:
     gpu_node.run(Strategy.parse(strategy).world, steady_step, STEADY[name], strategy, *COSTS[strategy, name])
 

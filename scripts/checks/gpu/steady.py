@@ -52,8 +52,8 @@ def cases(setting: Setting) -> Iterator[Case]:
 def masks(setting: Setting) -> dict[str, dict[str, Any]]:
     """Returns settings of a mask that is known, and of one that is predicted at each call."""
     blocks = {"block_q": 32, "block_k": 16} if setting.dry else {"block_q": 128, "block_k": 64}
-    known = {"source": "synthetic", "preset": "wan2.1-t2v-14b", "density": 0.4}
-    return {"static": known | blocks, "predicted": {"source": "sparge", **blocks}}
+    static = {"source": "synthetic", "preset": "wan2.1-t2v-14b", "density": 0.4, **blocks}
+    return {"static": static} if setting.simulated else {"static": static, "predicted": {"source": "sparge", **blocks}}
 
 
 class SteadyCall:
