@@ -195,7 +195,7 @@ def _source(kind: str, case: Draw, grid: BlockGrid) -> MaskSource:
         settings["token_order"] = str(rng.choice(["thw", "hwt", "tile:2x2x2"]))
         if kind == "sparge":
             return SpargeSource(**settings, similarity=0.2)
-        return _fitted(settings | {"queries": str(rng.choice(["mean", "all"]))}, case.heads, case.head_dim, rng)
+        return _fitted(settings, case.heads, case.head_dim, rng)
     return DenseSource(*blocks)
 
 
