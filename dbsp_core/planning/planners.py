@@ -1,4 +1,4 @@
-"""The planners: ours, the paper's, plain sequence parallelism and xDiT's; ρ_s and its bound. Only numpy."""
+"""The planners: ours, the paper's, plain sequence parallelism and xDiT's. Only numpy."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
     room = [-(-blocks // parts)] * parts
     preferences = np.argsort(-tokens_by_part, axis=1, kind="stable").tolist()
     part = np.empty(blocks, dtype=np.int64)
-    for block in np.argsort(-tokens_by_part.max(axis=1), kind="stable").tolist():
+    for block in heaviest_first(tokens_by_part.max(axis=1)).tolist():
         part[block] = next(preferred for preferred in preferences[block] if room[preferred])
         room[part[block]] -= 1
     return part
@@ -74,7 +74,7 @@ def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: flo
     """
     load = [0] * parts
     part = np.empty(len(work), dtype=np.int64)
-    for block in np.argsort(-work, kind="stable"):
+    for block in heaviest_first(work):
         blocks, best = int(work[block]), int(initial[block])
         if blocks:
             biased: list[float] = [*load]
@@ -94,7 +94,7 @@ def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
     """Returns int64[H]: the Ulysses ranks of heads, by falling work int[H] back and forth: 0 1 2 2 1 0 0 1 2 …"""
     turn, column = np.divmod(np.arange(len(work)), ulysses_degree)
     ulysses_rank = np.empty(len(work), dtype=np.int64)
-    ulysses_rank[np.argsort(-work, kind="stable")] = np.where(turn % 2 == 0, column, ulysses_degree - 1 - column)
+    ulysses_rank[heaviest_first(work)] = np.where(turn % 2 == 0, column, ulysses_degree - 1 - column)
     return ulysses_rank
 
 
@@ -106,7 +106,7 @@ def greedy_heads(work: np.ndarray, ulysses_degree: int, cap: int | None = None) 
     load = [0] * ulysses_degree
     count = [0] * ulysses_degree
     ulysses_rank = np.empty(len(work), dtype=np.int64)
-    for head in np.argsort(-work, kind="stable").tolist():
+    for head in heaviest_first(work).tolist():
         open_ranks = [c for c in range(ulysses_degree) if cap is None or count[c] < cap]
         best = min(open_ranks, key=load.__getitem__)
         ulysses_rank[head] = best

@@ -107,8 +107,8 @@ def packed_forward_local(
             embeddings.
         timestep: As for `packed_forward`; equal on all ranks.
         bags: Groups of neighbouring ranks, each of which shares some of the sequences, "g8n4" for 4 of 8; or as
-            setting `bags` has it. Equal on all ranks. Default: that
-            setting; without it all ranks share every sequence.
+            setting `bags` has it. Equal on all ranks. Default: that setting; without it all ranks share every
+            sequence.
 
     Returns:
         The predictions for this rank's samples, and how they were distributed.
