@@ -157,11 +157,13 @@ def intercept_attention(
     key = next(_numbers)
     _attends[key] = attend
     number = torch.tensor(key, device="cpu")
+    names = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "AttentionBackendName", None)
+    native = "native" if names is None else names("native")  # a member, which torch.compile need not look up
 
     def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden = kwargs.get("hidden_states", args[0] if args else None)
         mode = SdpaOverride(number, any_mask, other_keys, None if gate is None else gate(hidden))
-        with mode, _native_backend(getattr(attention, "processor", None)):
+        with mode, _backend(getattr(attention, "processor", None), native):
             output = forward(*args, **kwargs)
         if mode.calls != 1 and not (mode.calls == 0 and kwargs.get(skipped_by, False)):
             raise UserError(
@@ -176,18 +178,16 @@ def intercept_attention(
 
 
 @contextmanager
-def _native_backend(processor: Any) -> Iterator[None]:
-    """Sets a processor's backend to "native", as a member of the enumeration, which torch.compile need not look up."""
+def _backend(processor: Any, name: Any) -> Iterator[None]:
+    """Sets the backend of a processor that has one, and restores what it had."""
     if not hasattr(processor, "_attention_backend"):
         yield
         return
-    backend, names = processor._attention_backend, sys.modules.get("diffusers.models.attention_dispatch")
-    native = getattr(names, "AttentionBackendName", None)
-    processor._attention_backend = "native" if native is None else native("native")
+    before, processor._attention_backend = processor._attention_backend, name
     try:
         yield
     finally:
-        if backend is getattr(type(processor), "_attention_backend", None):
+        if before is getattr(type(processor), "_attention_backend", None):
             del processor._attention_backend
         else:
-            processor._attention_backend = backend
+            processor._attention_backend = before
