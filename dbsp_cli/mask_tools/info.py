@@ -19,8 +19,8 @@ from dbsp_core.masks.grid import CANONICAL
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts, usual_layout
+from dbsp_core.planning.reuse import replay
 from dbsp_core.reports.style import STYLE, heading, rank_colour
-from dbsp_core.runtime.plan_keeper import replay
 from dbsp_core.utils.errors import UserError
 
 _SAMPLED_LAYERS = 4

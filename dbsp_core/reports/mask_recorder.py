@@ -18,7 +18,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_writer import mask_file_bytes
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.runtime.session_state import SessionObserver
+from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size, require_folder_path, write_atomically
 from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log

@@ -17,12 +17,12 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import DenoisingStep, Progress, StepClock
+from dbsp_core.planning.reuse import PlanUse
 from dbsp_core.reports.mask_recorder import MaskRecorder
 from dbsp_core.reports.run_report import RunReport
-from dbsp_core.runtime.plan_keeper import PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.runtime.session_state import SessionObserver
+from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_kernels import fused_kernel
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -123,8 +122,8 @@ def check_attention(
     debug: bool,
     more: Mapping[str, int] | None = None,
     choose: Callable[[], Kernel] | None = None,
-    check: Callable[[Exception | None, Mapping[str, int]], object] | None = None,
-) -> None:
+    check: Callable[[Exception | None, Mapping[str, int]], bool] | None = None,
+) -> bool:
     """Checks that all ranks are about to attend with the same inputs. Collective.
 
     Args:
@@ -137,6 +136,9 @@ def check_attention(
         more: Further numbers to compare, by the message where they differ.
         choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
         check: Compares in place of `check_consistent`, with what else ranks have to compare.
+
+    Returns:
+        What `check` returns, True without.
 
     Raises:
         UserError: On all ranks, where one has a problem, or something differs.
@@ -155,7 +157,10 @@ def check_attention(
         SCALES_DIFFER: fingerprint_of(scale),
         **_fingerprints_of(prepared, kernel if debug else ""),
     }
-    (check or partial(check_consistent, group))(problem, fingerprints)
+    if check is not None:
+        return check(problem, fingerprints)
+    check_consistent(group, problem, fingerprints)
+    return True
 
 
 def check_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -133,10 +133,16 @@ class EngineSession:
             loaded = loaded.for_transformer(transformer)
         except Exception as error:  # raised on all ranks by the session
             problem = error
-        of_session = loaded, group, loaded.strategy_or(strategy), heads, layers
         self._steps: int | None = None
         self.session = AttentionSession(
-            *of_session, steps=lambda: self._steps, clock=clock or StepClock(), problem=problem
+            config=loaded,
+            group=group,
+            strategy=loaded.strategy_or(strategy),
+            heads=heads,
+            layers=layers,
+            steps=lambda: self._steps,
+            clock=clock or StepClock(),
+            problem=problem,
         )
         self._layout = EngineLayout((0, 0, 0))
 

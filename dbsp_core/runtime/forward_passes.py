@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 
 from dbsp_core.runtime.pass_checks import PassChecks
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.size_context import SizeContext
+from dbsp_core.runtime.size import PassMasks, Size
 from dbsp_core.utils.errors import UserError
 
 MOST_PENDING = 16
@@ -32,7 +32,8 @@ class ForwardPass:
     Attributes:
         gradients: True if backward may follow.
         backward: The backward within which it began, or -1: a checkpoint may be around the whole transformer.
-        size: What is known of its size; None until `AttentionSession.begin` has found it.
+        size: What is kept of its size; None until `AttentionSession.begin` has found it.
+        masks: The mask of each layer, None where it is predicted; `key`, what they are remembered by.
         checks: What ranks have to compare at its first attention; None once they have, or if nothing is new.
         sharding: How the framework has sharded it; the framework's own.
         reached: Layers whose attention was computed.
@@ -43,7 +44,9 @@ class ForwardPass:
 
     gradients: bool
     backward: int
-    size: SizeContext | None = None
+    size: Size | None = None
+    masks: PassMasks = ()
+    key: Hashable = None
     checks: PassChecks | None = None
     sharding: Any = None
     reached: set[int] = field(default_factory=set)

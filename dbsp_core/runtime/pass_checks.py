@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dbsp_core.comm.consistency import check_consistent
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.size_context import SizeContext
 from dbsp_core.utils.errors import fingerprint_of
 
 SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
@@ -32,40 +31,31 @@ class Meeting(Protocol):
         """
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class PassChecks:
-    """Checks of a forward pass, which run with its first attention.
+    """What ranks compare of a forward pass, at its first attention.
 
     Attributes:
-        size: The size of its videos, by which the session keeps what it knows of it; None until that is known.
         meeting: Checks of the transformer's inputs, if any.
-        names: Cache keys of its masks.
-        fingerprints: Fingerprints, by message.
+        compared: What must be equal, in the order of `_FINGERPRINTS`; Nones on a rank that has a problem.
+        calls: Calls with predicted masks of this size so far, which differ if a rank has left a pass.
     """
 
     group: SequenceGroup
     meeting: Meeting | None = None
-    size: SizeContext | None = None
-    names: dict[int, Hashable] = field(default_factory=dict)
-    fingerprints: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_FINGERPRINTS, 0))
+    compared: Sequence[object] = (None,) * len(_FINGERPRINTS)
+    calls: int = 0
 
-    def take(self, size: SizeContext, compared_under_debug: tuple[object, object] | None) -> None:
-        """Takes what is known of the pass on this rank: its size, and under debug the arguments that it began with."""
-        self.size, masks = size, size.masks
-        self.names = masks.names or masks.ask_names()
-        of_debug = [0, 0] if compared_under_debug is None else map(fingerprint_of, compared_under_debug)
-        compared = *of_debug, fingerprint_of(size.grid), size.hardware_fingerprint, masks.fingerprint(self.names)
-        self.fingerprints = dict(zip(_FINGERPRINTS, compared, strict=True))
+    def check(self, problem: Exception | None, more: Mapping[str, int]) -> bool:
+        """Raises UserError on all ranks where one has a problem, or something differs, `more` included. Collective.
 
-    def check(self, problem: Exception | None, more: Mapping[str, int]) -> None:
-        """Raises UserError on all ranks where one has a problem, or something differs, `more` included. Collective."""
-        calls = 0 if self.size is None else self.size.keeper.calls
-        control, fingerprints = self.group.control(), {**self.fingerprints, **more}
+        Returns:
+            True if all ranks have made equal numbers of calls.
+        """
+        fingerprints = {**dict(zip(_FINGERPRINTS, map(fingerprint_of, self.compared), strict=True)), **more}
         if self.meeting is None:
-            numbers = check_consistent(
-                control, problem, fingerprints, numbers=[0, 0, 0, 0, calls]
-            )  # as a meeting returns
+            # One number more than a framework's: where only some ranks compare inputs, all see a difference.
+            numbers = check_consistent(self.group.control(), problem, fingerprints, numbers=[0, 0, 0, 0, self.calls])
         else:
-            numbers = self.meeting.check(problem, fingerprints, calls)
-        if self.size is not None and len({numbers[-1] for numbers in numbers}) > 1:
-            self.size.keeper.restart()  # a rank has left a pass that others went on with
+            numbers = self.meeting.check(problem, fingerprints, self.calls)
+        return len({of_rank[-1] for of_rank in numbers}) == 1

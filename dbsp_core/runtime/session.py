@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
 
+import numpy as np
 import torch
 
-from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, input_kind, raised_on_all
+from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, input_kind, raised_on_all, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -17,6 +19,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.reuse import PlanUse, ReuseStatistics
 from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.consistency_checks import (
     LAYERS_DIFFER,
@@ -30,10 +33,10 @@ from dbsp_core.runtime.consistency_checks import (
 from dbsp_core.runtime.forward_passes import NOT_BEGUN, ForwardPass, ForwardPasses
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.pass_checks import Meeting, PassChecks
-from dbsp_core.runtime.plan_keeper import PlanUse, ReuseStatistics
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.session_state import SessionObserver
-from dbsp_core.runtime.size_context import SizeContext, SizeKey
+from dbsp_core.runtime.session_observer import SessionObserver
+from dbsp_core.runtime.size import Size, SizeKey
+from dbsp_core.runtime.slot import KnownMask, Slot
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import in_number
@@ -78,11 +81,11 @@ class AttentionSession:
     passes: ForwardPasses = field(default_factory=ForwardPasses)
     nodes: tuple[int, ...] = field(init=False)
     report: bool = field(init=False)
-    _mask_provider: MaskProvider = field(init=False)
+    _provider: MaskProvider = field(init=False)
     _statistics: ReuseStatistics = field(default_factory=ReuseStatistics)
     _raises_alone: bool = False
-    _sizes: OrderedDict[SizeKey, SizeContext] = field(default_factory=OrderedDict)
-    """What is known for each size of video; the one used last at the end."""
+    _sizes: OrderedDict[SizeKey, Size] = field(default_factory=OrderedDict)
+    """The sizes of video that are kept; the one used last at the end."""
     _concurrency_guard: ConcurrencyGuard = field(init=False)
     _check_gradient: CheckGradient | None = field(init=False)
 
@@ -92,13 +95,18 @@ class AttentionSession:
         self._check_gradient = partial(check_gradient, self.group) if self.config.debug else None
         self._concurrency_guard = ConcurrencyGuard(self.group)
         count_steps = self.config.debug or any(observer.counts_steps for observer in self.observers)
-        parts = self.config.mask, self.config.dense_schedule, self.heads, self.layers
-        self._mask_provider = MaskProvider(*parts, self.steps, count_steps, self.clock)
+        self._provider = MaskProvider(
+            self.config.mask,
+            self.config.dense_schedule,
+            self.heads,
+            self.layers,
+            steps=self.steps,
+            count_steps=count_steps,
+            clock=self.clock,
+        )
 
     def __repr__(self) -> str:
         """Says what is known: counts under way are not waited for."""
-        for size in self._sizes.values():
-            size.sum_up()
         layers, ranks = in_number(self.layers, "layer"), in_number(self.group.size, "rank")
         use = f"strategy {self.strategy or 'auto'} on {ranks}, {mask_in_words(self.config.mask)}"
         return f"<db-SP session: {layers} of {self.heads} heads, {use}; {self._statistics}>"
@@ -132,45 +140,72 @@ class AttentionSession:
             UserError: On all ranks, for a size that the mask source rejects, unless they raise it together elsewhere.
         """
         with self._concurrency_guard:
-            forward_pass = self.passes.begin(torch.is_grad_enabled())
-            key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
+            # 1. The denoising step and CFG pass.
+            forward_pass, provider, debug = (
+                self.passes.begin(torch.is_grad_enabled()),
+                self._provider,
+                self.config.debug,
+            )
             meeting, self.meeting = self.meeting, None
-            meets = key not in self._sizes or meeting is not None or self.config.debug
-            checks = PassChecks(self.group, meeting)
+            first = provider.begin(videos, timestep, cfg_branch)
+            for observer in self.observers:
+                observer.begin(provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
+            # 2. What is kept of this size, and the masks of this pass. Only where ranks compare them may one fail.
+            key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
             try:
-                first = self._mask_provider.begin(videos, timestep, cfg_branch)
-                for observer in self.observers:
-                    step = self.clock.progress().step_index
-                    observer.begin(self._mask_provider.moment, timestep, cfg_branch, step)
-                named = self._mask_provider.use_names()
-                meets = meets or not named or (first and self._mask_provider.predicts)
-                if meets:
-                    forward_pass.checks = checks
-                    forward_pass.size = self._take_up(checks, key, torch.device(device), streams, cfg_branch)
-                else:
-                    self._sizes.move_to_end(key)
-                    forward_pass.size = self._sizes[key]
-            except Exception as error:  # any error: this rank must not stop alone where others compare
-                if meets and not self._raises_alone:
-                    checks.check(error, {})
+                size = self._sizes.get(key) or Size(
+                    key,
+                    session=self,
+                    provider=provider,
+                    device=torch.device(device),
+                    streams=streams,
+                    compare=any(observer.compares for observer in self.observers),
+                    statistics=self._statistics,
+                )
+                pass_key = provider.pass_key()
+                known = size.passes.get(pass_key)
+                masks = size.new_masks(provider) if known is None else known
+            except Exception as error:  # any error: this rank must not stop alone
+                if not self._raises_alone:
+                    PassChecks(self.group, meeting).check(error, {})
                 raise
-            return forward_pass.size.layout
+            forward_pass.size, forward_pass.key, forward_pass.masks = size, pass_key, masks
+            # 3. What ranks compare at the first attention, if anything is new.
+            if known is None or meeting is not None or debug or (first and provider.predicts):
+                order = None if isinstance(streams, SequenceLayout) else streams
+                given = [(videos, order), (provider.moment, cfg_branch)] if debug else [None, None]
+                hardware = size.selector and size.selector.hardware and size.selector.hardware.fingerprint
+                numbers = [mask and mask.number for mask in masks]
+                compared = *given, size.grid, hardware, numbers
+                forward_pass.checks = PassChecks(self.group, meeting, compared, size.predicted_calls)
+            else:
+                self._sizes.move_to_end(key)
+            return size.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
         """Creates a session of other ranks that counts calls and denoising steps with this one. Collective for them.
 
         It has no observers; errors in `begin` are raised on the failing rank only.
         """
-        parts = self.config, group, strategy, self.heads, self.layers, self.steps, self.clock
-        return AttentionSession(*parts, passes=self.passes, _statistics=self._statistics, _raises_alone=True)
+        return AttentionSession(
+            config=self.config,
+            group=group,
+            strategy=strategy,
+            heads=self.heads,
+            layers=self.layers,
+            steps=self.steps,
+            clock=self.clock,
+            passes=self.passes,
+            _statistics=self._statistics,
+            _raises_alone=True,
+        )
 
     def end(self) -> frozenset[int]:
         """Returns the layers whose attention the forward pass has reached. Collective if there are none."""
         last = self.passes.last
         if last.checks is not None:
             with self._concurrency_guard:
-                last.checks.check(None, {})
-            self._keep_checked(last)
+                self._keep_pass(last, last.checks.check(None, {}))
         return frozenset(last.reached)
 
     @property
@@ -204,46 +239,32 @@ class AttentionSession:
                 return attend(recomputed, q, k, v, scale, self._check_gradient).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
-            # 1. What does not depend on q and k, and what ranks compare of them, if it is new.
+            forward_pass = self.passes.last
+            size, known = _size_of(forward_pass), forward_pass.masks[layer]
+            slot = size.slot(layer, self._provider.moment.cfg_branch)
             with torch.no_grad():
-                prepared, use, compared = self._prepare_known(layer, qkv, scale)
-            # 2. Prediction and attention: done for the first time, they may fail on one rank alone.
-            if not compared:
-                return self._attend(layer, qkv, scale, gate, prepared, use, self.group)
-            with raised_on_all(self.group) as group:
-                return self._attend(layer, qkv, scale, gate, prepared, use, group)
-
-    def _attend(
-        self,
-        layer: int,
-        qkv: QKV,
-        scale: float,
-        gate: torch.Tensor | None,
-        prepared: PreparedAttention | None,
-        use: PlanUse | None,
-        group: SequenceGroup,
-    ) -> torch.Tensor:
-        """Computes attention with what was prepared, or else with a predicted mask. Collective.
-
-        Args:
-            use: The first use of a new plan, if it is one.
-            group: Carries the exchanges, and those of backward.
-        """
-        q, k, v = qkv
-        with torch.no_grad():  # to backward, predicted masks are constants
-            now = _size_of(self.passes.last)
-            if prepared is not None:
-                use = now.use_known(layer, prepared, use)
-            else:
-                prepared, use = now.prepare_predicted(layer, LocalQK(q, k, now.layout, group, scale, v, gate))
-            run = prepared if group is self.group else replace(prepared, group=group)
-            if self.config.debug and now.name_of(layer) is None:
-                check_prepared(run, q, k, v)
-        out = attend(run, q, k, v, scale, self._check_gradient)
-        self.passes.last.keep(layer, prepared, out)
-        for observer in self.observers:
-            observer.attention_ends(self.first_layer + layer, prepared, q, use)
-        return out.view(q.shape)
+                # 1. A known mask, its plan and tables, on this rank alone if new. Ranks compare what is new.
+                ready, compared = self._prepare_known(layer, slot, known, qkv, scale)
+            # 2. What is done for the first time may fail on one rank alone: then ranks meet before each exchange.
+            with raised_on_all(self.group) if compared else nullcontext(self.group) as group:
+                with torch.no_grad():  # to backward, predicted masks are constants
+                    prepared, use = ready or self._prepare_predicted(
+                        layer, slot, LocalQK(q, k, size.layout, group, scale, v, gate)
+                    )
+                    if known is not None:
+                        slot.keep_known(known, prepared, use)
+                    size.keep_slot(slot)
+                    for observer in self.observers:
+                        observer.mask_used(layer, slot.key if known is None else known.key)
+                    run = prepared if group is self.group else replace(prepared, group=group)
+                    if known is None and self.config.debug:
+                        check_prepared(run, q, k, v)
+                # 3. Rows to their owners, chunks of keys, the kernel, and the output back.
+                out = attend(run, q, k, v, scale, self._check_gradient)
+                forward_pass.keep(layer, prepared, out)
+                for observer in self.observers:
+                    observer.attention_ends(self.first_layer + layer, prepared, q, use)
+            return out.view(q.shape)
 
     def flush(self) -> None:
         """Waits for counts under way, so that a report covers every call."""
@@ -274,57 +295,70 @@ class AttentionSession:
     @property
     def by_step(self) -> bool:
         """True if masks depend on the denoising step."""
-        return self._mask_provider.by_step
-
-    def _take_up(
-        self,
-        checks: PassChecks,
-        key: SizeKey,
-        device: torch.device,
-        streams: Streams | SequenceLayout,
-        cfg_branch: int | None,
-    ) -> SizeContext:
-        """Finds out what ranks have to compare of a pass that begins."""
-        of_size = key[0], streams if isinstance(streams, (str, type(None))) else None
-        of_debug = (of_size, (self._mask_provider.moment, cfg_branch)) if self.config.debug else None
-        parts = self.config, self.group, self.strategy, self._mask_provider, self.observers, key
-        size = self._sizes.get(key) or SizeContext.from_config(*parts, device, streams, self.nodes, self._statistics)
-        checks.take(size, of_debug)
-        return size
-
-    def _keep_checked(self, forward_pass: ForwardPass) -> None:
-        """Keeps what is known of a pass, once all ranks have compared it."""
-        checks, forward_pass.checks = forward_pass.checks, None
-        if checks is None or checks.size is None:
-            return
-        self._sizes[checks.size.key] = checks.size
-        self._sizes.move_to_end(checks.size.key)
-        self._mask_provider.keep_names(checks.names)
-        if len(self._sizes) > MOST_SIZES:
-            (videos, _), oldest = self._sizes.popitem(last=False)
-            oldest.settle()
-            if all(videos != others for others, _ in self._sizes):
-                self._mask_provider.forget(videos)
+        return self._provider.by_step
 
     def _prepare_known(
-        self, layer: int, qkv: QKV, scale: float
-    ) -> tuple[PreparedAttention | None, PlanUse | None, bool]:
-        """Returns what computes a layer's attention, once ranks have compared what is new. Collective then.
+        self, layer: int, slot: Slot, known: KnownMask | None, qkv: QKV, scale: float
+    ) -> tuple[tuple[PreparedAttention, PlanUse] | None, bool]:
+        """Prepares an attention whose mask is known without q and k. Ranks compare what is new; collective then.
 
         Returns:
-            The prepared attention, or None if the mask is predicted; the first use of a new plan, or None; True if
-            ranks have compared anything.
+            What computes it, with its use of a plan, or None if the mask is predicted; and True if ranks have
+            compared anything. Nothing is kept: after an error, all ranks must have kept the same.
         """
-        now, q, use, mask = _size_of(self.passes.last), qkv[0], None, {}
-        problem: Exception | None = now.problem_of(qkv, now.layout.shard)
-        prepared = now.known(layer, q.device)
-        if prepared is None and now.name_of(layer) is not None:
+        size, device, prepared, use = _size_of(self.passes.last), qkv[0].device, None, None
+        problem: Exception | None = size.problem_of(qkv, size.layout.shard)
+        if known is not None and known.prepared is not None and known.prepared.device == device:
+            prepared = known.prepared
+            use = PlanUse(prepared.plan, False, prepared.plan)
+        new = {}
+        if known is not None and prepared is None:
             try:
-                prepared, use = now.prepare_known(layer, q) if problem is None else (None, None)
+                if problem is None:
+                    prepared, use = self._prepare_new(layer, slot, known, qkv[0])
             except Exception as error:  # any error: this rank must not stop alone
                 problem = error
-            mask = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_fingerprint}
-        return prepared, use, self._compare(layer, qkv, scale, problem, prepared, mask)
+            new = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_fingerprint}
+        compared = self._compare(layer, qkv, scale, problem, prepared, new)
+        return None if prepared is None or use is None else (prepared, use), compared
+
+    def _prepare_new(
+        self, layer: int, slot: Slot, known: KnownMask, q: torch.Tensor
+    ) -> tuple[PreparedAttention, PlanUse]:
+        """Makes a known mask, and its plan, routes and tables. Not collective."""
+        size, mask = _size_of(self.passes.last), self._provider.mask(layer)
+        for observer in self.observers:
+            observer.mask_made(known.key, layer, mask, True)
+        use = slot.plan_known(known, mask, lambda _, current: size.plan(mask, None, q, current))
+        before = size.routed(slot, use.plan, q.device)
+        if before is None:
+            return size.prepare(use.plan, mask, q.device, fingerprint=True), use
+        return before.for_mask(use.plan, mask, fingerprint=True), use
+
+    def _prepare_predicted(self, layer: int, slot: Slot, local: LocalQK) -> tuple[PreparedAttention, PlanUse]:
+        """Prepares an attention whose mask is predicted from q and k, under the plan in use. Collective."""
+        size, device, debug = _size_of(self.passes.last), local.q.device, self.config.debug
+        # 1. The mask, bitwise identical on all ranks, before q and k are sent.
+        mask = self._provider.mask(layer, local)
+        for observer in self.observers:
+            observer.mask_made(slot.key, layer, mask, False)
+        # 2. The plan, by the counts of the last call; this mask's are read at the next. Ranks agree on a new plan.
+        control = self.group.control()
+
+        def make(rows: np.ndarray, current: Plan | None) -> Plan:
+            new = partial(size.plan, mask, rows, local.q, current)
+            return run_consistently(control, new, lambda plan: plan.fingerprint, "the plan")
+
+        use = slot.plan_predicted(mask, make, self._provider.moment.generation)
+        size.predicted_calls += 1
+        # 3. The mask's tables; and new routes, which one of the ranks may be unable to make.
+        before = size.routed(slot, use.plan, device)
+        if before is None:
+            prepared = run_consistently(control, partial(size.prepare, use.plan, mask, device, fingerprint=debug))
+        else:
+            prepared = before.for_mask(use.plan, mask, fingerprint=debug)
+        slot.keep_predicted(prepared)
+        return prepared, use
 
     def _compare(
         self,
@@ -346,31 +380,46 @@ class AttentionSession:
             True if they have compared them.
         """
         forward_pass = self.passes.now
-        now, kind, checks = _size_of(forward_pass), input_kind(*qkv), forward_pass.checks
-        new = not mask and now.checked_inputs.is_new(kind, None if problem is None else str(problem))
+        size, kind, checks = _size_of(forward_pass), input_kind(*qkv), forward_pass.checks
+        new = not mask and size.checked_inputs.is_new(kind, None if problem is None else str(problem))
         if not (new or mask or checks or self.config.debug):
             if problem is not None:
                 raise problem
             return False
-        check_attention(
+        equal_calls = check_attention(
             self.group,
             *qkv,
             scale,
             problem,
             prepared=prepared if problem is None else None,
-            choose=partial(now.choose_kernel, kind),
+            choose=partial(size.choose_kernel, kind),
             debug=self.config.debug,
-            more={LAYOUTS_DIFFER: now.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
+            more={LAYOUTS_DIFFER: size.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
             check=None if checks is None else checks.check,
         )
-        now.checked_inputs.is_new(kind, None)
+        size.checked_inputs.is_new(kind, None)
         if checks is not None:
-            self._keep_checked(forward_pass)
+            self._keep_pass(forward_pass, equal_calls)
         return True
 
+    def _keep_pass(self, forward_pass: ForwardPass, equal_calls: bool) -> None:
+        """Keeps the size and masks of a pass that ranks have compared, and drops the size that was used longest ago.
 
-def _size_of(forward_pass: ForwardPass) -> SizeContext:
-    """Returns what is known of a pass's size. Raises RuntimeError if it did not begin."""
+        Args:
+            equal_calls: False if a rank has left an earlier pass that others went on with.
+        """
+        forward_pass.checks, size = None, _size_of(forward_pass)
+        if not equal_calls:
+            size.restart()
+        size.keep_pass(forward_pass.key, forward_pass.masks)
+        self._sizes[size.key] = size
+        self._sizes.move_to_end(size.key)
+        if len(self._sizes) > MOST_SIZES:
+            self._sizes.popitem(last=False)[1].settle()
+
+
+def _size_of(forward_pass: ForwardPass) -> Size:
+    """Returns a pass's size. Raises RuntimeError if it did not begin."""
     if forward_pass.size is None:
         raise RuntimeError(NOT_BEGUN)
     return forward_pass.size

@@ -13,8 +13,8 @@ from matplotlib import rcParams
 from matplotlib.figure import Figure
 
 from dbsp_core import BlockMask, make_plan
+from dbsp_core.planning.reuse import replay
 from dbsp_core.reports.style import INK, SOFT, STYLE, WIDTH, heading
-from dbsp_core.runtime.plan_keeper import replay
 from scripts.reproduce.common import arguments
 from scripts.reproduce.fig11 import STRATEGY, masks_by_step, plans_on
 from scripts.results.colours import PLANNERS

@@ -2,7 +2,7 @@
 
     python -m scripts.bench.reuse
 
-Row counts of each series are replayed by the rule that sessions use (`dbsp_core.runtime.plan_keeper.replay`): a call
+Row counts of each series are replayed by the rule that sessions use (`dbsp_core.planning.reuse.replay`): a call
 has the plan that was settled by the counts of the calls before it. Nothing is timed.
 """
 
@@ -20,7 +20,7 @@ from dbsp_core import BlockMask, Plan, Strategy
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import plan_from_counts
-from dbsp_core.runtime.plan_keeper import replay
+from dbsp_core.planning.reuse import replay
 from scripts.reproduce.common import arguments
 from scripts.reproduce.fig11 import masks_by_step
 from scripts.results.figures import imbalance_axis, legend_below, panels

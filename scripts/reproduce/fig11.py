@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.planning.plan import plan_from_counts
-from dbsp_core.runtime.plan_keeper import MakePlan, PlanUse, replay
+from dbsp_core.planning.reuse import MakePlan, PlanUse, replay
 from dbsp_core.sources import MaskRequest
 from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_model, preset_source
 from scripts.results.colours import PLANNERS as COLOURS

@@ -8,7 +8,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.runtime.plan_keeper import PlanUse
+from dbsp_core.planning.reuse import PlanUse
 from dbsp_core.runtime.prepared import PreparedAttention
 
 

@@ -1,0 +1,186 @@
+"""What is kept of one size of video: its layout, the slots of its attentions, and the masks that these share."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from functools import partial
+
+import numpy as np
+import torch
+
+from dbsp_core.comm.consistency import QKV, CheckedInputs, InputKind, problem_of_inputs
+from dbsp_core.cost.machine import cost_basis, hardware_for, kernel_order
+from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
+from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.steps import MOST_PASSES
+from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
+from dbsp_core.planning.reuse import ReuseStatistics
+from dbsp_core.runtime.consistency_checks import HasSettings
+from dbsp_core.runtime.mask_provider import DENSE, MaskProvider
+from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.runtime.slot import KnownMask, Slot
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import log
+from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
+from dbsp_kernels.kernel import supports
+
+SizeKey = tuple[tuple[Video, ...], int]
+"""Videos of a forward pass, and the fingerprint of the layout if one was given, else 0."""
+PassMasks = tuple[KnownMask | None, ...]
+"""The mask of each layer in a forward pass; None where it is predicted."""
+MOST_KEYED = 1024
+"""Passes (steps, CFG passes, dense layers) whose masks are remembered. Ranks compare those of a new one."""
+
+
+class Size:
+    """One size of video. A layer has at most `MOST_PASSES` slots, and each has one plan and one set of tables.
+
+    Args:
+        session: The settings, and the group.
+        provider: The session's masks, begun for this size.
+        device: The device on which the group's collectives run.
+        streams: See `AttentionSession.begin`.
+        compare: True if plans are compared with the contiguous plan, for reports.
+        statistics: Sums over the calls of all sizes.
+
+    Raises:
+        ValueError: For a size that the mask source rejects.
+    """
+
+    def __init__(
+        self,
+        key: SizeKey,
+        *,
+        session: HasSettings,
+        provider: MaskProvider,
+        device: torch.device,
+        streams: Streams | SequenceLayout,
+        compare: bool,
+        statistics: ReuseStatistics,
+    ) -> None:
+        self.key, self.config, self.group = key, session.config, session.group
+        self.heads, self.layers, self.strategy = session.heads, session.layers, session.strategy
+        self.compare, self.statistics = compare, statistics
+        # 1. Blocks and layout. Stripes for the longest ring fit shorter ones too: their ranks have adjacent stripes.
+        self.grid, world = provider.grid(), self.group.size
+        if isinstance(streams, SequenceLayout):
+            self.layout = streams
+        else:
+            longest = self.strategy or Strategy(1, world)
+            self.layout = SequenceLayout.named(self.config.layout, self.grid, longest, streams=streams)
+        # 2. What chooses a strategy for each plan, if none is set; and the kernels, those measured here first.
+        self.selector: StrategySelector | None = None
+        if self.strategy is None:
+            hardware = hardware_for(self.config.machine, device.type, self.config.kernel)
+            if self.group.rank == 0:
+                log.info("cost model: %s", cost_basis(hardware))
+            strategies = candidates(world, self.grid, supports(self.config.kernel, KernelRequirements(lse=True)))
+            self.selector = StrategySelector(strategies, hardware, session.nodes, self.layout)
+        self.kernel = kernel_order(self.config.kernel, self.config.machine, device)
+        # 3. State: slots by layer and CFG pass, the one used last at the end; known masks by the source's cache key;
+        # masks of passes that ranks have compared, by `MaskProvider.pass_key`.
+        self.slots: OrderedDict[tuple[int, int], Slot] = OrderedDict()
+        self.masks: dict[Hashable, KnownMask] = {}
+        self.passes: OrderedDict[Hashable, PassMasks] = OrderedDict()
+        # 4. What ranks compare: kinds of q, k and v; calls with predicted masks, which differ if a rank left a pass.
+        self.checked_inputs = CheckedInputs()
+        self.predicted_calls = 0
+
+    def new_masks(self, provider: MaskProvider) -> PassMasks:
+        """Returns the masks of a pass that is not in `passes`.
+
+        Those that are new are not kept before `keep_pass`: ranks of which one has failed must have equal numbers.
+        """
+        masks = dict(self.masks)
+        keys = [provider.cache_key(layer) for layer in range(self.layers)]
+        for key in keys:
+            if key is not None and key not in masks:
+                shares_plan = key == DENSE or provider.source.changes == "never"
+                masks[key] = KnownMask((self.key[0], key), len(masks), shares_plan)
+        return tuple(None if key is None else masks[key] for key in keys)
+
+    def keep_pass(self, pass_key: Hashable, masks: PassMasks) -> None:
+        """Remembers the masks of a pass that ranks have compared."""
+        self.passes[pass_key] = masks
+        self.masks |= {known.key[1]: known for known in masks if known is not None}
+        if len(self.passes) > MOST_KEYED:
+            self.passes.popitem(last=False)
+
+    def slot(self, layer: int, cfg_pass: int) -> Slot:
+        """Returns an attention's slot, a new one at its first call."""
+        slot = self.slots.get((layer, cfg_pass))
+        return slot or Slot((self.key[0], layer, cfg_pass), self.config.reuse, self.compare, self.statistics)
+
+    def keep_slot(self, slot: Slot) -> None:
+        """Remembers a slot after its call, and drops those that were used longest ago."""
+        _, layer, cfg_pass = slot.key
+        self.slots[layer, cfg_pass] = slot
+        self.slots.move_to_end((layer, cfg_pass))
+        while len(self.slots) > self.layers * MOST_PASSES:
+            self.slots.popitem(last=False)[1].close()
+
+    def plan(self, mask: BlockMask, rows: np.ndarray | None, q: torch.Tensor, current: Plan | None) -> Plan:
+        """Makes a plan, of the strategy that is predicted to be fastest if none is set.
+
+        Args:
+            rows: int64[H, nq], active blocks by which a predicted mask is planned. None: those of `mask`, and keys are
+                sent as its rows need them.
+        """
+        config = self.config
+        make: partial[Plan] = partial(make_plan, mask, keys=config.keys)
+        if rows is not None:
+            make = partial(plan_from_counts, rows, mask.grid)
+        options = {"planner": config.planner, "layout": self.layout, "precision": config.precision}
+        make = partial(make, **options, compare=self.compare)
+        if self.selector is None:
+            return make(self.strategy)
+        shape = AttentionShape.from_q(q, mask.heads)
+        return self.selector.choose(make, shape, None if current is None else current.strategy)
+
+    def routed(self, slot: Slot, plan: Plan, device: torch.device) -> PreparedAttention | None:
+        """Returns what an attention's last call was computed with, if the plan has the same routes."""
+        before = slot.prepared
+        if before is None or before.device != device or not plan.same_routes(before.plan):
+            return None
+        return before
+
+    def prepare(self, plan: Plan, mask: BlockMask, device: torch.device, *, fingerprint: bool) -> PreparedAttention:
+        """Makes the routes of a plan and the tables of a mask."""
+        return PreparedAttention.from_plan(
+            plan, mask, self.layout, self.group, self.kernel, device=device, fingerprint=fingerprint
+        )
+
+    def problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
+        """Returns what is wrong with this rank's q, k and v, of which each rank must have `tokens`; or None."""
+        why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
+        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self.config.comm_dtype.no_gradients)
+        return None if problem is None else UserError(problem)
+
+    def choose_kernel(self, kind: InputKind) -> Kernel:
+        """Chooses a kernel for inputs of a kind before an attention is prepared. Raises UserError without one."""
+        device, dtype, head_dim, gradients = kind
+        merged = self.strategy is not None and self.strategy.ring > 1
+        blocks = self.grid.block_q, self.grid.block_k
+        needs = KernelRequirements(blocks, head_dim, lse=merged or gradients, backward=gradients)
+        return choose_kernel(self.kernel, device, dtype, needs)
+
+    def settle(self) -> None:
+        """Waits for counts under way, so that statistics cover every call."""
+        for slot in self.slots.values():
+            slot.counted()
+
+    def restart(self) -> None:
+        """Drops the plans of predicted masks: a rank has left a pass that others went on with."""
+        self.predicted_calls = 0
+        for slot in self.slots.values():
+            slot.restart()
+
+    @property
+    def records(self) -> dict[int, Plan]:
+        """Each layer's plan, with the numbers of the mask that it was last used for. Waits for counts under way."""
+        plans = {layer: slot.last_plan() for (layer, _), slot in self.slots.items()}  # the slot used last comes last
+        return {layer: plan for layer, plan in sorted(plans.items()) if plan is not None}

@@ -1,0 +1,152 @@
+"""What is kept of one attention: its mask, its plan, its tables and the counts that are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import Video
+from dbsp_core.masks.mask_counts import RowCounts
+from dbsp_core.planning.plan import Plan
+from dbsp_core.planning.reuse import MakePlan, PlanUse, ReuseStatistics, known_use, next_use
+from dbsp_core.runtime.prepared import PreparedAttention
+
+
+@dataclass(eq=False)
+class KnownMask:
+    """A mask that is known without q and k: one object for all attentions of a size that have it.
+
+    Its bits are not kept, which may be 57 MB (40 heads of a 720p video).
+
+    Attributes:
+        key: The videos and the source's cache key.
+        number: The order in which a size's masks were met, which ranks compare.
+        shares_plan: True if its attentions share a plan; False where masks change by step, and each goes on with its
+            own.
+        plan: The shared plan.
+        prepared: Route and tables, while any of `users` attentions has them. Ranks compare a mask that is new, so all
+            must drop it at the same call: a weak reference would not do.
+    """
+
+    key: tuple[tuple[Video, ...], Hashable]
+    number: int
+    shares_plan: bool
+    plan: Plan | None = None
+    prepared: PreparedAttention | None = None
+    users: int = 0
+
+
+@dataclass(eq=False)
+class Slot:
+    """One attention of one size of video: a layer in a CFG pass.
+
+    Attributes:
+        key: The videos, the layer and the CFG pass.
+        threshold: P_s, the largest ρ_s up to which a plan is kept; see `dbsp_core.planning.reuse`.
+        compare: True if plans are compared with the contiguous plan; see `make_plan`.
+        statistics: Sums over the calls of a session.
+        known: The mask of its last call, if that was known without q and k.
+        prepared: What its last call was computed with.
+        use: Its last call with a mask that changes.
+        counts: Row counts of that mask if it was predicted: a copy from the device that may be under way.
+        generation: Number of that call's generation.
+        first: The plan with which the next generation begins, or None if that call began one.
+    """
+
+    key: tuple[tuple[Video, ...], int, int]
+    threshold: float
+    compare: bool
+    statistics: ReuseStatistics
+    known: KnownMask | None = None
+    prepared: PreparedAttention | None = None
+    use: PlanUse | None = None
+    counts: RowCounts | None = None
+    generation: int = 0
+    first: Plan | None = None
+
+    def plan_known(self, known: KnownMask, mask: BlockMask, make: MakePlan) -> PlanUse:
+        """Returns the plan for a mask that is known beforehand: the last one while it fits, else a new one.
+
+        Waits for the mask's counts. Nothing is kept before `keep_known`.
+        """
+        last, rows = known.plan if known.shares_plan else self.counted(), mask.counts.rows
+        if last is None or not last.fits(mask):
+            plan = make(rows, last)
+            return PlanUse(plan, True, plan)
+        return known_use(last, rows, self.threshold, make, compare=self.compare)
+
+    def keep_known(self, known: KnownMask, prepared: PreparedAttention, use: PlanUse) -> None:
+        """Counts one more call, with a plan that has the numbers of the call's own mask."""
+        self._keep(known, prepared)
+        if known.shares_plan:
+            known.plan = use.plan
+        else:
+            self.use, self.counts, self.first = use, None, None
+        self.statistics.begin(use)
+        self.statistics.count(use.plan)
+
+    def plan_predicted(self, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
+        """Returns the plan for one more call, with a mask that was predicted for this call alone.
+
+        Waits for the counts of the last call. Only if there are none, or their plan does not fit the mask, the call
+        plans at once and waits for its own counts.
+
+        Args:
+            generation: Number of the generation that the call is in.
+        """
+        use, first, last = None, None, self.counted()
+        if last is not None and self.counts is not None and last.fits(mask):
+            begins = generation != self.generation
+            use, first = next_use(last, self.counts.rows, self.first, begins, self.threshold, make)
+        counts = mask.counts.copy_rows()  # read at the next call
+        if use is None:
+            use = PlanUse(make(counts.rows, last), True)
+        self.use, self.counts, self.generation, self.first = use, counts, generation, first
+        self.statistics.begin(use)
+        return use
+
+    def keep_predicted(self, prepared: PreparedAttention) -> None:
+        """Keeps what the call that was planned last is computed with."""
+        # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
+        self._keep(None, prepared if prepared.coarse is None else replace(prepared, coarse=None))
+
+    def counted(self) -> Plan | None:
+        """Returns the plan of the last call with a mask that changes, with that mask's numbers. Waits for them."""
+        use = self.use
+        if use is None:
+            return None
+        if use.counted is None and self.counts is not None:
+            use.counted = use.plan.counted(self.counts.rows, compare=self.compare)
+            self.statistics.count(use.counted)
+        return use.counted or use.plan
+
+    def last_plan(self) -> Plan | None:
+        """Returns the plan of the last call with the numbers of its mask. Waits for its counts."""
+        if self.known is None or self.prepared is None:
+            return self.counted()
+        return self.prepared.plan
+
+    def restart(self) -> None:
+        """Drops the plan of a predicted mask: the next call plans at once."""
+        self.counted()
+        if self.counts is not None:
+            self.use = self.counts = self.first = None
+
+    def close(self) -> None:
+        """Reads the counts under way, and drops what no other attention uses."""
+        self.counted()
+        self._keep(None, None)
+
+    def _keep(self, known: KnownMask | None, prepared: PreparedAttention | None) -> None:
+        last, self.known, self.prepared = self.known, known, prepared
+        if known is not None:
+            known.prepared = prepared
+        if known is last:
+            return
+        if known is not None:
+            known.users += 1
+        if last is not None:
+            last.users -= 1
+            if last.users == 0:
+                last.prepared = None
