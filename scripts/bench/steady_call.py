@@ -31,7 +31,7 @@ from dbsp_core.comm.groups import PendingTransfer
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.grid import Video
 from dbsp_core.reports.observer import observed_session
-from dbsp_core.runtime import chunk_attention, prepared, size_context
+from dbsp_core.runtime import chunk_attention, prepared, size
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_kernels.inputs import KernelInputs
@@ -153,7 +153,7 @@ def gpu_stood_in(launch_kernel: Callable[..., None]) -> Iterator[None]:
         replace(torch, "empty", unpinned)
         replace(torch.cuda, "current_stream", lambda device=None: stream)
         replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        for module in (prepared, size_context):
+        for module in (prepared, size):
             replace(module, "choose_kernel", lambda *_: KERNELS["triton"])
         replace(KernelInputs, "check_values", lambda self: None)
         replace(chunk_attention, "checks_values", lambda device: False)

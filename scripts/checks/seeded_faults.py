@@ -90,10 +90,10 @@ steps go on where a CFG pass is repeated: dbsp_core/masks/steps.py
 + int(timestep < last)
 tests/core/runtime/test_mask_provider.py -k passes
 
-reuse keeps a plan at the threshold P_s: dbsp_core/runtime/plan_keeper.py
+reuse keeps a plan at the threshold P_s: dbsp_core/planning/reuse.py
 - return counted if counted.rho <= threshold else
 + return counted if counted.rho < threshold else
-tests/core/runtime/test_plan_keeper.py -k threshold
+tests/core/runtime/test_slot.py -k threshold
 
 errors are raised on all ranks: dbsp_core/comm/consistency.py
 - if failed:
@@ -146,13 +146,13 @@ recomputation belongs to its pass: dbsp_core/runtime/forward_passes.py
 tests/diffusers/models/test_checkpointing.py -k "turned_on or frozen or wrapper"
 
 masks by step are kept by step: dbsp_core/runtime/mask_provider.py
-- return self._videos, dense, self.moment if by_step else DenoisingStep()
-+ return self._videos, dense, DenoisingStep()
-tests/core/runtime/test_mask_provider.py
+- return dense, self.moment if self.source.changes == "per_step" else None
++ return dense, None
+tests/core/runtime/test_session.py -k MasksThatChangeByStep
 
 a rank that left a pass is noticed by the count of calls: dbsp_core/runtime/pass_checks.py
-- if self.size is not None and len({numbers[-1] for numbers in numbers}) > 1:
-+ if self.size is not None and len({numbers[-1] for numbers in numbers}) > 2:
+- return len({of_rank[-1] for of_rank in numbers}) == 1
++ return len({of_rank[-1] for of_rank in numbers}) <= 2
 tests/core/runtime/test_session.py -k plans_are_dropped
 
 coarse branches have no gradients: dbsp_core/runtime/prepared.py
@@ -165,9 +165,9 @@ sizes are kept by their layout: dbsp_core/runtime/session.py
 + key = videos, 0
 tests/core/runtime/test_engine_session.py -k one_rank_with_text
 
-CFG passes have plans of their own: dbsp_core/runtime/size_context.py
-- return self.key[0], layer, self.masks.moment.cfg_branch
-+ return self.key[0], layer, 0
+CFG passes have plans of their own: dbsp_core/runtime/session.py
+- slot = size.slot(layer, self._provider.moment.cfg_branch)
++ slot = size.slot(layer, 0)
 tests/core/runtime/test_session.py -k "plans"
 
 rows of split heads are no whole heads: dbsp_core/runtime/tables.py

@@ -150,7 +150,7 @@ BY_STEP |= {"block_q": 8, "block_k": 8}
 
 def dense_passes(session: Any) -> list[bool]:
     """Returns a list that gets, in each pass from now on, whether its attention is dense."""
-    provider, dense = session._mask_provider, []
+    provider, dense = session._provider, []
     begin = provider.begin
 
     def watch(*arguments: Any) -> None:

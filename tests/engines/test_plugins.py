@@ -426,7 +426,7 @@ Seen = list[tuple[tuple[int, int], int, bool]]
 
 
 def seen(session: EngineSession) -> tuple[tuple[int, int], int, bool]:
-    moment, reuse = session.session._mask_provider.moment, session.session.reuse
+    moment, reuse = session.session._provider.moment, session.session.reuse
     dense = reuse.dense - getattr(session, "dense_before", 0)
     session.dense_before = reuse.dense
     return (moment.step, moment.cfg_branch), moment.generation, dense == LAYERS

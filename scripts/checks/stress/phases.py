@@ -42,17 +42,17 @@ def _transformer(target: str, calls: int = 1) -> Phase:
 
 PHASES: dict[str, Phase] = {
     "settings": _session(f"{RUNTIME}.session.check_settings", 1),
-    "new size": _session(f"{RUNTIME}.size_context.SizeContext.from_config", 1),
+    "new size": _session(f"{RUNTIME}.session.Size", 1),
     "agreement on a pass": _session(f"{RUNTIME}.pass_checks.PassChecks.check"),
     "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.check_attention", 1),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads"),
     "mask exchange: exchange": _session("dbsp_core.comm.block_pooling.exchange_heads"),
     "mask exchange: bits": _session("dbsp_core.sources.head_shares.gather_bits"),
-    "planning": _session(f"{RUNTIME}.size_context.SizeContext._new_plan", 1),
-    "planning: a new plan": _session(f"{RUNTIME}.size_context.plan_from_counts", reuse=1.0),
-    "planning: agreement": _session(f"{RUNTIME}.size_context.run_consistently", reuse=1.0),
-    "counts of the last call": _session(f"{RUNTIME}.plan_keeper.PlanKeeper._count", 2),  # the third's end the run
+    "planning": _session(f"{RUNTIME}.size.Size.plan", 1),
+    "planning: a new plan": _session(f"{RUNTIME}.size.plan_from_counts", reuse=1.0),
+    "planning: agreement": _session(f"{RUNTIME}.session.run_consistently", reuse=1.0),
+    "counts of the last call": _session(f"{RUNTIME}.slot.Slot.counted", 2),  # the third's end the run
     "agreement under debug": _session(f"{RUNTIME}.session.check_prepared", debug=True),
     "prepare": _attention(f"{RUNTIME}.attention.check_consistent", 1),
     "first call's agreement": _attention(f"{RUNTIME}.attention.check_attention", 1),

@@ -21,13 +21,13 @@ SPARGE = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q"
 WINDOW = {"mask": {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}}
 RUNTIME = "dbsp_core.runtime"
 PREDICTED = {
-    "planner": f"{RUNTIME}.size_context.plan_from_counts",
+    "planner": f"{RUNTIME}.size.plan_from_counts",
     "mask source": "dbsp_core.sources.sparge.SpargeSource.mask",
     "sums of blocks": "dbsp_core.comm.block_pooling.sum_tokens",
     "choice of blocks": "dbsp_core.sources.sparge.select_blocks",
     "counts": "dbsp_core.masks.mask_counts.RowCounts",
 }
-KNOWN = {"planner": f"{RUNTIME}.size_context.make_plan", "mask source": "dbsp_core.sources.window.WindowSource.mask"}
+KNOWN = {"planner": f"{RUNTIME}.size.make_plan", "mask source": "dbsp_core.sources.window.WindowSource.mask"}
 BOTH = {
     "routes": f"{RUNTIME}.prepared.build_route",
     "tables": f"{RUNTIME}.prepared.build_tables",

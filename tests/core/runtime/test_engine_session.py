@@ -160,7 +160,7 @@ def test_steps_are_counted_across_transformers_and_skipped_steps():
     seen = []
     for which, step in ((0, 0), (0, 1), (0, 1), (1, 3), (1, 5), (0, 0), (1, 3)):
         sessions[which].begin(Video(THW), "cpu", step)
-        seen.append(sessions[which].session._mask_provider.moment)
+        seen.append(sessions[which].session._provider.moment)
     assert [(one.step, one.cfg_branch) for one in seen] == [(0, 0), (1, 0), (1, 1), (3, 0), (5, 0), (0, 0), (3, 0)]
 
 
@@ -168,7 +168,7 @@ def test_each_request_begins_a_generation():
     session, seen = EngineSession(*ALONE, BY_STEP), []
     for request, step in (("first", 0), ("second", 0), ("second", 0), ("second", 1)):  # the first one was given up
         session.begin(Video(THW), "cpu", step, generation=request)
-        seen.append(session.session._mask_provider.moment)
+        seen.append(session.session._provider.moment)
     first = seen[0].generation
     assert [(moment.generation - first, moment.step, moment.cfg_branch) for moment in seen] == [
         *((0, 0, 0), (1, 0, 0), (1, 0, 1), (1, 1, 0)),

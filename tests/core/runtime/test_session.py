@@ -55,14 +55,15 @@ def run_passes(
     for one in passes:
         worst = max(worst, session.attend(**one))
         plans.append(session.inner.reuse.plans)
-    contexts, inner = session.inner._sizes.values(), session.inner
+    inner, sizes = session.inner, session.inner._sizes.values()
+    slots = [slot for size in sizes for slot in size.slots.values()]
     return SimpleNamespace(
         worst=worst,
         calls=inner.reuse.calls,
         plans=plans,
-        kept=sum(len(context.keeper._last) for context in contexts),
-        prepared=sum(len(context._prepared) for context in contexts),
-        known=len(inner._mask_provider._numbers),
+        kept=sum(slot.use is not None for slot in slots),
+        prepared=len({id(slot.prepared) for slot in slots}),
+        known=len({mask.key[0] for size in sizes for mask in size.masks.values()}),
         keys={plan.chunks.keys for plan in inner.records.values()},
     )
 
@@ -123,14 +124,14 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
         session.attend(900.0 - step)
     gone, group = CommunicationError("a rank has gone"), session.inner.group
     target = (MaskProvider, "mask") if rank == odd else (SequenceGroup, "all_gather_along")
-    left = session.inner.passes.last.size.keeper.calls
+    left = session.inner.passes.last.size.predicted_calls
     with mock.patch.object(*target, side_effect=gone), pytest.raises(CommunicationError):
         session.attend(890.0)
     if rank != odd:  # as if these had gone on to the exchange of outputs
-        session.inner.passes.last.size.keeper.calls += 1
+        session.inner.passes.last.size.predicted_calls += 1
     dist.barrier(group.group)
     errors = [session.attend(900.0 - step) for step in range(3)]
-    return session.inner.passes.last.size.keeper.calls - left, errors
+    return session.inner.passes.last.size.predicted_calls - left, errors
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import dbsp_diffusers
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.runtime.session_state import SessionObserver
+from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_diffusers.models import ARCHITECTURES
 from dbsp_diffusers.sharding.generations import LEFT_OUT, Generations
 from tests.diffusers.models.model_cases import WITHOUT_GRID
@@ -70,7 +70,7 @@ def test_pipeline_in_bfloat16_counts_its_steps_and_passes(case):
     dense: list[bool] = []
     moments = Moments()
     session.observers = [*session.observers, moments]
-    provider = session._mask_provider
+    provider = session._provider
     moments.mask_used = lambda layer, key: dense.append(provider._is_dense(layer)) if layer == 0 else None
     for steps in (6, 4):  # a second call begins anew
         moments.seen.clear()

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan, plan_from_counts
-from dbsp_core.runtime.plan_keeper import MakePlan, PlanKeeper, PlanUse, replay
+from dbsp_core.planning.reuse import MakePlan, PlanUse, ReuseStatistics, replay
+from dbsp_core.runtime.slot import KnownMask, Slot
 from tests.core.runtime.session_cases import PREDICTED, Session
 
 GRID = BlockGrid.uniform(8 * 16, 16)
@@ -49,14 +50,17 @@ class LateCounts(RowCounts):
         return self._host.astype(np.int64)
 
 
-class HastyKeeper(PlanKeeper):
-    """A keeper that keeps a plan if its counts are not there yet: a negative control."""
+def new_slot(threshold: float = 1.25, kind: type[Slot] = Slot) -> Slot:
+    return kind(((), 0, 0), threshold, compare=False, statistics=ReuseStatistics())
 
-    def plan_predicted(self, key: Any, mask: BlockMask, make: MakePlan) -> Any:
-        last = self._last.get(key)
-        if last is not None and isinstance(last.counts, LateCounts) and last.counts.there_at > time.monotonic():
-            return last.use
-        return super().plan_predicted(key, mask, make)
+
+class HastySlot(Slot):
+    """A slot that keeps a plan if its counts are not there yet: a negative control."""
+
+    def plan_predicted(self, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
+        if self.use is not None and isinstance(self.counts, LateCounts) and self.counts.there_at > time.monotonic():
+            return self.use
+        return super().plan_predicted(mask, make, generation)
 
 
 _DELAYS: list[float] = []
@@ -67,9 +71,9 @@ def plans_with_late_counts(rank: int, world: int, hasty: bool) -> list[int]:
     draws = np.random.default_rng(0)
     masks = [mask_of(*draws.integers(1, 60, 2 * world)) for _ in range(6)]
     _DELAYS[:] = [0.2 * ((rank + call) % 2) for call in range(6)]
-    keeper, make = (HastyKeeper if hasty else PlanKeeper)(1.0, False), plans_on(GRID, f"U{world}R1", "snake")
+    slot, make = new_slot(1.0, HastySlot if hasty else Slot), plans_on(GRID, f"U{world}R1", "snake")
     with mock.patch("dbsp_core.masks.mask_counts.RowCounts", LateCounts):
-        return [keeper.plan_predicted("layer", mask, make).plan.fingerprint for mask in masks]
+        return [slot.plan_predicted(mask, make).plan.fingerprint for mask in masks]
 
 
 def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[str]:
@@ -81,7 +85,7 @@ def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list
     raised = []
     for call in range(4):
         patched = FAULTY_PLANNERS[fault] if (rank, call) == (odd, 2) else plan_from_counts
-        with mock.patch("dbsp_core.runtime.size_context.plan_from_counts", patched):
+        with mock.patch("dbsp_core.runtime.size.plan_from_counts", patched):
             try:
                 session.attend(900.0 - call)
                 raised.append("")
@@ -111,8 +115,8 @@ def two_generations(rank: int, world: int, steps: int, threshold: float) -> list
     uses: list[PlanUse] = []
     for step in range(2 * steps):
         assert session.attend(900.0 - step % steps) <= 1e-5
-        (last,) = session.inner.passes.last.size.keeper._last.values()
-        uses.append(last.use)
+        (slot,) = session.inner.passes.last.size.slots.values()
+        uses.append(slot.use)
     session.inner.flush()
     rho = [use.counted.rho for use in uses if use.counted is not None]
     same = [False, *(use.plan.same_routes(before.plan) for before, use in pairwise(uses))]
@@ -136,28 +140,33 @@ OLD, NEW = plan_of(FIRST), plan_of(ABOVE)
 
 
 @pytest.fixture
-def keeper():
-    return PlanKeeper(1.25, compare=False)
+def slot():
+    return new_slot()
 
 
-def use_known(keeper, mask):
+def plan_known(slot, mask):
+    known = KnownMask(((), "a step's"), 0, shares_plan=False)
+    return known, slot.plan_known(known, mask, plans_on(mask.grid, "U2R1"))
+
+
+def use_known(slot, mask):
     """Uses the plan of a mask that is known, which is made at once."""
-    use = keeper.plan_known(0, mask, plans_on(mask.grid, "U2R1"))
-    keeper.use(0, use)
+    known, use = plan_known(slot, mask)
+    slot.keep_known(known, None, use)
     return use
 
 
-def test_plan_of_a_known_mask_is_kept_up_to_the_threshold(keeper):
-    assert use_known(keeper, FIRST).new
-    use = use_known(keeper, AT_THRESHOLD)
+def test_plan_of_a_known_mask_is_kept_up_to_the_threshold(slot):
+    assert use_known(slot, FIRST).new
+    use = use_known(slot, AT_THRESHOLD)
     assert (use.plan.fingerprint, use.plan.rho, use.new) == (OLD, 1.25, False)
-    keeper.plan_known(0, ABOVE, plans_on(GRID, "U2R1"))  # which is not used, and so not kept
-    assert use_known(keeper, FIRST).plan.fingerprint == OLD
-    use = use_known(keeper, ABOVE)
+    plan_known(slot, ABOVE)  # which is not used, and so not kept
+    assert use_known(slot, FIRST).plan.fingerprint == OLD
+    use = use_known(slot, ABOVE)
     assert (use.plan.fingerprint, use.plan.rho, use.new) == (NEW, 9 / 8, True)
-    assert not use_known(keeper, ABOVE).new
+    assert not use_known(slot, ABOVE).new
     for mask in (mask_of(6, 4, 4, 2, grid=BlockGrid.uniform(9 * 16, 16)), mask_of(6, 4, 4)):
-        use = use_known(keeper, mask)
+        use = use_known(slot, mask)
         assert (use.plan.grid, use.plan.heads, use.new) == (mask.grid, mask.heads, True)
 
 
@@ -165,8 +174,8 @@ class TestPredictedMasks:
     """Plans of predicted masks: a call uses what the counts of the call before settled."""
 
     @staticmethod
-    def plans(keeper, masks, key=0):
-        return [keeper.plan_predicted(key, mask, plans_on(mask.grid, "U2R1")).plan.fingerprint for mask in masks]
+    def plans(slot, masks):
+        return [slot.plan_predicted(mask, plans_on(mask.grid, "U2R1")).plan.fingerprint for mask in masks]
 
     @pytest.mark.parametrize(
         ("masks", "steps", "plans", "new"),
@@ -179,32 +188,32 @@ class TestPredictedMasks:
         ],
         ids=["one call later", "threshold", "back", "next generation begins as the last", "changed first mask"],
     )
-    def test_plans_are_those_that_the_counts_before_settled(self, keeper, masks, steps, plans, new):
+    def test_plans_are_those_that_the_counts_before_settled(self, slot, masks, steps, plans, new):
         """Begins a generation with the plan after the last one's first mask, which is no new plan."""
         make = plans_on(GRID, "U2R1")
-        uses = [keeper.plan_predicted(0, mask, make, call // steps) for call, mask in enumerate(masks)]
-        keeper.settle()
+        uses = [slot.plan_predicted(mask, make, call // steps) for call, mask in enumerate(masks)]
+        slot.counted()
         replayed = replay([mask.counts.rows for mask in masks], 1.25, make, steps=steps)
         found, again = ([(use.plan.fingerprint, use.new) for use in each] for each in (uses, replayed))
         assert found == again
         assert plans in (None, [plan for plan, _ in found])
         assert new in (None, [is_new for _, is_new in found])
-        assert keeper.statistics.plans == sum(is_new for _, is_new in found)
-        assert keeper.statistics.rho_sum == sum(use.counted.rho for use in replayed)
+        assert slot.statistics.plans == sum(is_new for _, is_new in found)
+        assert slot.statistics.rho_sum == sum(use.counted.rho for use in replayed)
 
-    def test_call_with_other_heads_plans_at_once(self, keeper):
+    def test_call_with_other_heads_plans_at_once(self, slot):
         """Switches guidance off between two calls, while counts of more heads are being copied."""
-        self.plans(keeper, [FIRST, ABOVE])
-        use = keeper.plan_predicted(0, mask_of(6, 4), plans_on(GRID, "U2R1"))
+        self.plans(slot, [FIRST, ABOVE])
+        use = slot.plan_predicted(mask_of(6, 4), plans_on(GRID, "U2R1"))
         assert (use.plan.heads, use.new) == (2, True)
-        keeper.settle()
-        assert keeper.statistics.counted == 3
+        slot.counted()
+        assert slot.statistics.counted == 3
 
-    def test_error_in_planning_keeps_the_plan_before(self, keeper):
-        self.plans(keeper, [FIRST, ABOVE])
+    def test_error_in_planning_keeps_the_plan_before(self, slot):
+        self.plans(slot, [FIRST, ABOVE])
         with pytest.raises(ZeroDivisionError):
-            keeper.plan_predicted(0, ABOVE, planner_that_raises)
-        assert self.plans(keeper, [ABOVE]) == [NEW]
+            slot.plan_predicted(ABOVE, planner_that_raises)
+        assert self.plans(slot, [ABOVE]) == [NEW]
 
 
 def test_ranks_with_late_counts_change_plans_at_the_same_call(pool):
