@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.consistency import agree
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.runtime.size_context import SizeContext
 from dbsp_core.utils.errors import fingerprint_of
@@ -62,8 +62,8 @@ class PassChecks:
         calls = 0 if self.size is None else self.size.keeper.calls
         control, fingerprints = self.group.control(), {**self.fingerprints, **more}
         if self.meeting is None:
-            numbers = check_consistent(
-                control, problem, fingerprints, numbers=[0, 0, 0, 0, calls]
+            numbers = agree(
+                control, fingerprints, problem=problem, numbers=[0, 0, 0, 0, calls]
             )  # as a meeting returns
         else:
             numbers = self.meeting.check(problem, fingerprints, calls)
