@@ -149,8 +149,7 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
         folder: Folder of the report. Default: the folder of that setting.
 
     Raises:
-        UserError: If there is nothing to report.
-        RuntimeError: If a rank does not take part.
+        UserError: If there is nothing to report, or a rank does not take part.
     """
     state = attached_to(model)
     observer = None if state is None else run_observer(state.first)

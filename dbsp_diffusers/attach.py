@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.consistency import agree, attempt
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -23,7 +23,7 @@ from dbsp_core.sources import RecordQKSource
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_diffusers.attached import STATE, Attached, weights_fingerprint
-from dbsp_diffusers.devices import require_own_gpus, use_model_device
+from dbsp_diffusers.devices import NO_DEVICE, require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of, heads_of
 from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
 from dbsp_diffusers.models.transformers import transformers_in, transformers_of
@@ -45,7 +45,6 @@ _WEIGHTS_DIFFER = (
     "checkpoint, LoRA and quantisation on every rank"
 )
 _VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
-_NO_DEVICE = -1, 0
 
 
 @dataclass(frozen=True)
@@ -92,22 +91,14 @@ def attach_framework(
     attaching = _Attaching(model, framework, changes)
     with changes:
         # 1. On this rank alone.
-        problem, device, fingerprints = None, _NO_DEVICE, dict.fromkeys((_CONFIGS_DIFFER, _WEIGHTS_DIFFER), 0)
-        try:
-            device = attaching.find_transformers()
-            configs = attaching.resolve_settings(config)
-            attaching.make_sessions(configs, steps)
-            attaching.shard()
-            attaching.hook()
-            fingerprints = attaching.fingerprints()
-        except Exception as error:  # any error: this rank must not stop alone
-            problem = error
+        attached, problem = attempt(lambda: attaching.attach(config, steps))
+        device, fingerprints = attached or (NO_DEVICE, dict.fromkeys((_CONFIGS_DIFFER, _WEIGHTS_DIFFER), 0))
         # 2. Check that all ranks agree.
         sessions = [] if problem else list(attaching.sessions.values())
         devices = check_settings(ranks, sessions, problem, fingerprints, device)
         require_own_gpus(ranks, devices)
         if framework.decoders is not None:  # more ranks than those that have compared their settings
-            check_consistent(framework.decoders.control(), None, {_VAE_DIFFERS: int(sessions[0].config.vae)})
+            agree(framework.decoders.control(), {_VAE_DIFFERS: int(sessions[0].config.vae)})
         # 3. Reports, if any rank asked for one.
         observe_run(sessions)
         if attaching.pipe is not None:
@@ -129,6 +120,16 @@ class _Attaching:
     sessions: dict[nn.Module, AttentionSession] = field(default_factory=dict)  # By transformer
     gates: int = 0  # Number of layers whose gates came from the checkpoint
     generations: Generations = field(init=False)  # Follows the pipeline's calls
+
+    def attach(
+        self, config: ConfigLike, steps: Callable[[], int | None] | None
+    ) -> tuple[tuple[int, int], dict[str, int]]:
+        """Attaches all on this rank. Returns its device for `require_own_gpus`, and fingerprints by message."""
+        device = self.find_transformers()
+        self.make_sessions(self.resolve_settings(config), steps)
+        self.shard()
+        self.hook()
+        return device, self.fingerprints()
 
     def find_transformers(self) -> tuple[int, int]:
         """Finds the transformers, and returns their device for `require_own_gpus`. Raises UserError for others."""

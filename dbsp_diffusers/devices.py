@@ -23,6 +23,8 @@ _SHARED = (
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), then move the model to that GPU: pipe.to(f"cuda:{{rank}}") '
     "with the rank on its node, or pipe.enable_model_cpu_offload(gpu_id=rank)"
 )
+NO_DEVICE = -1, 0
+"""What `use_model_device` returns on a rank whose models run on no GPU, or which has failed before."""
 
 
 def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple[int, int]:

@@ -22,7 +22,15 @@ _ROW = 32
 """Length of a comparison, at least: ranks that run different comparisons receive each other's, and raise."""
 
 DEBUG_DIFFERS = "debug differs on rank(s) {}; set it on all ranks or on none"
-"""Error message for `check_consistent`: ranks with debug compare more often, and would wait for the others."""
+"""Error message for `agree`: ranks with debug compare more often, and would wait for the others."""
+
+
+def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
+    """Returns a function's result, or else its error, for a rank that must not stop alone: give that to `agree`."""
+    try:
+        return function(), None
+    except Exception as error:  # of any kind: the other ranks would wait for this one
+        return None, error
 
 
 def run_consistently(
@@ -39,24 +47,22 @@ def run_consistently(
         UserError: If results differ, or the first rank that failed raised one.
         ValueError: If the first rank that failed raised another error.
     """
-    problem: Exception | None = None
-    result, number = None, 0
-    try:
+
+    def compute() -> tuple[Result, int]:
         result = function()
-        number = fingerprint(result)
-    except Exception as error:  # any error: this rank must not stop alone
-        problem = error
-    message = f"{what} differs on rank(s) {{}}; it must be the same on every rank"
-    check_consistent(group, problem, {message: number})
-    return result  # type: ignore[return-value]  # there is one, or check_consistent has raised
+        return result, fingerprint(result)
+
+    computed, problem = attempt(compute)
+    result, number = computed or (None, 0)
+    agree(group, {f"{what} differs on rank(s) {{}}; it must be the same on every rank": number}, problem=problem)
+    return cast(Result, result)  # there is one, or `agree` has raised
 
 
-def check_consistent(
+def agree(
     group: SequenceGroup,
-    problem: Exception | None,
-    fingerprints: Mapping[str, int],
-    error: type[Exception] = UserError,
+    fingerprints: Mapping[str, int] | None = None,
     *,
+    problem: Exception | None = None,
     numbers: Sequence[int] = (),
     meet: Callable[[list[tuple[int, ...]]], None] = lambda _: None,
 ) -> list[tuple[int, ...]]:
@@ -64,44 +70,48 @@ def check_consistent(
 
     Args:
         group: The ranks.
-        problem: This rank's, if any.
         fingerprints: Maps an error message, with {} for the differing ranks, to this rank's fingerprint (below 2^63).
-        error: Raised if fingerprints differ. A problem is raised as UserError if it is one, else as ValueError; if
-            `error` is not a UserError, every problem is raised as `error`.
+        problem: Error found on this rank, if any.
         numbers: Further numbers to exchange, which may differ; the same number of them on all ranks.
         meet: Called with the `numbers` of each rank, by rank, before anything is raised.
 
     Returns:
         The `numbers` of each rank, by rank.
+
+    Raises:
+        UserError: If fingerprints differ, or the first rank with a problem has a UserError.
+        ValueError: If the first rank with a problem has another error.
     """
+    fingerprints = fingerprints or {}
     with outside_transforms():
+        # 1. Every rank's row: [kind of problem, *numbers, *fingerprints]
         kind = _FINE if problem is None else _USERS if isinstance(problem, UserError) else _OURS
-        states = [[kind, *numbers, *fingerprints.values()]]
+        rows = [[kind, *numbers, *fingerprints.values()]]
         if not group.alone:  # without a process group one rank of several may be examined
-            states = group.gather_integers(states[0] + [0] * (_ROW - len(states[0])))
-        numbers_by_rank = [tuple(state[1 : 1 + len(numbers)]) for state in states]
+            rows = group.gather_integers(rows[0] + [0] * (_ROW - len(rows[0])))
+        numbers_by_rank = [tuple(row[1 : 1 + len(numbers)]) for row in rows]
         meet(numbers_by_rank)
-        failed = [rank for rank, (kind, *_) in enumerate(states) if kind != _FINE]
+        # 2. The first rank's problem, if any has one.
+        failed = [rank for rank, (kind, *_) in enumerate(rows) if kind != _FINE]
         if failed:
-            first = failed[0]
             texts = [_in_words(problem)] if group.alone else gather_texts(group, _in_words(problem))
-            where = "" if len(failed) == len(states) else f"rank(s) {failed}: "
-            raised: type[Exception] = UserError if states[first][0] == _USERS else ValueError
-            if not issubclass(error, UserError):
-                raised = error
+            where = "" if len(failed) == len(rows) else f"rank(s) {failed}: "
+            raised = UserError if rows[failed[0]][0] == _USERS else ValueError
             # a user's mistake is reported once, without the traceback of where it was found
-            raise _on_all(raised(where + texts[first])) from None if isinstance(problem, UserError) else problem
-        for index, message in enumerate(fingerprints, 1 + len(numbers)):
-            require_equal(message, [state[index] for state in states], error)
+            cause = None if isinstance(problem, UserError) else problem
+            raise _on_all(raised(where + texts[failed[0]])) from cause
+        # 3. Fingerprints.
+        for column, message in enumerate(fingerprints, 1 + len(numbers)):
+            require_equal(message, [row[column] for row in rows])
         return numbers_by_rank
 
 
-def require_equal(message: str, of_ranks: Sequence[int], error: type[Exception] = UserError) -> None:
-    """Raises an error about ranks whose number is not the most frequent one; `message` has {} for the ranks."""
+def require_equal(message: str, of_ranks: Sequence[int]) -> None:
+    """Raises UserError about ranks whose number is not the most frequent one; `message` has {} for the ranks."""
     usual = max(of_ranks, key=of_ranks.count)
     differing = [rank for rank, value in enumerate(of_ranks) if value != usual]
     if differing:
-        raise _on_all(error(message.format(differing)))
+        raise _on_all(UserError(message.format(differing)))
 
 
 def _on_all(error: Exception) -> Exception:
@@ -130,7 +140,7 @@ def raised_on_all(group: SequenceGroup) -> Iterator[SequenceGroup]:
         yield cast(SequenceGroup, meeting)
     except Exception as error:
         if not (vars(error).get(_RAISED_ON_ALL) or isinstance(error, CommunicationError)):
-            check_consistent(group.control(), error, {})
+            agree(group.control(), problem=error)
         raise
     meeting.meet()
 
@@ -150,7 +160,7 @@ class MeetingGroup:
 
     def meet(self) -> None:
         """Raises the error of a rank that has failed. Collective."""
-        check_consistent(self.within.control(), None, {})
+        agree(self.within.control())
 
     def for_host_tensors(self) -> SequenceGroup:
         """Returns the group in which ranks meet: one that has failed is there, whatever the others compare."""

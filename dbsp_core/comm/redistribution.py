@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import DEBUG_DIFFERS, ConcurrencyGuard, check_consistent
+from dbsp_core.comm.consistency import DEBUG_DIFFERS, ConcurrencyGuard, agree
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -198,7 +198,7 @@ class Redistribution:
             layouts = fingerprint_of((self.source.fingerprint, self.target.fingerprint))
             of_tensors = 0 if error else _fingerprint(tensors, dims)
             fingerprints = {DEBUG_DIFFERS: int(self.debug), LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: of_tensors}
-            check_consistent(self.group, error, fingerprints)
+            agree(self.group, fingerprints, problem=error)
             self._checked.add(back)
         if error is not None:
             raise error

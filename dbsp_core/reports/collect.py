@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from dbsp_core.comm.consistency import check_consistent, gather_texts
+from dbsp_core.comm.consistency import agree, gather_texts
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.masks.steps import DenoisingStep
@@ -51,8 +51,7 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
     """Makes the report of the session's observer on every rank. Collective, after a run that succeeded.
 
     Raises:
-        UserError: If nothing was collected.
-        RuntimeError: If a rank does not take part, or had other plans.
+        UserError: If nothing was collected, or a rank does not take part or had other plans.
     """
     observer = run_observer(session)
     if observer is None:
@@ -64,7 +63,7 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
     group.barrier()
     shared = [(c.layer, c.forward, c.strategy, c.replanned, c.numbers, c.work.tolist()) for c in calls]
     message = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
-    check_consistent(group, None, {message: fingerprint_of(shared)}, RuntimeError)
+    agree(group, {message: fingerprint_of(shared)})
     if not calls:
         raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
     # 2. Seconds and bytes of every rank, float64[P, calls, 4], exact to 2^53 bytes

@@ -16,7 +16,8 @@ from dbsp_core.comm.consistency import (
     DIMENSIONS,
     CheckedInputs,
     ConcurrencyGuard,
-    check_consistent,
+    agree,
+    attempt,
     input_kind,
     outside_transforms,
     problem_of_inputs,
@@ -97,20 +98,19 @@ class DualBalancedAttention:
         """
         group = SequenceGroup.from_group(group)
         plan.strategy.require_world(group.size)
-        prepared, problem = None, None
-        try:
+
+        def prepare() -> PreparedAttention:
             ragged = whole_head_tokens(plan) is None
             require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
-            n_local = _require_slots(layout, group.rank, n_local)
+            slots = _require_slots(layout, group.rank, n_local)
             plan.require_fit(mask)
             if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
-            where = plan, mask, layout, group, kernel
-            prepared = PreparedAttention.from_plan(
-                *where, device=torch.device(device), n_local=n_local, fingerprint=debug
+            return PreparedAttention.from_plan(
+                plan, mask, layout, group, kernel, device=torch.device(device), n_local=slots, fingerprint=debug
             )
-        except Exception as error:  # any error: this rank must not stop alone
-            problem = error
+
+        prepared, problem = attempt(prepare)
         fingerprints = {
             DEBUG_DIFFERS: int(debug),
             **version_fingerprints(debug),
@@ -119,7 +119,7 @@ class DualBalancedAttention:
             PLANS_DIFFER: plan.fingerprint,
         }
         with ConcurrencyGuard(group):
-            check_consistent(group, problem, fingerprints)
+            agree(group, fingerprints, problem=problem)
         if prepared is None:
             raise RuntimeError("nothing is prepared, and no rank has said why")
         return cls(prepared, debug)

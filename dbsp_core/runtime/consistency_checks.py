@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from dbsp_core.comm.consistency import ConcurrencyGuard, check_consistent, input_kind, needs_gradients
+from dbsp_core.comm.consistency import ConcurrencyGuard, agree, attempt, input_kind, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup, node_fingerprints, number_nodes
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
@@ -75,31 +75,23 @@ def check_settings(
     Raises:
         UserError: On all ranks, for settings that don't fit the ranks or differ.
     """
-    merged, debug = [], any(session.config.debug for session in sessions)
-    try:
-        for session in sessions:
-            strategy, kernel = session.strategy, session.config.kernel
-            if strategy is not None:
-                strategy.require_world(session.group.size)
-            require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
-            merged.append(supports(kernel, KernelRequirements(lse=True)))  # the strategies to choose from depend on it
-    except Exception as error:  # any error: this rank must not stop alone
-        problem = problem or error
+    merging, unfit = attempt(lambda: [_merges(session) for session in sessions])
+    debug = any(session.config.debug for session in sessions)
     settings = [
         (replace(session.config, strategy=session.strategy).fingerprint, session.heads, session.layers)
         for session in sessions
     ]
     fingerprints = {
         SETTINGS_DIFFER: fingerprint_of(settings),
-        KERNELS_DIFFER: fingerprint_of(merged),
+        KERNELS_DIFFER: fingerprint_of(merging),
         **version_fingerprints(debug),
     }
     report = any(session.config.report is not None for session in sessions)
     with ConcurrencyGuard(group):
-        rows = check_consistent(
+        rows = agree(
             group.control(),
-            problem,
             {**(more or {}), **fingerprints},
+            problem=problem or unfit,
             numbers=[int(report), *node_fingerprints(), *numbers],
         )
     nodes = number_nodes(group, [row[1:4] for row in rows])
@@ -108,6 +100,15 @@ def check_settings(
         session.nodes = nodes[first : first + session.group.size]
         session.report = any(row[0] for row in rows)
     return [row[4:] for row in rows]
+
+
+def _merges(session: HasSettings) -> bool:
+    """Returns True if a session's kernel merges chunks. Raises UserError if strategy, group and kernel don't fit."""
+    strategy, kernel = session.strategy, session.config.kernel
+    if strategy is not None:
+        strategy.require_world(session.group.size)
+    require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
+    return supports(kernel, KernelRequirements(lse=True))  # the strategies to choose from depend on it
 
 
 def check_attention(
@@ -135,7 +136,7 @@ def check_attention(
         debug: True if values must be finite, and kernels equal.
         more: Further numbers to compare, by the message where they differ.
         choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
-        check: Compares in place of `check_consistent`, with what else ranks have to compare.
+        check: Compares in place of `agree`, with what else ranks have to compare.
 
     Returns:
         What `check` returns, True without.
@@ -145,21 +146,21 @@ def check_attention(
     """
     if debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
         problem = UserError(INPUTS_NOT_FINITE)
-    kernel = ""
+    kernel = None
     if problem is None and prepared is not None:
-        kernel, problem = _kernel_from(lambda: prepared.kernel_for(input_kind(q, k, v)))
+        kernel, problem = attempt(lambda: prepared.kernel_for(input_kind(q, k, v)).name)
     elif problem is None and choose is not None:
-        _, problem = _kernel_from(choose)
+        _, problem = attempt(choose)
     scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
     fingerprints = {
         **(more or {}),
         INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, q.device.type, needs_gradients(q, k, v))),
         SCALES_DIFFER: fingerprint_of(scale),
-        **_fingerprints_of(prepared, kernel if debug else ""),
+        **_fingerprints_of(prepared, (kernel or "") if debug else ""),
     }
     if check is not None:
         return check(problem, fingerprints)
-    check_consistent(group, problem, fingerprints)
+    agree(group, fingerprints, problem=problem)
     return True
 
 
@@ -168,22 +169,14 @@ def check_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor
 
     Collective. Raises UserError, on all ranks, if they differ, or no kernel supports it on one.
     """
-    kernel, problem = _kernel_from(lambda: prepared.kernel_for(input_kind(q, k, v)))
-    check_consistent(prepared.group, problem, _fingerprints_of(prepared, kernel))
+    kernel, problem = attempt(lambda: prepared.kernel_for(input_kind(q, k, v)).name)
+    agree(prepared.group, _fingerprints_of(prepared, kernel or ""), problem=problem)
 
 
 def check_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
     """Raises UserError, on all ranks together, where one's gradient has values that are not finite. Collective."""
     problem = None if bool(dout.isfinite().all()) else UserError(GRADIENTS_NOT_FINITE)
-    check_consistent(group, problem, {})
-
-
-def _kernel_from(choose: Callable[[], Kernel]) -> tuple[str, Exception | None]:
-    """Returns the name of the kernel that will run and None, or "" and the error that choosing one raised."""
-    try:
-        return choose().name, None
-    except Exception as error:  # any error: this rank must not stop alone
-        return "", error
+    agree(group, problem=problem)
 
 
 def _fingerprints_of(prepared: PreparedAttention | None, kernel: str) -> dict[str, int]:

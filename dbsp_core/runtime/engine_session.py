@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dbsp_core.comm.consistency import ConcurrencyGuard
+from dbsp_core.comm.consistency import ConcurrencyGuard, attempt
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -127,12 +127,9 @@ class EngineSession:
         clock: StepClock | None = None,
         transformer: str = "transformer",
     ) -> None:
-        loaded, problem = DbspConfig(), None
-        try:
-            loaded = DbspConfig.load(os.environ.get(CONFIG_VARIABLE) if config is None else config)
-            loaded = loaded.for_transformer(transformer)
-        except Exception as error:  # raised on all ranks by the session
-            problem = error
+        given = os.environ.get(CONFIG_VARIABLE) if config is None else config
+        loaded, problem = attempt(lambda: DbspConfig.load(given).for_transformer(transformer))
+        loaded = loaded or DbspConfig()
         self._steps: int | None = None
         self.session = AttentionSession(
             config=loaded,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.consistency import agree
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import fingerprint_of
 
@@ -55,7 +55,9 @@ class PassChecks:
         fingerprints = {**dict(zip(_FINGERPRINTS, map(fingerprint_of, self.compared), strict=True)), **more}
         if self.meeting is None:
             # One number more than a framework's: where only some ranks compare inputs, all see a difference.
-            numbers = check_consistent(self.group.control(), problem, fingerprints, numbers=[0, 0, 0, 0, self.calls])
+            numbers = agree(
+                self.group.control(), fingerprints, problem=problem, numbers=[0, 0, 0, 0, self.calls]
+            )
         else:
             numbers = self.meeting.check(problem, fingerprints, self.calls)
         return len({of_rank[-1] for of_rank in numbers}) == 1

@@ -96,7 +96,7 @@ def package_versions() -> dict[str, str]:
 
 
 def version_fingerprints(compare: bool) -> dict[str, int]:
-    """Returns messages and fingerprints of packages for `check_consistent`; without versions unless `compare`."""
+    """Returns messages and fingerprints of packages for `agree`; without versions unless `compare`."""
     versions = package_versions() if compare else {}
     message = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
     return {message.format(name): fingerprint_of(versions.get(name)) for name in ("python", *_PACKAGES)}

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from dbsp_core.comm.consistency import check_consistent, require_equal
+from dbsp_core.comm.consistency import agree, require_equal
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
@@ -175,7 +175,7 @@ class Meeting:
             The numbers of each rank, that number last.
         """
         control, fingerprints = self.checks.group.control(), {**self.fingerprints, **(more or {})}
-        numbers = check_consistent(control, problem, fingerprints, numbers=[*self.numbers, free], meet=self._meet)
+        numbers = agree(control, fingerprints, problem=problem, numbers=[*self.numbers, free], meet=self._meet)
         for number, message in enumerate(self.messages):
             ranks = [rank for rank, numbers in enumerate(numbers) if numbers[2] >> min(number, _MOST_BITS) & 1]
             if ranks:

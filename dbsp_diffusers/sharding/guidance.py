@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dbsp_core.comm.consistency import check_consistent
+from dbsp_core.comm.consistency import agree, attempt
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
-from dbsp_diffusers.devices import require_own_gpus, use_model_device
+from dbsp_diffusers.devices import NO_DEVICE, require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.packed.samples import PackedBatch
@@ -77,14 +77,13 @@ class Halves:
         Raises:
             UserError: On all ranks, for an odd number of them or a model that runs guidance in another way.
         """
-        problem: Exception | None = None
-        device = (-1, 0)
-        try:
+
+        def check() -> tuple[int, int]:
             _require_halves(guidance, model, ranks.size)
-            device = use_model_device(transformers_of(model).values(), ranks)  # on which a half's communicator is made
-        except Exception as error:  # any error: this rank must not stop alone
-            problem = error
-        numbers = check_consistent(ranks.control(), problem, {GUIDANCE_DIFFERS: 1}, numbers=device)
+            return use_model_device(transformers_of(model).values(), ranks)  # on which a half's communicator is made
+
+        device, problem = attempt(check)
+        numbers = agree(ranks.control(), {GUIDANCE_DIFFERS: 1}, problem=problem, numbers=device or NO_DEVICE)
         require_own_gpus(ranks, numbers)
         size = ranks.size // 2
         return cls(ranks, ranks.part(size * (ranks.rank // size), size))
@@ -301,11 +300,12 @@ class GuidedCalls:
         """
         # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
         compute = MethodType(nn.Module._call_impl, self.transformer)
-        try:
+
+        def outputs() -> Any:
             args, kwargs = arguments or self._agreed(begun, self._checks)
-            return compute(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()}), None
-        except Exception as error:  # any error: the other half waits for this one
-            return None, error
+            return compute(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
+
+        return attempt(outputs)  # the other half waits for this one
 
     def _exchanged(
         self, output: torch.Tensor, problem: Exception | None, begun: Pass
@@ -337,7 +337,7 @@ class GuidedCalls:
         """Raises on all ranks if one has a problem, or has begun another pass than the others. Collective."""
         passed = None if begun is None or output is None else (begun.description, output.shape, output.dtype)
         try:
-            check_consistent(self.halves.ranks.control(), problem, {_PASSES_DIFFER: fingerprint_of(passed)})
+            agree(self.halves.ranks.control(), {_PASSES_DIFFER: fingerprint_of(passed)}, problem=problem)
         except ValueError:
             if problem is None or isinstance(problem, UserError):
                 raise

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dbsp_core.comm.consistency import gather_texts, needs_gradients, run_consistently
+from dbsp_core.comm.consistency import attempt, gather_texts, needs_gradients, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
@@ -183,14 +183,15 @@ class _Decoding:
 
     def _checked_tiles(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> list[list[_Call]]:
         """Returns the calls of the decoder that a serial decode makes, by tile. Raises on all ranks if they differ."""
-        noting, problem = _Noting(self.carries), None
-        try:
+        noting = _Noting(self.carries)
+
+        def note() -> None:
             if needs_gradients(z, *self.vae.parameters()):
                 raise UserError(_NO_GRADIENTS)
             with self._decoder_replaced(noting, ends_tile=noting.end_tile):
                 self.serial(z, *args, **kwargs)
-        except Exception as error:  # any error: the others wait for this rank
-            problem = error
+
+        _, problem = attempt(note)
         shapes = [[tuple(call.args[0].shape) for call in tile] for tile in noting.tiles]
         latents = [z] if isinstance(z, torch.Tensor) else []
         try:

@@ -12,7 +12,7 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core import SequenceGroup
-from dbsp_core.comm.consistency import check_consistent, gather_texts
+from dbsp_core.comm.consistency import agree, gather_texts
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -73,7 +73,7 @@ def comparisons(rank: int, world: int) -> None:
 
     with counted() as step:
         check(q)
-        check_consistent(group, None, {"numbers differ on rank(s) {}": 1})
+        agree(group, {"numbers differ on rank(s) {}": 1})
         votes = [session.all_agree(answer) for answer in (True, rank == 0)]
         texts = gather_texts(group, f"rank {rank}")
         answer = said(lambda: check(on_host if rank == 1 else q))

@@ -54,7 +54,7 @@ PHASES: dict[str, Phase] = {
     "planning: agreement": _session(f"{RUNTIME}.session.run_consistently", reuse=1.0),
     "counts of the last call": _session(f"{RUNTIME}.slot.Slot.counted", 2),  # the third's end the run
     "agreement under debug": _session(f"{RUNTIME}.session.check_prepared", debug=True),
-    "prepare": _attention(f"{RUNTIME}.attention.check_consistent", 1),
+    "prepare": _attention(f"{RUNTIME}.attention.agree", 1),
     "first call's agreement": _attention(f"{RUNTIME}.attention.check_attention", 1),
     "dispatch": _attention(f"{COMM}.exchange.Route.dispatch"),
     "dispatch: exchange": _attention(f"{COMM}.groups.SequenceGroup.all_to_all"),
