@@ -17,43 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from dbsp_core.planning.plan import Plan
-from dbsp_core.utils.errors import in_number
 
 MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
 """Returns a new plan for row counts int64[H, nq], given the plan in use, or None if there is none."""
-
-
-@dataclass
-class ReuseStatistics:
-    """Sums over the calls of a session."""
-
-    calls: int = 0  # Attentions computed
-    plans: int = 0  # Plans made for them
-    counted: int = 0  # Calls whose ρ_s in use is known
-    rho_sum: float = 0.0  # Sum of ρ_s in use over these calls; `worst_rho`, its maximum
-    worst_rho: float = 1.0
-    dense: int = 0  # Number of these calls whose masks leave nothing out
-
-    @property
-    def mean_rho(self) -> float:
-        """Mean ρ_s in use; 1.0 before any is known."""
-        return self.rho_sum / self.counted if self.counted else 1.0
-
-    def __str__(self) -> str:
-        rho = f", ρ_s {self.mean_rho:.3f}" if self.counted else ""
-        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}"
-
-    def begin(self, use: PlanUse) -> None:
-        """Adds a call."""
-        self.calls += 1
-        self.plans += use.new
-
-    def count(self, plan: Plan) -> None:
-        """Adds what its plan, with the numbers of the call's own mask, says of a call that was added."""
-        self.counted += 1
-        self.rho_sum += plan.rho
-        self.worst_rho = max(self.worst_rho, plan.rho)
-        self.dense += plan.density == 1
 
 
 @dataclass(eq=False)

@@ -144,7 +144,7 @@ def check_attention(
     Raises:
         UserError: On all ranks, where one has a problem, or something differs.
     """
-    if debug and problem is None and not all(bool(t.isfinite().all()) for t in (q, k, v)):
+    if debug and problem is None and not all(_are_finite(tensor) for tensor in (q, k, v)):
         problem = UserError(INPUTS_NOT_FINITE)
     kernel = None
     if problem is None and prepared is not None:
@@ -175,8 +175,13 @@ def check_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor
 
 def check_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
     """Raises UserError, on all ranks together, where one's gradient has values that are not finite. Collective."""
-    problem = None if bool(dout.isfinite().all()) else UserError(GRADIENTS_NOT_FINITE)
+    problem = None if _are_finite(dout) else UserError(GRADIENTS_NOT_FINITE)
     agree(group, problem=problem)
+
+
+@torch.no_grad()  # checkpoints count what forward saves for backward
+def _are_finite(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isfinite().all())
 
 
 def _fingerprints_of(prepared: PreparedAttention | None, kernel: str) -> dict[str, int]:

@@ -54,6 +54,13 @@ class ForwardPass:
     nodes: dict[int, weakref.ref[Any]] = field(default_factory=dict)
     without_graph: set[int] = field(default_factory=set)
 
+    @property
+    def known_size(self) -> Size:
+        """Its size. Raises RuntimeError if the pass did not begin."""
+        if self.size is None:
+            raise RuntimeError(NOT_BEGUN)
+        return self.size
+
     def keep(self, layer: int, prepared: PreparedAttention, out: torch.Tensor) -> None:
         """Remembers what a layer was computed with; `out` is its output as it was computed."""
         self.reached.add(layer)

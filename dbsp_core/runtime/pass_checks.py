@@ -55,9 +55,7 @@ class PassChecks:
         fingerprints = {**dict(zip(_FINGERPRINTS, map(fingerprint_of, self.compared), strict=True)), **more}
         if self.meeting is None:
             # One number more than a framework's: where only some ranks compare inputs, all see a difference.
-            numbers = agree(
-                self.group.control(), fingerprints, problem=problem, numbers=[0, 0, 0, 0, self.calls]
-            )
+            numbers = agree(self.group.control(), fingerprints, problem=problem, numbers=[0, 0, 0, 0, self.calls])
         else:
             numbers = self.meeting.check(problem, fingerprints, self.calls)
         return len({of_rank[-1] for of_rank in numbers}) == 1

@@ -25,6 +25,7 @@ class PreparedAttention:
         plan: The plan, with its numbers for the mask.
         layout: Layout of the tokens outside attention.
         group: The ranks that share the sequence.
+        device: The device of q, k and v, and of the tables.
         n_local: Tokens that this rank holds outside attention.
         route: The exchanges, which depend on the plan only, with tables on the device.
         table_layout: Common part of all masks' kernel tables.
@@ -39,6 +40,7 @@ class PreparedAttention:
     plan: Plan
     layout: SequenceLayout
     group: SequenceGroup
+    device: torch.device
     n_local: int
     route: Route
     table_layout: TableLayout
@@ -75,7 +77,7 @@ class PreparedAttention:
         n_local = layout.shard if n_local is None else n_local
         route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
         tables = table_layout(plan, group.rank).to(device)
-        prepared = cls(plan, layout, group, n_local, route, tables, (), kernel, None)
+        prepared = cls(plan, layout, group, device, n_local, route, tables, (), kernel, None)
         return prepared.for_mask(plan, mask, fingerprint=fingerprint)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
@@ -86,11 +88,6 @@ class PreparedAttention:
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
         mask_fingerprint = mask.fingerprint if fingerprint else 0
         return replace(self, plan=plan, tables=tables, coarse=mask.coarse, mask_fingerprint=mask_fingerprint)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tables."""
-        return self.table_layout.rows.device
 
     @property
     def no_gradients(self) -> str | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, input_kind, raised_on_all, run_consistently
+from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, attempt, input_kind, raised_on_all, run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -19,7 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.reuse import PlanUse, ReuseStatistics
+from dbsp_core.planning.reuse import PlanUse
 from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.consistency_checks import (
     LAYERS_DIFFER,
@@ -30,13 +31,13 @@ from dbsp_core.runtime.consistency_checks import (
     check_prepared,
     check_settings,
 )
-from dbsp_core.runtime.forward_passes import NOT_BEGUN, ForwardPass, ForwardPasses
+from dbsp_core.runtime.forward_passes import ForwardPass, ForwardPasses
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.pass_checks import Meeting, PassChecks
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_core.runtime.size import Size, SizeKey
-from dbsp_core.runtime.slot import KnownMask, Slot
+from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import in_number
@@ -44,6 +45,20 @@ from dbsp_core.utils.process import not_compiled, outside_inference
 
 MOST_SIZES = 4
 """Sizes of video (with text) whose plans are kept: the passes of guidance may have texts of two lengths."""
+
+_Ready = tuple[PreparedAttention, PlanUse]
+"""What computes an attention, and its use of a plan."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One attention of a forward pass: q, k, v are [B, H, shard, D]."""
+
+    forward_pass: ForwardPass
+    size: Size
+    layer: int
+    qkv: QKV
+    scale: float
 
 
 @dataclass(repr=False)
@@ -147,12 +162,13 @@ class AttentionSession:
                 self.config.debug,
             )
             meeting, self.meeting = self.meeting, None
-            first = provider.begin(videos, timestep, cfg_branch)
+            begins = provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
-            # 2. What is kept of this size, and the masks of this pass. Only where ranks compare them may one fail.
+            # 2. What is kept of this size, and the masks of this pass. Where one is new, one rank alone may fail.
             key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
-            try:
+
+            def find() -> Size:
                 size = self._sizes.get(key) or Size(
                     key,
                     session=self,
@@ -162,21 +178,22 @@ class AttentionSession:
                     compare=any(observer.compares for observer in self.observers),
                     statistics=self._statistics,
                 )
-                pass_key = provider.pass_key()
-                known = size.passes.get(pass_key)
-                masks = size.new_masks(provider) if known is None else known
-            except Exception as error:  # any error: this rank must not stop alone
+                forward_pass.key = provider.pass_key()
+                forward_pass.masks = size.passes.get(forward_pass.key) or size.new_masks(provider)
+                return size
+
+            forward_pass.size, problem = attempt(find)
+            if problem is not None:
                 if not self._raises_alone:
-                    PassChecks(self.group, meeting).check(error, {})
-                raise
-            forward_pass.size, forward_pass.key, forward_pass.masks = size, pass_key, masks
+                    PassChecks(self.group, meeting).check(problem, {})
+                raise problem
+            size = forward_pass.known_size
             # 3. What ranks compare at the first attention, if anything is new.
-            if known is None or meeting is not None or debug or (first and provider.predicts):
+            is_new = forward_pass.key not in size.passes or (begins and provider.predicts)
+            if is_new or meeting is not None or debug:
                 order = None if isinstance(streams, SequenceLayout) else streams
                 given = [(videos, order), (provider.moment, cfg_branch)] if debug else [None, None]
-                hardware = size.selector and size.selector.hardware and size.selector.hardware.fingerprint
-                numbers = [mask and mask.number for mask in masks]
-                compared = *given, size.grid, hardware, numbers
+                compared = *given, size.grid, size.hardware, [mask and mask.number for mask in forward_pass.masks]
                 forward_pass.checks = PassChecks(self.group, meeting, compared, size.predicted_calls)
             else:
                 self._sizes.move_to_end(key)
@@ -211,7 +228,7 @@ class AttentionSession:
     @property
     def layout(self) -> SequenceLayout:
         """The layout of the current forward pass."""
-        return _size_of(self.passes.now).layout
+        return self.passes.now.known_size.layout
 
     @not_compiled
     @outside_inference
@@ -230,36 +247,34 @@ class AttentionSession:
         `gate`, of their shape, is what mask sources multiply a coarse branch by.
         """
         with self._concurrency_guard:
-            qkv, scale = (q, k, v), max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
+            scale = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
             recomputed = self.passes.recomputed(layer)
             if recomputed is not None:  # activation checkpointing, in backward
-                with torch.no_grad():  # as in the pass: what is saved for backward must be the same
-                    problem = _size_of(self.passes.now).problem_of(qkv, recomputed.n_local)
-                    self._compare(layer, qkv, scale, problem, recomputed, {})
+                forward_pass = self.passes.now
+                call = _Call(forward_pass, forward_pass.known_size, layer, (q, k, v), scale)
+                self._compare(call, call.size.problem_of(call.qkv, recomputed.n_local), recomputed)
                 return attend(recomputed, q, k, v, scale, self._check_gradient).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
+            # 1. What does not depend on q and k. Ranks compare what is new of it, and of q, k and v.
             forward_pass = self.passes.last
-            size, known = _size_of(forward_pass), forward_pass.masks[layer]
-            slot = size.slot(layer, self._provider.moment.cfg_branch)
-            with torch.no_grad():
-                # 1. A known mask, its plan and tables, on this rank alone if new. Ranks compare what is new.
-                ready, compared = self._prepare_known(layer, slot, known, qkv, scale)
+            call = _Call(forward_pass, forward_pass.known_size, layer, (q, k, v), scale)
+            slot = call.size.slot(layer, self._provider.moment.cfg_branch)
+            known = forward_pass.masks[layer]
+            ready, compared = self._prepare_known(call, slot, known)
             # 2. What is done for the first time may fail on one rank alone: then ranks meet before each exchange.
             with raised_on_all(self.group) if compared else nullcontext(self.group) as group:
-                with torch.no_grad():  # to backward, predicted masks are constants
-                    prepared, use = ready or self._prepare_predicted(
-                        layer, slot, LocalQK(q, k, size.layout, group, scale, v, gate)
-                    )
-                    if known is not None:
-                        slot.keep_known(known, prepared, use)
-                    size.keep_slot(slot)
-                    for observer in self.observers:
-                        observer.mask_used(layer, slot.key if known is None else known.key)
-                    run = prepared if group is self.group else replace(prepared, group=group)
-                    if known is None and self.config.debug:
-                        check_prepared(run, q, k, v)
-                # 3. Rows to their owners, chunks of keys, the kernel, and the output back.
+                local = LocalQK(q, k, call.size.layout, group, scale, v, gate)
+                prepared, use = ready or self._prepare_predicted(call, slot, local)
+                if known is not None:
+                    slot.keep_known(known, prepared, use)
+                call.size.keep_slot(slot)
+                for observer in self.observers:
+                    observer.mask_used(layer, slot.key if known is None else known.key)
+                # 3. Rows to their owners, y chunks of keys, the kernel, and the output back.
+                run = prepared if group is self.group else replace(prepared, group=group)
+                if known is None and self.config.debug:
+                    check_prepared(run, q, k, v)
                 out = attend(run, q, k, v, scale, self._check_gradient)
                 forward_pass.keep(layer, prepared, out)
                 for observer in self.observers:
@@ -297,51 +312,44 @@ class AttentionSession:
         """True if masks depend on the denoising step."""
         return self._provider.by_step
 
-    def _prepare_known(
-        self, layer: int, slot: Slot, known: KnownMask | None, qkv: QKV, scale: float
-    ) -> tuple[tuple[PreparedAttention, PlanUse] | None, bool]:
+    def _prepare_known(self, call: _Call, slot: Slot, known: KnownMask | None) -> tuple[_Ready | None, bool]:
         """Prepares an attention whose mask is known without q and k. Ranks compare what is new; collective then.
 
-        Returns:
-            What computes it, with its use of a plan, or None if the mask is predicted; and True if ranks have
-            compared anything. Nothing is kept: after an error, all ranks must have kept the same.
-        """
-        size, device, prepared, use = _size_of(self.passes.last), qkv[0].device, None, None
-        problem: Exception | None = size.problem_of(qkv, size.layout.shard)
-        if known is not None and known.prepared is not None and known.prepared.device == device:
-            prepared = known.prepared
-            use = PlanUse(prepared.plan, False, prepared.plan)
-        new = {}
-        if known is not None and prepared is None:
-            try:
-                if problem is None:
-                    prepared, use = self._prepare_new(layer, slot, known, qkv[0])
-            except Exception as error:  # any error: this rank must not stop alone
-                problem = error
-            new = {NEW_MASK_DIFFERS.format(layer): 0 if prepared is None else prepared.mask_fingerprint}
-        compared = self._compare(layer, qkv, scale, problem, prepared, new)
-        return None if prepared is None or use is None else (prepared, use), compared
+        Nothing of it is kept: after an error, all ranks must have kept the same.
 
-    def _prepare_new(
-        self, layer: int, slot: Slot, known: KnownMask, q: torch.Tensor
-    ) -> tuple[PreparedAttention, PlanUse]:
+        Returns:
+            What computes it, or None if the mask is predicted; and True if ranks have compared anything.
+        """
+        ready, new, device = None, {}, call.qkv[0].device
+        problem: Exception | None = call.size.problem_of(call.qkv, call.size.layout.shard)
+        if known is not None and known.prepared is not None and known.prepared.device == device:
+            ready = known.prepared, PlanUse(known.prepared.plan, False, known.prepared.plan)
+        elif known is not None:
+            if problem is None:
+                ready, problem = attempt(partial(self._prepare_new, call, slot, known))
+            new = {NEW_MASK_DIFFERS.format(call.layer): ready[0].mask_fingerprint if ready else 0}
+        return ready, self._compare(call, problem, ready and ready[0], new)
+
+    @torch.no_grad()
+    def _prepare_new(self, call: _Call, slot: Slot, known: KnownMask) -> _Ready:
         """Makes a known mask, and its plan, routes and tables. Not collective."""
-        size, mask = _size_of(self.passes.last), self._provider.mask(layer)
+        size, q, mask = call.size, call.qkv[0], self._provider.mask(call.layer)
         for observer in self.observers:
-            observer.mask_made(known.key, layer, mask, True)
+            observer.mask_made(known.key, call.layer, mask, True)
         use = slot.plan_known(known, mask, lambda _, current: size.plan(mask, None, q, current))
-        before = size.routed(slot, use.plan, q.device)
+        before = slot.routed(use.plan, q.device)
         if before is None:
             return size.prepare(use.plan, mask, q.device, fingerprint=True), use
         return before.for_mask(use.plan, mask, fingerprint=True), use
 
-    def _prepare_predicted(self, layer: int, slot: Slot, local: LocalQK) -> tuple[PreparedAttention, PlanUse]:
+    @torch.no_grad()  # to backward, predicted masks are constants
+    def _prepare_predicted(self, call: _Call, slot: Slot, local: LocalQK) -> _Ready:
         """Prepares an attention whose mask is predicted from q and k, under the plan in use. Collective."""
-        size, device, debug = _size_of(self.passes.last), local.q.device, self.config.debug
+        size, device, debug = call.size, local.q.device, self.config.debug
         # 1. The mask, bitwise identical on all ranks, before q and k are sent.
-        mask = self._provider.mask(layer, local)
+        mask = self._provider.mask(call.layer, local)
         for observer in self.observers:
-            observer.mask_made(slot.key, layer, mask, False)
+            observer.mask_made(slot.key, call.layer, mask, False)
         # 2. The plan, by the counts of the last call; this mask's are read at the next. Ranks agree on a new plan.
         control = self.group.control()
 
@@ -352,7 +360,7 @@ class AttentionSession:
         use = slot.plan_predicted(mask, make, self._provider.moment.generation)
         size.predicted_calls += 1
         # 3. The mask's tables; and new routes, which one of the ranks may be unable to make.
-        before = size.routed(slot, use.plan, device)
+        before = slot.routed(use.plan, device)
         if before is None:
             prepared = run_consistently(control, partial(size.prepare, use.plan, mask, device, fingerprint=debug))
         else:
@@ -362,44 +370,41 @@ class AttentionSession:
 
     def _compare(
         self,
-        layer: int,
-        qkv: QKV,
-        scale: float,
+        call: _Call,
         problem: Exception | None,
         prepared: PreparedAttention | None,
-        mask: dict[str, int],
+        new_mask: Mapping[str, int] = MappingProxyType({}),
     ) -> bool:
         """Lets ranks compare q, k and v before a call: the first of a size and kind, under debug every one.
 
         Args:
             problem: Error found on this rank, if any.
             prepared: The prepared attention that will run, or None if it is still to be made.
-            mask: Fingerprint of a new mask, by message, which ranks then compare too.
+            new_mask: Fingerprint of a new mask, by message, which ranks then compare too.
 
         Returns:
             True if they have compared them.
         """
-        forward_pass = self.passes.now
-        size, kind, checks = _size_of(forward_pass), input_kind(*qkv), forward_pass.checks
-        new = not mask and size.checked_inputs.is_new(kind, None if problem is None else str(problem))
-        if not (new or mask or checks or self.config.debug):
+        size, kind, checks = call.size, input_kind(*call.qkv), call.forward_pass.checks
+        new_inputs = not new_mask and size.checked_inputs.is_new(kind, None if problem is None else str(problem))
+        if not (new_inputs or new_mask or checks or self.config.debug):
             if problem is not None:
                 raise problem
             return False
         equal_calls = check_attention(
             self.group,
-            *qkv,
-            scale,
+            *call.qkv,
+            call.scale,
             problem,
             prepared=prepared if problem is None else None,
             choose=partial(size.choose_kernel, kind),
             debug=self.config.debug,
-            more={LAYOUTS_DIFFER: size.layout.fingerprint, LAYERS_DIFFER: layer, **mask},
+            more={LAYOUTS_DIFFER: size.layout.fingerprint, LAYERS_DIFFER: call.layer, **new_mask},
             check=None if checks is None else checks.check,
         )
         size.checked_inputs.is_new(kind, None)
         if checks is not None:
-            self._keep_pass(forward_pass, equal_calls)
+            self._keep_pass(call.forward_pass, equal_calls)
         return True
 
     def _keep_pass(self, forward_pass: ForwardPass, equal_calls: bool) -> None:
@@ -408,7 +413,7 @@ class AttentionSession:
         Args:
             equal_calls: False if a rank has left an earlier pass that others went on with.
         """
-        forward_pass.checks, size = None, _size_of(forward_pass)
+        forward_pass.checks, size = None, forward_pass.known_size
         if not equal_calls:
             size.restart()
         size.keep_pass(forward_pass.key, forward_pass.masks)
@@ -416,10 +421,3 @@ class AttentionSession:
         self._sizes.move_to_end(size.key)
         if len(self._sizes) > MOST_SIZES:
             self._sizes.popitem(last=False)[1].settle()
-
-
-def _size_of(forward_pass: ForwardPass) -> Size:
-    """Returns a pass's size. Raises RuntimeError if it did not begin."""
-    if forward_pass.size is None:
-        raise RuntimeError(NOT_BEGUN)
-    return forward_pass.size

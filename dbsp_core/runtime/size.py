@@ -18,11 +18,10 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
-from dbsp_core.planning.reuse import ReuseStatistics
 from dbsp_core.runtime.consistency_checks import HasSettings
 from dbsp_core.runtime.mask_provider import DENSE, MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.slot import KnownMask, Slot
+from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
@@ -74,12 +73,15 @@ class Size:
             self.layout = SequenceLayout.named(self.config.layout, self.grid, longest, streams=streams)
         # 2. What chooses a strategy for each plan, if none is set; and the kernels, those measured here first.
         self.selector: StrategySelector | None = None
+        self.hardware = 0  # equal on ranks that choose strategies by the same constants
         if self.strategy is None:
             hardware = hardware_for(self.config.machine, device.type, self.config.kernel)
             if self.group.rank == 0:
                 log.info("cost model: %s", cost_basis(hardware))
             strategies = candidates(world, self.grid, supports(self.config.kernel, KernelRequirements(lse=True)))
             self.selector = StrategySelector(strategies, hardware, session.nodes, self.layout)
+            self.hardware = 0 if hardware is None else hardware.fingerprint
+        self._no_gradients = self.config.comm_dtype.no_gradients
         self.kernel = kernel_order(self.config.kernel, self.config.machine, device)
         # 3. State: slots by layer and CFG pass, the one used last at the end; known masks by the source's cache key;
         # masks of passes that ranks have compared, by `MaskProvider.pass_key`.
@@ -141,13 +143,6 @@ class Size:
         shape = AttentionShape.from_q(q, mask.heads)
         return self.selector.choose(make, shape, None if current is None else current.strategy)
 
-    def routed(self, slot: Slot, plan: Plan, device: torch.device) -> PreparedAttention | None:
-        """Returns what an attention's last call was computed with, if the plan has the same routes."""
-        before = slot.prepared
-        if before is None or before.device != device or not plan.same_routes(before.plan):
-            return None
-        return before
-
     def prepare(self, plan: Plan, mask: BlockMask, device: torch.device, *, fingerprint: bool) -> PreparedAttention:
         """Makes the routes of a plan and the tables of a mask."""
         return PreparedAttention.from_plan(
@@ -157,7 +152,7 @@ class Size:
     def problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
         """Returns what is wrong with this rank's q, k and v, of which each rank must have `tokens`; or None."""
         why = f"the model has {self.heads} heads, and the layout gives every rank {tokens} tokens"
-        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self.config.comm_dtype.no_gradients)
+        problem = problem_of_inputs(*qkv, self.heads, tokens, why, self._no_gradients)
         return None if problem is None else UserError(problem)
 
     def choose_kernel(self, kind: InputKind) -> Kernel:

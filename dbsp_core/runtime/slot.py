@@ -5,12 +5,50 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+import torch
+
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.reuse import MakePlan, PlanUse, ReuseStatistics, known_use, next_use
+from dbsp_core.planning.reuse import MakePlan, PlanUse, known_use, next_use
 from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.utils.errors import in_number
+
+
+@dataclass
+class ReuseStatistics:
+    """Sums over the calls of a session."""
+
+    calls: int = 0  # Attentions computed
+    plans: int = 0  # Plans made for them
+    counted: int = 0  # Calls whose ρ_s in use is known
+    rho_sum: float = 0.0  # Sum of ρ_s in use over these calls; `worst_rho`, its maximum
+    worst_rho: float = 1.0
+    dense: int = 0  # Number of these calls whose masks leave nothing out
+
+    @property
+    def mean_rho(self) -> float:
+        """Mean ρ_s in use; 1.0 before any is known."""
+        return self.rho_sum / self.counted if self.counted else 1.0
+
+    def __str__(self) -> str:
+        rho = f", ρ_s {self.mean_rho:.3f}" if self.counted else ""
+        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}"
+
+    def add(self, use: PlanUse) -> None:
+        """Adds a call; what its mask's counts say of the plan may come later, by `count`."""
+        self.calls += 1
+        self.plans += use.new
+        if use.counted is not None:
+            self.count(use.counted)
+
+    def count(self, plan: Plan) -> None:
+        """Adds the plan of a call that was added, with the numbers of the call's own mask."""
+        self.counted += 1
+        self.rho_sum += plan.rho
+        self.worst_rho = max(self.worst_rho, plan.rho)
+        self.dense += plan.density == 1
 
 
 @dataclass(eq=False)
@@ -83,8 +121,7 @@ class Slot:
             known.plan = use.plan
         else:
             self.use, self.counts, self.first = use, None, None
-        self.statistics.begin(use)
-        self.statistics.count(use.plan)
+        self.statistics.add(use)
 
     def plan_predicted(self, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
         """Returns the plan for one more call, with a mask that was predicted for this call alone.
@@ -103,13 +140,18 @@ class Slot:
         if use is None:
             use = PlanUse(make(counts.rows, last), True)
         self.use, self.counts, self.generation, self.first = use, counts, generation, first
-        self.statistics.begin(use)
+        self.statistics.add(use)
         return use
 
     def keep_predicted(self, prepared: PreparedAttention) -> None:
         """Keeps what the call that was planned last is computed with."""
         # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
         self._keep(None, prepared if prepared.coarse is None else replace(prepared, coarse=None))
+
+    def routed(self, plan: Plan, device: torch.device) -> PreparedAttention | None:
+        """Returns what its last call was computed with, if the plan has the same routes."""
+        last = self.prepared
+        return last if last is not None and last.device == device and plan.same_routes(last.plan) else None
 
     def counted(self) -> Plan | None:
         """Returns the plan of the last call with a mask that changes, with that mask's numbers. Waits for them."""

@@ -91,7 +91,8 @@ def a_wrong_input(rank: int, world: int, odd: int, fault: str, debug: bool) -> N
         layout = session.begin(Video(given["thw"]), timestep=900.0, cfg_branch=given["cfg_branch"])
         q = torch.zeros(1, HEADS, layout.shard, WIDTH)
         if rank == odd:
-            q = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}.get(fault, q)
+            others = {"batch": q.repeat(2, 1, 1, 1), "dtype": q.double(), "shard": q[:, :, 1:]}
+            q = (others | {"gradients": q.clone().requires_grad_()}).get(fault, q)
         session.attend(given["layer"], q, q, q, scale=given["scale"])
     finally:
         dist.barrier()
@@ -250,6 +251,7 @@ class TestInputs:
         [
             ("batch", False, "or whether they need gradients, differ on rank(s) [1]"),
             ("dtype", False, "or whether they need gradients, differ on rank(s) [1]"),
+            ("gradients", False, "or whether they need gradients, differ on rank(s) [1]"),
             ("shard", False, "rank(s) [1]: q of shape (1, 5, 59, 16) does not fit: the model has 5 heads"),
             ("size", False, "differs on rank(s) [1]"),
             ("scale", True, "the scale of the scores differs on rank(s) [1]"),
