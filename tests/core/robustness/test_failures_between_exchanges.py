@@ -1,4 +1,4 @@
-"""What fails on one rank alone, between two exchanges of a first attention or of a new plan, is raised on all."""
+"""What fails on one rank alone, in any step of a first pass, of a new plan or of backward, is raised on all ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,16 @@ PREDICTED = {
     "sums of blocks": "dbsp_core.comm.block_pooling.sum_tokens",
     "choice of blocks": "dbsp_core.sources.sparge.select_blocks",
     "counts": "dbsp_core.masks.mask_counts.RowCounts",
+    "choice of a kernel": f"{RUNTIME}.size.choose_kernel",
 }
-KNOWN = {"planner": f"{RUNTIME}.size.make_plan", "mask source": "dbsp_core.sources.window.WindowSource.mask"}
+KNOWN = {
+    "planner": f"{RUNTIME}.size.make_plan",
+    "mask source": "dbsp_core.sources.window.WindowSource.mask",
+    "mask's name": f"{RUNTIME}.mask_provider.MaskProvider.cache_key",
+    "choice of a kernel": f"{RUNTIME}.prepared.choose_kernel",
+}
 BOTH = {
+    "size": f"{RUNTIME}.size.SequenceLayout.named",
     "routes": f"{RUNTIME}.prepared.build_route",
     "tables": f"{RUNTIME}.prepared.build_tables",
     "send buffer": "dbsp_core.comm.exchange.Exchange.send_buffer",
@@ -110,7 +117,8 @@ def check(threads: Any, step: str, target: str, settings: dict[str, Any], strate
             assert right
 
 
-@pytest.mark.parametrize(("strategy", "odd"), [("U2R1", 0), ("U1R2", 1)])
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
 @pytest.mark.parametrize(
     ("settings", "step", "target"),
     [
@@ -123,13 +131,15 @@ def test_failure_in_the_first_attention_is_raised_on_all_ranks(threads, settings
     check(threads, step, target, settings, strategy, odd)
 
 
+@pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("step", ["planner", "routes"])
-def test_failure_of_a_new_plan_is_raised_on_all_ranks(threads, step):
+def test_failure_of_a_new_plan_is_raised_on_all_ranks(threads, step, odd):
     settings = SPARGE | {"reuse": 1.0}  # a new plan at every call
-    check(threads, step, {**PREDICTED, **BOTH}[step], settings, "U2R1", 1, 3)
+    check(threads, step, {**PREDICTED, **BOTH}[step], settings, "U2R1", odd, 3)
 
 
-@pytest.mark.parametrize(("strategy", "odd"), [("U2R1", 1), ("U1R2", 0)])
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
 @pytest.mark.parametrize("step", BACKWARD)
 def test_failure_in_the_first_backward_is_raised_on_all_ranks(threads, strategy, step, odd):
     check(threads, step, BACKWARD[step], WINDOW, strategy, odd, 0, True)
