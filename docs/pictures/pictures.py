@@ -18,7 +18,7 @@ from dbsp_core import BlockMask, Plan, make_plan
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.planners import require_planner
-from dbsp_core.reports.style import INK, RANKS, STYLE, WIDTH, heading
+from dbsp_core.reports.style import INK, RANKS, SOFT, STYLE, WIDTH, heading
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.common import preset_blocks, preset_model
 from scripts.results.colours import PLANNERS
@@ -143,26 +143,33 @@ def owners_of(mask: BlockMask, strategy: str) -> Figure:
 
 def call_picture() -> Figure:
     """One call, from the layout outside attention and back."""
-    figure = figure_of(2.5, "One call: every query goes to its owner, and its output comes back")
+    figure = figure_of(2.8, "One call: every query goes to its owner, and its output comes back")
     axis = figure.subplots()
-    axis.set(xlim=(0, 100), ylim=(4, 27))
+    axis.set(xlim=(0, 100), ylim=(1.5, 27))
     axis.axis("off")
     steps = (
-        (1, "q, k, v\nsharded", "each rank: its shard\nof the sequence"),
-        (18, "mask\nand plan", "identical\non every rank"),
-        (35, "dispatch\nto owners", "one\nall-to-all"),
-        (52, "chunk 0 … y−1", "kernel on one chunk of keys\n∥ the next in flight"),
-        (72, "merge\nby LSE", "with the chunk's\nkernel"),
-        (87, "combine", "the same\nbackwards"),
+        (1, "q, k, v\nsharded", "each rank: its shard\nof the sequence", "sharding/\nsequence_parallel.py"),
+        (
+            18,
+            "mask\nand plan",
+            "identical\non every rank",
+            "runtime/session.py, slot.py\nplanning/planners.py",
+        ),
+        (35, "dispatch\nto owners", "one\nall-to-all", "comm/exchange.py"),
+        (52, "chunk 0 … y−1", "kernel on one chunk of keys\n∥ the next in flight", "runtime/chunk_attention.py"),
+        (72, "merge\nby LSE", "with the chunk's\nkernel", "dbsp_kernels"),
+        (87, "combine", "the same\nbackwards", "comm/exchange.py"),
     )
-    for index, (left, title, detail) in enumerate(steps):
+    for index, (left, title, detail, files) in enumerate(steps):
         right = steps[index + 1][0] - 4 if index + 1 < len(steps) else 99
-        box = FancyBboxPatch((left, 14), right - left, 11, boxstyle="round,pad=0.6", fc="#eef3f8", ec=PLANNERS["dbsp"])
+        box = FancyBboxPatch((left, 16), right - left, 9, boxstyle="round,pad=0.6", fc="#eef3f8", ec=PLANNERS["dbsp"])
         axis.add_patch(box)
-        axis.text((left + right) / 2, 19.5, title, ha="center", va="center", size=10, weight="bold")
-        axis.text((left + right) / 2, 11.5, detail, ha="center", va="top", size=9)
+        middle = (left + right) / 2
+        axis.text(middle, 20.5, title, ha="center", va="center", size=10, weight="bold")
+        axis.text(middle, 13.5, detail, ha="center", va="top", size=9)
+        axis.text(middle, 6.5, files, ha="center", va="top", size=7.5, color=SOFT)
         if index + 1 < len(steps):
-            arrow = FancyArrowPatch((right + 0.8, 19.5), (right + 3.2, 19.5), arrowstyle="-|>", mutation_scale=12)
+            arrow = FancyArrowPatch((right + 0.8, 20.5), (right + 3.2, 20.5), arrowstyle="-|>", mutation_scale=12)
             axis.add_patch(arrow)
     return figure
 
