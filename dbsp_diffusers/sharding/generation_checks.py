@@ -1,30 +1,29 @@
 """Agreement of the ranks that make one video on the call that they are at, and on its inputs.
 
 Collectives match by their order only. If the call of one rank fails, and that rank goes on with the next request,
-attentions of two requests are mixed, in every later video too. So the ranks compare the number of their calls, and
-their inputs, before the first attention of a generation. In every pass they take the first rank's inputs, so that
-rounding in a text encoder or VAE, which may differ between ranks, is the same on all. What a rank had is compared with
-what it took, on the device; what that shows is raised two passes later, or at the end of a pipeline's call.
+attentions of two requests are mixed, in every later video too. So at the first passes of a generation the first rank
+sends a header: the number of its call, and fingerprints of its arguments. In every pass all ranks take its inputs, so
+that rounding in a text encoder or VAE, which may differ between ranks, is the same on all. What a rank had is compared
+with what it took, on the device: with a header at once, else two passes later or at the end of a pipeline's call.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from dbsp_core.comm.consistency import agree, require_equal
+from dbsp_core.comm.consistency import agree
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-_CALL, _PASS, _DECODING = range(3)
-"""Why a rank takes part in an exchange."""
-_FINGERPRINTS = 4
-"""Number of fingerprints that the first rank sends at every exchange of any kind."""
-_MOST_BITS = 61
+PASS, _DECODING, _CALL, _CALL_WITH_GENERATOR = range(4)
+"""Kinds of exchange that begin with a header."""
+_HEADER = 8
+"""Numbers of a header, of any kind of exchange."""
+_LAST_BIT = 61
 """Tensors that are distinguished in one number; those after them share the last bit."""
 _ALIGNMENT = 16
 """Bytes to which tensors are aligned in the buffer that is broadcast; a multiple of every dtype's size."""
@@ -66,15 +65,15 @@ LATENTS_DRIFT = (
     "the latents differ on rank(s) {} within a generation; every pass has computed with rank 0's. Draw noise, in "
     "callbacks and loops too, from torch's generators with the same seed on all ranks"
 )
-CONDITIONS_DRIFT = (
-    "the timestep, text or another condition differs on rank(s) {} within a generation; every pass has computed with "
-    "rank 0's. Change what the transformer is given in the same way on all ranks"
+CONDITION_DRIFTS = (
+    "the timestep, text or another condition differs on rank(s) {{}} within a generation ({name}); every pass has "
+    "computed with rank 0's. Change what the transformer is given in the same way on all ranks"
 )
-_DRIFTS = (NOT_NUMBERS, LATENTS_DRIFT, CONDITIONS_DRIFT)
+_DEVICES_DIFFER = "tensors differ in bytes or kind of device on rank(s) {}; load the pipeline alike on all ranks"
 
 
 class Drift:
-    """Tells all ranks what the tensors of each have shown within a generation, without a host wait.
+    """Tells all ranks which tensors of each differ from the first rank's, without a host wait.
 
     Each pass notes it on the device, and gathers what all ranks have noted. Two passes later that has long arrived on
     the host, the same on all ranks, and is raised there.
@@ -82,28 +81,42 @@ class Drift:
 
     def __init__(self, group: SequenceGroup) -> None:
         self._group = group
+        self._messages: tuple[str, ...] = (NOT_NUMBERS,)
+        """By bit."""
         self._on_host = 0
-        """Bits by number in `_DRIFTS`."""
+        """Bits that are noted and not gathered yet."""
         self._on_device: torch.Tensor | None = None
         """Further bits, int64[1]."""
         self._passes = 0
-        self._gathered: deque[tuple[int, torch.Tensor, torch.cuda.Event | None]] = deque()
-        """By the number of a pass, the bits of all ranks, int64[P], and the event of their arrival on the host."""
+        self._gathered: deque[tuple[int, tuple[str, ...], torch.Tensor, torch.cuda.Event | None]] = deque()
+        """Number of a pass, messages, the bits of all ranks, int64[P], and the event of their arrival on the host."""
 
-    def note(self, message: str, shown: torch.Tensor) -> None:
-        """Notes one of `_DRIFTS` where bool[] `shown` is True. Does not wait for its device."""
-        number = _DRIFTS.index(message)
+    def compare(self, messages: Sequence[str], tensors: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) -> None:
+        """Notes each tensor that is not the first rank's, up to rounding. Does not wait for the device.
+
+        Args:
+            messages: What is said of each tensor, the same on all ranks, with {} for the ranks.
+            tensors: This rank's.
+            first: The first rank's.
+        """
+        self._messages = NOT_NUMBERS, *messages
+        for number, (mine, values) in enumerate(zip(tensors, first, strict=True), 1):
+            if mine is values:
+                continue
+            if mine.is_floating_point():
+                self.note_not_numbers(mine.isnan().any() & ~values.isnan().any())
+            self._note(min(number, _LAST_BIT), ~are_close(mine, values))
+
+    def note_not_numbers(self, shown: torch.Tensor) -> None:
+        """Notes NaN in latents where bool[] `shown` is True. Does not wait for its device."""
+        self._note(0, shown)
+
+    def _note(self, bit: int, shown: torch.Tensor) -> None:
         if shown.device.type == "cpu":
-            self._on_host |= int(shown) << number
+            self._on_host |= int(shown) << bit
             return
-        bits = shown.long().reshape(1) << number
+        bits = shown.long().reshape(1) << bit
         self._on_device = bits if self._on_device is None else self._on_device | bits
-
-    def compare(self, message: str, mine: torch.Tensor, first: torch.Tensor) -> None:
-        """Notes `message` unless a tensor is the first rank's, up to rounding, and NaN that the first rank has not."""
-        if mine.is_floating_point():
-            self.note(NOT_NUMBERS, mine.isnan().any() & ~first.isnan().any())
-        self.note(message, ~are_close(mine, first))
 
     def gather(self, device: torch.device) -> None:
         """Tells all ranks what this one has noted, by way of a device that is of one type on all. Collective."""
@@ -118,27 +131,28 @@ class Drift:
             pinned = torch.empty(of_ranks.shape, dtype=of_ranks.dtype, device="cpu", pin_memory=True)
             of_ranks = pinned.copy_(of_ranks, non_blocking=True)
             copied = torch.cuda.current_stream(device).record_event()
-        self._gathered.append((self._passes, of_ranks, copied))
+        self._gathered.append((self._passes, self._messages, of_ranks, copied))
 
     def begin_pass(self) -> None:
-        """Raises UserError, on all ranks, for what any of them has shown until the pass before the last."""
+        """Raises UserError, on all ranks, for what was gathered until the pass before the last."""
         self._passes += 1
-        self._raise_shown(self._passes - 2)
+        self._raise_gathered(self._passes - 2)
 
-    def end_call(self) -> None:
-        """Raises UserError, on all ranks, for what any of them has shown. Waits for the device."""
-        self._raise_shown(self._passes)
+    def settle(self) -> None:
+        """Raises UserError, on all ranks, for all that was gathered. Waits for the device."""
+        self._raise_gathered(self._passes)
 
-    def _raise_shown(self, last: int) -> None:
+    def _raise_gathered(self, last: int) -> None:
         while self._gathered and self._gathered[0][0] <= last:
-            _, of_ranks, copied = self._gathered.popleft()
+            _, messages, of_ranks, copied = self._gathered.popleft()
             if copied is not None:
                 copied.synchronize()
-            for number, message in enumerate(_DRIFTS):
-                ranks = [rank for rank, bits in enumerate(of_ranks.tolist()) if bits >> number & 1]
-                if ranks:
-                    self.forget()
-                    raise UserError(message.format(ranks))
+            bits_by_rank = of_ranks.tolist()
+            bit = next((bit for bit in range(_LAST_BIT + 1) if any(bits >> bit & 1 for bits in bits_by_rank)), None)
+            if bit is not None:
+                self.forget()
+                ranks = [rank for rank, bits in enumerate(bits_by_rank) if bits >> bit & 1]
+                raise UserError(messages[min(bit, len(messages) - 1)].format(ranks))
 
     def forget(self) -> None:
         """Begins anew, after a failure."""
@@ -146,60 +160,13 @@ class Drift:
         self._gathered.clear()
 
 
-@dataclass(frozen=True, eq=False)
-class Meeting:
-    """Numbers that ranks compare of an exchange in which the first rank has sent its state and its tensors.
-
-    Attributes:
-        numbers: Kind of exchange, number of calls, and a bit for each tensor that differs from the first rank's.
-        fingerprints: Fingerprints of what must be equal, by message.
-        messages: By tensor.
-    """
-
-    checks: GenerationChecks
-    numbers: tuple[int, int, int]
-    fingerprints: Mapping[str, int]
-    messages: Sequence[str] = ()
-
-    def check(
-        self, problem: Exception | None = None, more: Mapping[str, int] | None = None, free: int = 0
-    ) -> list[tuple[int, ...]]:
-        """Raises UserError on all ranks unless all are at the same exchange with the same inputs. Collective.
-
-        Args:
-            problem: This rank's, if any.
-            more: Further fingerprints to compare, by message.
-            free: A number that may differ.
-
-        Returns:
-            The numbers of each rank, that number last.
-        """
-        control, fingerprints = self.checks.group.control(), {**self.fingerprints, **(more or {})}
-        numbers = agree(control, fingerprints, problem=problem, numbers=[*self.numbers, free], meet=self._meet)
-        for number, message in enumerate(self.messages):
-            ranks = [rank for rank, numbers in enumerate(numbers) if numbers[2] >> min(number, _MOST_BITS) & 1]
-            if ranks:
-                raise UserError(message.format(ranks))
-        return numbers
-
-    def _meet(self, numbers: Sequence[Sequence[int]]) -> None:
-        """Takes the numbers of all ranks. Raises UserError unless they are at the same exchange of the same call."""
-        kinds, calls, *_ = zip(*numbers, strict=True)
-        self.checks.calls = max(calls)
-        require_equal(CALLS_DIFFER, calls)
-        require_equal(GENERATORS_DIFFER, kinds)
-
-
-@dataclass
 class GenerationChecks:
     """The ranks that make one video together, and the number of calls that this rank has begun."""
 
-    group: SequenceGroup
-    calls: int = field(default=0, init=False)
-    drift: Drift = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.drift = Drift(self.group)
+    def __init__(self, group: SequenceGroup) -> None:
+        self.group = group
+        self.calls = 0
+        self.drift = Drift(group)
 
     def check_call(self, generator: bool, problem: Exception | None, device: torch.device | None) -> None:
         """Begins a call of a pipeline on all ranks: they take the state of the first rank's random number generators.
@@ -222,58 +189,64 @@ class GenerationChecks:
                 raise problem
             return
         generators = [] if device is None else _generators(device)
-        states, meeting = self._meet(_CALL, {GENERATORS_DIFFER: int(generator)}, [read() for read, _ in generators])
-        meeting.check(problem)
+        kind = _CALL_WITH_GENERATOR if generator else _CALL
+        states = self.meet(kind, {}, [read() for read, _ in generators], problem)
         for (_, write), state in zip(generators, states, strict=True):
             write(state.clone())
 
-    def compare(
-        self,
-        steps: object,
-        plain: Mapping[str, object],
-        latents: Mapping[str, torch.Tensor],
-        conditions: Mapping[str, torch.Tensor],
-        begins: bool = True,
-    ) -> tuple[list[torch.Tensor], Meeting]:
-        """Returns the first rank's latents and conditions, and what ranks still have to compare. Collective.
-
-        Waits for the tensors' device.
-
-        Args:
-            steps: Number of steps, guidance and position in the generation, compared by `repr`.
-            plain: Arguments that are not tensors, by name, compared by `repr`.
-            latents: Tensors of the sample, by name. Integers must be equal, floating-point numbers up to rounding.
-            conditions: All other tensors, by name, compared like latents.
-            begins: True if a generation begins with these latents.
-
-        Raises:
-            UserError: On a rank that is at another call, or has other arguments or tensors of other shapes; on the
-                others, when they compare.
-        """
-        names = ", ".join(plain) or "that are not tensors"
-        fingerprints = {
-            SIZES_DIFFER: [(tuple(tensor.shape), tensor.dtype, tensor.device.type) for tensor in latents.values()],
-            STEPS_DIFFER: steps,
-            LENGTHS_DIFFER: [
-                (name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in conditions.items()
-            ],
-            ARGUMENTS_DIFFER.format(names=names): sorted(plain.items()),
-        }
-        messages = [LATENTS_DIFFER if begins else LATENTS_DRIFT] * len(latents)
-        messages += [CONDITION_DIFFERS.format(name=name) for name in conditions]
-        tensors = [*latents.values(), *conditions.values()]
-        return self._meet(
-            _PASS, {name: fingerprint_of(tensor) for name, tensor in fingerprints.items()}, tensors, messages
-        )
-
-    def compare_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
+    def check_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
         """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
 
-        Waits for the tensors' device, like `compare`. `tiles` include the shapes of latents.
+        Waits for the tensors' device. `tiles` include the shapes of latents.
         """
-        fingerprints = {TILES_DIFFER: fingerprint_of((tiles, [tensor.device.type for tensor in latents]))}
-        _, meeting = self._meet(_DECODING, fingerprints, latents, [DECODED_DIFFER] * len(latents))
-        meeting.check()
+        described = tiles, [tensor.device.type for tensor in latents]
+        first = self.meet(_DECODING, {TILES_DIFFER: fingerprint_of(described)}, latents)
+        self.drift.compare([DECODED_DIFFER] * len(latents), latents, first)
+        for device in {tensor.device for tensor in latents}:
+            self.drift.gather(device)
+        self.drift.settle()
+
+    def meet(
+        self,
+        kind: int,
+        fingerprints: Mapping[str, int],
+        tensors: Sequence[torch.Tensor],
+        problem: Exception | None = None,
+    ) -> list[torch.Tensor]:
+        """Returns the first rank's values of tensors, once all ranks are at the same exchange. Collective.
+
+        A rank that is elsewhere receives what the first rank sends all the same. Afterwards all count its calls.
+
+        Args:
+            kind: Kind of the exchange.
+            fingerprints: Fingerprints of what must be equal, by message, as many for all exchanges of a kind.
+            tensors: Tensors whose shapes, dtypes and kinds of device are among what is compared.
+            problem: This rank's, if any.
+
+        Raises:
+            UserError: On all ranks, if they are at different exchanges, a fingerprint differs, or one has a problem.
+        """
+        # 1. The first rank's header: [calls, kind, *fingerprints, 0, …, bytes on the host, bytes on the device].
+        on_host, on_device = (
+            sum(_room(tensor) for tensor in tensors if (tensor.device.type == "cpu") == is_host)
+            for is_host in (True, False)
+        )
+        compared = {CALLS_DIFFER: self.calls, GENERATORS_DIFFER: kind, **fingerprints}
+        mine = [*compared.values(), *[0] * (_HEADER - 2 - len(compared)), on_host, on_device]
+        header = torch.tensor(mine, dtype=torch.int64, device="cpu")
+        self.group.control().broadcast(header)
+        of_first = header.tolist()
+        self.calls = of_first[0]
+        # 2. Its tensors, which a rank that is elsewhere receives as bytes.
+        first = self.first_rank_values(tensors) if of_first == mine else self._discarded(*of_first[-2:])
+        # 3. All ranks raise what one has seen.
+        compared[_DEVICES_DIFFER] = fingerprint_of((on_host, on_device))
+        agree(self.group.control(), compared, problem=problem)
+        return first
+
+    def check(self, problem: Exception | None, more: Mapping[str, int], free: int) -> list[tuple[int, ...]]:
+        """Compares, at a pass's first attention, what the session has to compare; see `pass_checks.Meeting`."""
+        return agree(self.group.control(), more, problem=problem, numbers=[free])
 
     @torch.no_grad()
     def first_rank_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -293,36 +266,14 @@ class GenerationChecks:
                     received[number] = values
         return received
 
-    def _meet(
-        self, kind: int, fingerprints: Mapping[str, int], tensors: Sequence[torch.Tensor], messages: Sequence[str] = ()
-    ) -> tuple[list[torch.Tensor], Meeting]:
-        """Returns the first rank's tensors, and what is to be compared. Collective: the first rank says where it is.
-
-        A rank that is elsewhere receives what the first rank sends all the same, and compares at once.
-        """
-        sizes = [
-            sum(map(_room, (tensor for tensor in tensors if (tensor.device.type == "cpu") == cpu)))
-            for cpu in (True, False)
-        ]
-        mine = [kind, self.calls, *fingerprints.values(), *[0] * (_FINGERPRINTS - len(fingerprints)), *sizes]
-        header = torch.tensor(mine, dtype=torch.int64, device="cpu")
-        self.group.control().broadcast(header)
-        if header.tolist() != mine:
-            self._discard(*header[-2:].tolist())
-            Meeting(self, (kind, self.calls, 0), fingerprints).check()
-            raise RuntimeError("the first rank is at another exchange, and no rank has said so")
-        first = self.first_rank_values(tensors)
-        differ = [not bool(are_close(*pair)) for pair in zip(tensors, first, strict=True)] if messages else []
-        bits = sum({1 << min(number, _MOST_BITS) for number, differs in enumerate(differ) if differs})
-        return first, Meeting(self, (kind, self.calls, bits), fingerprints, messages)
-
-    def _discard(self, on_host: int, on_device: int) -> None:
-        """Receives as many bytes as the first rank broadcasts."""
+    def _discarded(self, on_host: int, on_device: int) -> list[torch.Tensor]:
+        """Receives as many bytes as the first rank broadcasts, and returns no tensors."""
         if on_host:
             self.group.control().broadcast(torch.empty(on_host, dtype=torch.uint8, device="cpu"))
         if on_device:
             device = torch.device("cuda", torch.cuda.current_device())
             self.group.broadcast(torch.empty(on_device, dtype=torch.uint8, device=device))
+        return []
 
 
 _Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]

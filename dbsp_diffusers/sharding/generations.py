@@ -14,15 +14,21 @@ from torch.utils._pytree import tree_map_only
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.utils.errors import fingerprint_of
 from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed.samples import PackedBatch
-from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, sample_of, signature_of
+from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, signature_of
 from dbsp_diffusers.sharding.generation_checks import (
-    CONDITIONS_DRIFT,
+    ARGUMENTS_DIFFER,
+    CONDITION_DIFFERS,
+    CONDITION_DRIFTS,
+    LATENTS_DIFFER,
     LATENTS_DRIFT,
-    NOT_NUMBERS,
+    LENGTHS_DIFFER,
+    PASS,
+    SIZES_DIFFER,
+    STEPS_DIFFER,
     GenerationChecks,
-    Meeting,
 )
 from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values
 
@@ -37,10 +43,10 @@ class Pass:
     """A forward pass that has begun on this rank."""
 
     arguments: Arguments  # As this rank was given them
+    sample: Any  # The latents that it denoises, a tensor or a list
     latents: dict[str, torch.Tensor]  # Tensors of the sample, by name
     conditions: dict[str, torch.Tensor]  # All other tensors, by name
     plain: dict[str, Any]  # Arguments that are not tensors, by name
-    sample: Any  # The sample
     generation: int  # Number of the generation, counted on this rank
     number: int  # Number of the pass in its generation
     step_index: int | None  # The scheduler's, in a call of the pipeline
@@ -48,16 +54,27 @@ class Pass:
     keeps_inputs: bool  # True if each rank computes with its own inputs, as in training
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Latents, then conditions."""
+        return [*self.latents.values(), *self.conditions.values()]
+
+    @property
+    def messages(self) -> list[str]:
+        """What is said of each tensor if it differs between ranks."""
+        begins = self.number < _BEGIN
+        latents, condition = (LATENTS_DIFFER, CONDITION_DIFFERS) if begins else (LATENTS_DRIFT, CONDITION_DRIFTS)
+        return [latents] * len(self.latents) + [condition.format(name=name) for name in self.conditions]
+
+    @property
     def device(self) -> torch.device:
         """The GPU that tensors are on, if any is on one."""
-        devices = [tensor.device for tensor in (self.latents | self.conditions).values()]
+        devices = [tensor.device for tensor in self.tensors]
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     @property
     def description(self) -> object:
         """All but the values of tensors, to be compared by `repr`."""
-        tensors = {name: (tensor.shape, tensor.dtype) for name, tensor in (self.latents | self.conditions).items()}
-        return self.number, self.step_index, sorted(self.plain.items()), tensors
+        return self.number, self.step_index, sorted(self.plain.items()), _kinds(self.latents | self.conditions)
 
 
 class Generations:
@@ -131,7 +148,7 @@ class Generations:
                     result = call(*args, **kwargs)
                     for end in self.ends:
                         end()
-                    self.checks.drift.end_call()
+                    self.checks.drift.settle()
                     return result
                 finally:
                     watching.detach()
@@ -158,7 +175,7 @@ class Generations:
             stepped = step(*args, **kwargs)
             latents = stepped[0]
             if isinstance(latents, torch.Tensor) and latents.is_floating_point():
-                self.checks.drift.note(NOT_NUMBERS, latents.isnan().any())
+                self.checks.drift.note_not_numbers(latents.isnan().any())
                 self.checks.drift.gather(latents.device)
             return stepped
 
@@ -229,16 +246,16 @@ class Generations:
     def hook(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet, *, always: bool) -> None:
         """Gives the transformer the first rank's inputs on all ranks, which compare what each was given.
 
-        Ranks compare at the first attention of a pass: of each generation's first passes, of those with inputs of new
-        shapes, and of the one after a pass that failed. Where gradients flow through the inputs, and in training, they
-        compare at every pass, and each computes with its own. In other passes each rank compares what it takes with
-        what it had, on the device, and all raise what that shows two passes later.
+        Ranks meet before each generation's first passes, those with inputs of new shapes, and the one after a pass
+        that failed: all raise there what differs. Where gradients flow through the inputs, and in training, they meet
+        before every pass, and each computes with its own. In other passes each rank compares what it takes with what
+        it had, on the device, and all raise what that shows two passes later.
 
         Call it before anything that cuts the inputs is hooked.
 
         Args:
             session: The transformer's.
-            always: True to compare at every pass.
+            always: True to meet before every pass.
         """
         if self.checks.group.size == 1:
             return
@@ -247,9 +264,10 @@ class Generations:
         def agree(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if args and isinstance(args[0], PackedBatch):
                 return None  # of samples that each rank brings its own of: all are gathered before the pass
-            arguments, meeting = self.agree(self.begin_pass(module, args, kwargs, always=always))
-            session.meeting = meeting or session.meeting
-            return arguments
+            begun = self.begin_pass(module, args, kwargs, always=always)
+            if begun.compared:
+                session.meeting = self.checks
+            return self.agree(begun)
 
         patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
         patches.hook(transformer.register_forward_hook, self.end_pass)
@@ -264,7 +282,7 @@ class Generations:
 
         Args:
             module: The transformer, whose call has these arguments.
-            always: True if ranks compare the inputs of every pass.
+            always: True if ranks meet before every pass.
         """
         # 1. Its place in the generation.
         inputs = signature_of(module).bind(*args, **kwargs).arguments
@@ -277,23 +295,22 @@ class Generations:
             self._compared.clear()
         self.checks.drift.begin_pass()
         # 2. What it is given.
-        sample = next(iter(inputs))
-        others = {name: value for name, value in inputs.items() if name != sample}
-        latents, conditions = named_tensors({sample: inputs[sample]}), named_tensors(others)
-        plain = {name: plain_values(value) for name, value in others.items() if not isinstance(value, torch.Tensor)}
+        sample, *others = inputs
+        latents = named_tensors({sample: inputs[sample]})
+        conditions = named_tensors({name: inputs[name] for name in others})
+        plain = {name: plain_values(inputs[name]) for name in others if not isinstance(inputs[name], torch.Tensor)}
+        # 3. Whether ranks meet before it.
         tensors = latents | conditions
-        # 3. Whether ranks compare it.
-        kinds = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
         keeps = training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
-        position = min(self._passes, _BEGIN - 1), kinds
+        position = min(self._passes, _BEGIN - 1), _kinds(tensors)
         compared = always or keeps or failed or position not in self._compared
         self._compared.add(position)
         return Pass(
             arguments=(args, kwargs),
+            sample=inputs[sample],
             latents=latents,
             conditions=conditions,
             plain=plain,
-            sample=sample_of(inputs),
             generation=self._generation,
             number=self._passes,
             step_index=self.progress().step_index,
@@ -301,45 +318,53 @@ class Generations:
             keeps_inputs=keeps,
         )
 
-    def agree(self, begun: Pass, checks: GenerationChecks | None = None) -> tuple[Arguments, Meeting | None]:
-        """Returns a pass's arguments with the first rank's inputs, and what is to be compared. Collective.
+    def agree(self, begun: Pass, checks: GenerationChecks | None = None) -> Arguments:
+        """Returns a pass's arguments with the first rank's inputs. Collective; waits for the device where ranks meet.
 
         Args:
             checks: Those of the ranks that take part, if not all do.
+
+        Raises:
+            UserError: On all ranks that take part, if they meet and anything differs.
         """
-        # 1. The first rank's tensors, and how they compare with this rank's.
-        checks, meeting = checks or self.checks, None
-        tensors = [*begun.latents.values(), *begun.conditions.values()]
+        # 1. The first rank's tensors.
+        checks = checks or self.checks
         if checks.group.size == 1:
-            return begun.arguments, None
+            return begun.arguments
+        tensors = begun.tensors
         if begun.compared:
-            guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
-            values, meeting = checks.compare(
-                steps=(self.steps(), begun.number, guidance),
-                plain={name: value for name, value in begun.plain.items() if name != "return_dict"},
-                latents=begun.latents,
-                conditions=begun.conditions,
-                begins=begun.number < _BEGIN,
-            )
+            first = checks.meet(PASS, self._fingerprints(begun), tensors)
         else:
-            values = checks.first_rank_values(tensors)
-            for number, (mine, first) in enumerate(zip(tensors, values, strict=True)):
-                if mine is not first:
-                    message = LATENTS_DRIFT if number < len(begun.latents) else CONDITIONS_DRIFT
-                    self.checks.drift.compare(message, mine, first)
-            if checks is self.checks:
-                self.checks.drift.gather(begun.device)
-        # 2. The arguments with them.
-        args, kwargs = begun.arguments
+            first = checks.first_rank_values(tensors)
+        # 2. Each rank compares them with its own, and tells all; where only some take part, all hear it later.
+        drift = checks.drift if begun.compared else self.checks.drift
+        drift.compare(begun.messages, tensors, first)
+        if begun.compared or checks is self.checks:
+            drift.gather(begun.device)
+        if begun.compared:
+            drift.settle()
+        # 3. The arguments with them.
         if begun.keeps_inputs:
-            return (args, kwargs), meeting
+            return begun.arguments
         replaced = {
-            id(mine): self._constants.substitute(mine, first)
-            for mine, first in zip(tensors, values, strict=True)
-            if first is not mine
+            id(mine): self._constants.substitute(mine, values)
+            for mine, values in zip(tensors, first, strict=True)
+            if mine is not values
         }
-        with_first = tree_map_only(torch.Tensor, lambda tensor: replaced.get(id(tensor), tensor), (args, kwargs))
-        return with_first, meeting
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: replaced.get(id(tensor), tensor), begun.arguments)
+        return args, kwargs
+
+    def _fingerprints(self, begun: Pass) -> dict[str, int]:
+        """Returns fingerprints of all but the values of a pass's tensors, by message."""
+        guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
+        plain = {name: value for name, value in begun.plain.items() if name != "return_dict"}
+        described = {
+            SIZES_DIFFER: _kinds(begun.latents),
+            STEPS_DIFFER: (self.steps(), begun.number, guidance),
+            LENGTHS_DIFFER: _kinds(begun.conditions),
+            ARGUMENTS_DIFFER.format(names=", ".join(plain) or "that are not tensors"): sorted(plain.items()),
+        }
+        return {message: fingerprint_of(value) for message, value in described.items()}
 
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
         """Returns True if a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
@@ -353,6 +378,11 @@ class Generations:
         if first:
             self.checks.calls += 1
         return first
+
+
+def _kinds(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    """Returns what ranks must have alike of tensors, by name, but for their values."""
+    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in tensors.items())
 
 
 def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool:

@@ -27,7 +27,7 @@ from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, cache_contexts
-from dbsp_diffusers.sharding.generation_checks import CONDITIONS_DRIFT, LATENTS_DRIFT, GenerationChecks
+from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations, Pass
 from dbsp_diffusers.sharding.step_caches import names_of_caches
 from dbsp_kernels.segments import to_device
@@ -188,7 +188,7 @@ class GuidedCalls:
         self._warn()
         if shared_context is not None and caches:
             return (self._pass_of_one_half(shared_context, begun),)
-        outputs, problem = self._computed(begun, self._agreed(begun, self.generations.checks))
+        outputs, problem = self._computed(begun, self.generations.agree(begun))
         self._raise_together(problem)
         return outputs
 
@@ -281,14 +281,7 @@ class GuidedCalls:
 
     def _compared(self, begun: Pass) -> Arguments | None:
         """Returns a pass's arguments if all ranks compare them, else None. Collective."""
-        return self._agreed(begun, self.generations.checks) if begun.compared else None
-
-    def _agreed(self, begun: Pass, checks: GenerationChecks) -> Arguments:
-        """Returns a pass's arguments with the inputs of the first of some ranks. Collective for them."""
-        arguments, meeting = self.generations.agree(begun, checks)
-        if meeting is not None:
-            meeting.check()
-        return arguments
+        return self.generations.agree(begun) if begun.compared else None
 
     def _computed(
         self, begun: Pass, arguments: Arguments | None, cut: Callable[[Any], Any] = lambda value: value
@@ -302,7 +295,7 @@ class GuidedCalls:
         compute = MethodType(nn.Module._call_impl, self.transformer)
 
         def outputs() -> Any:
-            args, kwargs = arguments or self._agreed(begun, self._checks)
+            args, kwargs = arguments or self.generations.agree(begun, self._checks)
             return compute(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
 
         return attempt(outputs)  # the other half waits for this one
@@ -317,19 +310,17 @@ class GuidedCalls:
         # 1. Hosts agree; no device is waited for.
         self._raise_together(problem, begun, output)
         # 2. Devices exchange [sums, output] as bytes.
-        tensors = (*begun.latents.values(), *begun.conditions.values())
-        sums = torch.cat([to_device(_sums(tensor), output.device) for tensor in tensors])  # float32[tensors * _SUMS]
+        by_tensor = [to_device(_sums(tensor), output.device) for tensor in begun.tensors]
+        sums = torch.cat(by_tensor)  # float32[tensors * _SUMS]
         halves = self.halves.exchange(torch.cat([sums.view(torch.uint8), output.reshape(-1).view(torch.uint8)]))
         # 3. The second half compares, and all ranks hear of it; in a call of the pipeline, at the scheduler's step.
         drift = self.generations.checks.drift
-        if self.halves.second:
-            pairs = zip(*(half[: sums.nbytes].view(sums.dtype).split(_SUMS) for half in halves), strict=True)
-            for number, (first, mine) in enumerate(pairs):
-                drift.compare(LATENTS_DRIFT if number < len(begun.latents) else CONDITIONS_DRIFT, mine, first)
+        first, second = (half[: sums.nbytes].view(sums.dtype).split(_SUMS) for half in halves)
+        drift.compare(begun.messages, second if self.halves.second else first, first)
         if not self.generations.is_called:
             drift.gather(output.device)
-        first, second = (half[sums.nbytes :].view(output.dtype).view(output.shape) for half in halves)
-        return first, second
+        first_output, second_output = (half[sums.nbytes :].view(output.dtype).view(output.shape) for half in halves)
+        return first_output, second_output
 
     def _raise_together(
         self, problem: Exception | None, begun: Pass | None = None, output: torch.Tensor | None = None

@@ -195,7 +195,7 @@ class _Decoding:
         shapes = [[tuple(call.args[0].shape) for call in tile] for tile in noting.tiles]
         latents = [z] if isinstance(z, torch.Tensor) else []
         try:
-            self.checks.compare_decoding((repr(problem), shapes, getattr(z, "dtype", None)), latents)
+            self.checks.check_decoding((repr(problem), shapes, getattr(z, "dtype", None)), latents)
         finally:
             if problem is not None:
                 raise problem

@@ -15,7 +15,7 @@ from tests.support.models.tiny_pipelines import latents, load
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, assert_near, outputs, said
 
-COMPARE = GenerationChecks.compare
+MEET = GenerationChecks.meet
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
 
 
@@ -101,16 +101,16 @@ def failed_on_all(rank: int, world: int) -> list[bool]:
     transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan") | {"return_dict": True}
     dbsp_diffusers.enable(transformer, CONFIG)
     compared: list[bool] = []
-    counted = mock.patch.object(GenerationChecks, "compare", autospec=True, side_effect=COMPARE)
-    with torch.no_grad(), counted as compare:
+    counted = mock.patch.object(GenerationChecks, "meet", autospec=True, side_effect=MEET)
+    with torch.no_grad(), counted as meet:
         for number in range(5):
-            before, broken = compare.call_count, mock.Mock(side_effect=RuntimeError("out of memory"))
+            before, broken = meet.call_count, mock.Mock(side_effect=RuntimeError("out of memory"))
             if number == 2:
                 transformer.blocks[1].forward = broken
             answer = said(lambda: transformer(**inputs))
             assert answer == ("RuntimeError: out of memory" if number == 2 else "nothing")
             vars(transformer.blocks[1]).pop("forward", None)
-            compared.append(compare.call_count > before)
+            compared.append(meet.call_count > before)
     dbsp_diffusers.disable(transformer)
     return compared
 
