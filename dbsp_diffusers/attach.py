@@ -193,7 +193,7 @@ class _Attaching:
             for attention, gate in gates.items():
                 self.changes.add_module(attention, GATE, gate)
             if self.framework.halves is None:
-                self.generations.hook(transformer, session, self.changes, always=debug)
+                self.generations.hook(transformer, self.changes, always=debug)
             together = shard_transformer(transformer, session, self.changes)
             self.changes.set_attribute(transformer, "_is_parallelized", together)
             Coverage(transformer, together.reached).attach(self.changes)

@@ -31,6 +31,11 @@ INPUTS_DIFFER = (
     "give all ranks the same"
 )
 SCALES_DIFFER = "the scale of the scores differs on rank(s) {}; give all ranks one"
+SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
+STEPS_DIFFER = "the denoising step or CFG pass differs on rank(s) {}; give all ranks the same timesteps"
+GRIDS_DIFFER = "the video's block grid differs on rank(s) {}; it must be the same on every rank"
+HARDWARE_DIFFERS = "the hardware file differs on rank(s) {}; it must be the same on every rank"
+NEW_MASKS_DIFFER = "which masks are new differs on rank(s) {}; it must be the same on every rank"
 MASKS_DIFFER = "the mask differs on rank(s) {}; give all ranks one mask"
 NEW_MASK_DIFFERS = "the mask of layer {} differs on rank(s) {{}}; it must be the same on every rank"
 PLANS_DIFFER = "the plan differs on rank(s) {}; give all ranks one mask, strategy, planner and keys"
@@ -123,8 +128,8 @@ def check_attention(
     debug: bool,
     more: Mapping[str, int] | None = None,
     choose: Callable[[], Kernel] | None = None,
-    check: Callable[[Exception | None, Mapping[str, int]], bool] | None = None,
-) -> bool:
+    numbers: Sequence[int] = (),
+) -> list[tuple[int, ...]]:
     """Checks that all ranks are about to attend with the same inputs. Collective.
 
     Args:
@@ -136,10 +141,10 @@ def check_attention(
         debug: True if values must be finite, and kernels equal.
         more: Further numbers to compare, by the message where they differ.
         choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
-        check: Compares in place of `agree`, with what else ranks have to compare.
+        numbers: Further numbers to exchange, which may differ.
 
     Returns:
-        What `check` returns, True without.
+        The `numbers` of each rank.
 
     Raises:
         UserError: On all ranks, where one has a problem, or something differs.
@@ -158,10 +163,7 @@ def check_attention(
         SCALES_DIFFER: fingerprint_of(scale),
         **_fingerprints_of(prepared, (kernel or "") if debug else ""),
     }
-    if check is not None:
-        return check(problem, fingerprints)
-    agree(group, fingerprints, problem=problem)
-    return True
+    return agree(group, fingerprints, problem=problem, numbers=numbers)
 
 
 def check_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from dbsp_core.runtime.pass_checks import PassChecks
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.size import PassMasks, Size
 from dbsp_core.utils.errors import UserError
@@ -34,7 +33,8 @@ class ForwardPass:
         backward: The backward within which it began, or -1: a checkpoint may be around the whole transformer.
         size: What is kept of its size; None until `AttentionSession.begin` has found it.
         masks: The mask of each layer, None where it is predicted; `key`, what they are remembered by.
-        checks: What ranks have to compare at its first attention; None once they have, or if nothing is new.
+        compared: What ranks have to compare at its first attention: fingerprints by message; None once they have, or
+            if nothing is new.
         sharding: How the framework has sharded it; the framework's own.
         reached: Layers whose attention was computed.
         prepared: What each of them was computed with, if backward may follow.
@@ -47,7 +47,7 @@ class ForwardPass:
     size: Size | None = None
     masks: PassMasks = ()
     key: Hashable = None
-    checks: PassChecks | None = None
+    compared: Mapping[str, int] | None = None
     sharding: Any = None
     reached: set[int] = field(default_factory=set)
     prepared: dict[int, PreparedAttention] = field(default_factory=dict)

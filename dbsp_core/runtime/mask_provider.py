@@ -52,7 +52,7 @@ class MaskProvider:
     def begin(
         self, videos: Sequence[Video], timestep: torch.Tensor | float | None, cfg_branch: int | None = None
     ) -> bool:
-        """Starts a forward pass. Returns True if it is known to be this transformer's first in a generation.
+        """Starts a forward pass. Returns True if masks are predicted, and a generation begins as far as is known.
 
         Args:
             videos: One, or several that are packed.
@@ -63,9 +63,9 @@ class MaskProvider:
         self._videos = tuple(videos)
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
         if timestep is None or not counts:
-            return False
+            return self.predicts
         last, self.moment = self.moment, self.clock.advance(lambda: first_value(timestep), cfg_branch)
-        return self.moment.generation != last.generation
+        return self.predicts and self.moment.generation != last.generation
 
     def grid(self) -> BlockGrid:
         """Returns the source's grid for this pass. Raises ValueError for a size that the source rejects."""

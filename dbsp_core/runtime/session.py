@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
@@ -12,7 +12,15 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from dbsp_core.comm.consistency import QKV, ConcurrencyGuard, attempt, input_kind, raised_on_all, run_consistently
+from dbsp_core.comm.consistency import (
+    QKV,
+    ConcurrencyGuard,
+    agree,
+    attempt,
+    input_kind,
+    raised_on_all,
+    run_consistently,
+)
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -23,9 +31,14 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.reuse import PlanUse
 from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.consistency_checks import (
+    GRIDS_DIFFER,
+    HARDWARE_DIFFERS,
     LAYERS_DIFFER,
     LAYOUTS_DIFFER,
     NEW_MASK_DIFFERS,
+    NEW_MASKS_DIFFER,
+    SIZES_DIFFER,
+    STEPS_DIFFER,
     check_attention,
     check_gradient,
     check_prepared,
@@ -33,14 +46,13 @@ from dbsp_core.runtime.consistency_checks import (
 )
 from dbsp_core.runtime.forward_passes import ForwardPass, ForwardPasses
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.pass_checks import Meeting, PassChecks
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_core.runtime.size import Size, SizeKey
 from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
-from dbsp_core.utils.errors import in_number
+from dbsp_core.utils.errors import fingerprint_of, in_number
 from dbsp_core.utils.process import not_compiled, outside_inference
 
 MOST_SIZES = 4
@@ -77,7 +89,6 @@ class AttentionSession:
         passes: The forward pass that runs, and those whose backward is still to come.
         nodes: The node of each rank of the group.
         report: True if any rank's settings ask for a report.
-        meeting: Checks of the next pass's inputs, which run with its first attention.
         first_layer: Number of the first layer to observers of the run, who may watch several transformers.
     """
 
@@ -91,7 +102,6 @@ class AttentionSession:
     observers: list[SessionObserver] = field(default_factory=list)
     problem: InitVar[Exception | None] = None
     check: InitVar[bool] = True
-    meeting: Meeting | None = None
     first_layer: int = 0
     passes: ForwardPasses = field(default_factory=ForwardPasses)
     nodes: tuple[int, ...] = field(init=False)
@@ -156,12 +166,7 @@ class AttentionSession:
         """
         with self._concurrency_guard:
             # 1. The denoising step and CFG pass.
-            forward_pass, provider, debug = (
-                self.passes.begin(torch.is_grad_enabled()),
-                self._provider,
-                self.config.debug,
-            )
-            meeting, self.meeting = self.meeting, None
+            forward_pass, provider = self.passes.begin(torch.is_grad_enabled()), self._provider
             begins = provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
@@ -185,16 +190,19 @@ class AttentionSession:
             forward_pass.size, problem = attempt(find)
             if problem is not None:
                 if not self._raises_alone:
-                    PassChecks(self.group, meeting).check(problem, {})
+                    agree(self.group.control(), problem=problem)
                 raise problem
-            size = forward_pass.known_size
             # 3. What ranks compare at the first attention, if anything is new.
-            is_new = forward_pass.key not in size.passes or (begins and provider.predicts)
-            if is_new or meeting is not None or debug:
-                order = None if isinstance(streams, SequenceLayout) else streams
-                given = [(videos, order), (provider.moment, cfg_branch)] if debug else [None, None]
-                compared = *given, size.grid, size.hardware, [mask and mask.number for mask in forward_pass.masks]
-                forward_pass.checks = PassChecks(self.group, meeting, compared, size.predicted_calls)
+            size = forward_pass.known_size
+            if begins or self.config.debug or forward_pass.key not in size.passes:
+                compared = {
+                    SIZES_DIFFER: (videos, None if isinstance(streams, SequenceLayout) else streams),
+                    STEPS_DIFFER: (provider.moment, cfg_branch),
+                    GRIDS_DIFFER: size.grid,
+                    HARDWARE_DIFFERS: size.hardware,
+                    NEW_MASKS_DIFFER: [known and known.number for known in forward_pass.masks],
+                }
+                forward_pass.compared = {message: fingerprint_of(value) for message, value in compared.items()}
             else:
                 self._sizes.move_to_end(key)
             return size.layout
@@ -220,9 +228,10 @@ class AttentionSession:
     def end(self) -> frozenset[int]:
         """Returns the layers whose attention the forward pass has reached. Collective if there are none."""
         last = self.passes.last
-        if last.checks is not None:
+        if last.compared is not None:
             with self._concurrency_guard:
-                self._keep_pass(last, last.checks.check(None, {}))
+                calls = agree(self.group.control(), last.compared, numbers=[last.known_size.predicted_calls])
+            self._keep_pass(last, calls)
         return frozenset(last.reached)
 
     @property
@@ -385,36 +394,36 @@ class AttentionSession:
         Returns:
             True if they have compared them.
         """
-        size, kind, checks = call.size, input_kind(*call.qkv), call.forward_pass.checks
+        size, kind, compared = call.size, input_kind(*call.qkv), call.forward_pass.compared
         new_inputs = not new_mask and size.checked_inputs.is_new(kind, None if problem is None else str(problem))
-        if not (new_inputs or new_mask or checks or self.config.debug):
+        if not (new_inputs or new_mask or compared or self.config.debug):
             if problem is not None:
                 raise problem
             return False
-        equal_calls = check_attention(
-            self.group,
+        calls = check_attention(
+            self.group.control(),
             *call.qkv,
             call.scale,
             problem,
             prepared=prepared if problem is None else None,
             choose=partial(size.choose_kernel, kind),
             debug=self.config.debug,
-            more={LAYOUTS_DIFFER: size.layout.fingerprint, LAYERS_DIFFER: call.layer, **new_mask},
-            check=None if checks is None else checks.check,
+            more={**(compared or {}), LAYOUTS_DIFFER: size.layout.fingerprint, LAYERS_DIFFER: call.layer, **new_mask},
+            numbers=[size.predicted_calls],
         )
         size.checked_inputs.is_new(kind, None)
-        if checks is not None:
-            self._keep_pass(call.forward_pass, equal_calls)
+        if compared is not None:
+            self._keep_pass(call.forward_pass, calls)
         return True
 
-    def _keep_pass(self, forward_pass: ForwardPass, equal_calls: bool) -> None:
+    def _keep_pass(self, forward_pass: ForwardPass, calls: Sequence[tuple[int, ...]]) -> None:
         """Keeps the size and masks of a pass that ranks have compared, and drops the size that was used longest ago.
 
         Args:
-            equal_calls: False if a rank has left an earlier pass that others went on with.
+            calls: Each rank's number of calls with predicted masks.
         """
-        forward_pass.checks, size = None, forward_pass.known_size
-        if not equal_calls:
+        forward_pass.compared, size = None, forward_pass.known_size
+        if len(set(calls)) > 1:  # a rank has left an earlier pass that others went on with
             size.restart()
         size.keep_pass(forward_pass.key, forward_pass.masks)
         self._sizes[size.key] = size

@@ -244,10 +244,6 @@ class GenerationChecks:
         agree(self.group.control(), compared, problem=problem)
         return first
 
-    def check(self, problem: Exception | None, more: Mapping[str, int], free: int) -> list[tuple[int, ...]]:
-        """Compares, at a pass's first attention, what the session has to compare; see `pass_checks.Meeting`."""
-        return agree(self.group.control(), more, problem=problem, numbers=[free])
-
     @torch.no_grad()
     def first_rank_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the first rank's values of tensors whose shapes, dtypes and devices are the same on all ranks.

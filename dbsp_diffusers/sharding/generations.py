@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
-from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import fingerprint_of
 from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed.samples import PackedBatch
@@ -243,7 +242,7 @@ class Generations:
         guided = getattr(self._pipe, "do_classifier_free_guidance", None)
         return guided if isinstance(guided, bool) else self._second_pass
 
-    def hook(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet, *, always: bool) -> None:
+    def hook(self, transformer: nn.Module, patches: PatchSet, *, always: bool) -> None:
         """Gives the transformer the first rank's inputs on all ranks, which compare what each was given.
 
         Ranks meet before each generation's first passes, those with inputs of new shapes, and the one after a pass
@@ -254,7 +253,6 @@ class Generations:
         Call it before anything that cuts the inputs is hooked.
 
         Args:
-            session: The transformer's.
             always: True to meet before every pass.
         """
         if self.checks.group.size == 1:
@@ -264,10 +262,7 @@ class Generations:
         def agree(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if args and isinstance(args[0], PackedBatch):
                 return None  # of samples that each rank brings its own of: all are gathered before the pass
-            begun = self.begin_pass(module, args, kwargs, always=always)
-            if begun.compared:
-                session.meeting = self.checks
-            return self.agree(begun)
+            return self.agree(self.begin_pass(module, args, kwargs, always=always))
 
         patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
         patches.hook(transformer.register_forward_hook, self.end_pass)

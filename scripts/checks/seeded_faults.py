@@ -150,9 +150,9 @@ masks by step are kept by step: dbsp_core/runtime/mask_provider.py
 + return dense, None
 tests/core/runtime/test_session.py -k MasksThatChangeByStep
 
-a rank that left a pass is noticed by the count of calls: dbsp_core/runtime/pass_checks.py
-- return len({of_rank[-1] for of_rank in numbers}) == 1
-+ return len({of_rank[-1] for of_rank in numbers}) <= 2
+a rank that left a pass is noticed by the count of calls: dbsp_core/runtime/session.py
+- if len(set(calls)) > 1:
++ if len(set(calls)) > 2:
 tests/core/runtime/test_session.py -k plans_are_dropped
 
 coarse branches have no gradients: dbsp_core/runtime/prepared.py

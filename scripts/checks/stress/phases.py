@@ -43,7 +43,6 @@ def _transformer(target: str, calls: int = 1) -> Phase:
 PHASES: dict[str, Phase] = {
     "settings": _session(f"{RUNTIME}.session.check_settings", 1),
     "new size": _session(f"{RUNTIME}.session.Size", 1),
-    "agreement on a pass": _session(f"{RUNTIME}.pass_checks.PassChecks.check"),
     "static mask": _session(f"{RUNTIME}.mask_provider.MaskProvider.mask", mask=WINDOW),
     "agreement on shapes": _session(f"{RUNTIME}.session.check_attention", 1),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads"),
@@ -119,13 +118,20 @@ _NAMED: dict[str, dict[str, Any]] = {
         **_INPUTS,
         "debug": "other",
     },
-    "session": {"heads": 5, "strategy": "other", "thw": (4, 6, 6), "layer": 1, "debug": "other", **_INPUTS},
+    "session": {
+        "heads": 5,
+        "strategy": "other",
+        "thw": (4, 6, 6),
+        "layer": 1,
+        "cfg_branch": 1,
+        "debug": "other",
+        **_INPUTS,
+    },
     "transformer": {"settings": {"mask": SPARGE}, "batch": 2, "latents_seed": 8},
     "redistribution": {"dtype": torch.float64, "head_dim": 8, "debug": "other"},
 }
 _QUIET: dict[str, dict[str, Any]] = {
     "attention": {"kernel": "reference", "finite": False},
-    "session": {"cfg_branch": 1},
 }
 
 DIVERGENCES = (

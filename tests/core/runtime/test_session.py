@@ -256,7 +256,7 @@ class TestInputs:
             ("size", False, "differs on rank(s) [1]"),
             ("scale", True, "the scale of the scores differs on rank(s) [1]"),
             ("layer", False, "another layer's attention is reached on rank(s) [1]"),
-            ("pass", True, "the denoising step or CFG pass differs on rank(s) [1]"),
+            ("pass", False, "the denoising step or CFG pass differs on rank(s) [1]"),
         ],
     )
     def test_input_that_differs_on_one_rank_raises_on_all(self, pool, fault, debug, message):
