@@ -31,14 +31,9 @@ from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.reuse import PlanUse
 from dbsp_core.runtime.chunk_attention import CheckGradient, attend
 from dbsp_core.runtime.consistency_checks import (
-    GRIDS_DIFFER,
-    HARDWARE_DIFFERS,
     LAYERS_DIFFER,
     LAYOUTS_DIFFER,
     NEW_MASK_DIFFERS,
-    NEW_MASKS_DIFFER,
-    SIZES_DIFFER,
-    STEPS_DIFFER,
     check_attention,
     check_gradient,
     check_prepared,
@@ -52,7 +47,7 @@ from dbsp_core.runtime.size import Size, SizeKey
 from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
-from dbsp_core.utils.errors import fingerprint_of, in_number
+from dbsp_core.utils.errors import in_number
 from dbsp_core.utils.process import not_compiled, outside_inference
 
 MOST_SIZES = 4
@@ -195,14 +190,8 @@ class AttentionSession:
             # 3. What ranks compare at the first attention, if anything is new.
             size = forward_pass.known_size
             if begins or self.config.debug or forward_pass.key not in size.passes:
-                compared = {
-                    SIZES_DIFFER: (videos, None if isinstance(streams, SequenceLayout) else streams),
-                    STEPS_DIFFER: (provider.moment, cfg_branch),
-                    GRIDS_DIFFER: size.grid,
-                    HARDWARE_DIFFERS: size.hardware,
-                    NEW_MASKS_DIFFER: [known and known.number for known in forward_pass.masks],
-                }
-                forward_pass.compared = {message: fingerprint_of(value) for message, value in compared.items()}
+                given = videos, None if isinstance(streams, SequenceLayout) else streams
+                forward_pass.compared = size.compared(given, (provider.moment, cfg_branch), forward_pass.masks)
             else:
                 self._sizes.move_to_end(key)
             return size.layout

@@ -18,11 +18,18 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
-from dbsp_core.runtime.consistency_checks import HasSettings
+from dbsp_core.runtime.consistency_checks import (
+    GRIDS_DIFFER,
+    HARDWARE_DIFFERS,
+    NEW_MASKS_DIFFER,
+    SIZES_DIFFER,
+    STEPS_DIFFER,
+    HasSettings,
+)
 from dbsp_core.runtime.mask_provider import DENSE, MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 from dbsp_kernels.kernel import supports
@@ -104,6 +111,22 @@ class Size:
                 shares_plan = key == DENSE or provider.source.changes == "never"
                 masks[key] = KnownMask((self.key[0], key), len(masks), shares_plan)
         return tuple(None if key is None else masks[key] for key in keys)
+
+    def compared(self, given: object, moment: object, masks: PassMasks) -> dict[str, int]:
+        """Returns fingerprints of what ranks compare of a pass, by message.
+
+        Args:
+            given: The arguments that the size was made from.
+            moment: The denoising step and CFG pass.
+        """
+        what = {
+            SIZES_DIFFER: given,
+            STEPS_DIFFER: moment,
+            GRIDS_DIFFER: self.grid,
+            HARDWARE_DIFFERS: self.hardware,
+            NEW_MASKS_DIFFER: [known and known.number for known in masks],
+        }
+        return {message: fingerprint_of(value) for message, value in what.items()}
 
     def keep_pass(self, pass_key: Hashable, masks: PassMasks) -> None:
         """Remembers the masks of a pass that ranks have compared."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 from tests.support.repository import ROOT
 from tests.support.texts import PAGES, found_in
@@ -64,4 +65,14 @@ def test_the_code_map_names_every_file_of_the_packages_and_no_other():
     named |= {path: f"`{path.stem}`" for path in PRODUCT if path.parent.as_posix() == "dbsp_cli/commands"}
     assert [str(path) for path, pattern in named.items() if not re.search(pattern, CODE_MAP)] == []
     ending_so = set(re.findall(r"[\w/]*?(\w+\.py)`", CODE_MAP))
-    assert ending_so - {path.name for path in PRODUCT} == {"test_layering.py"}
+    assert ending_so - {path.name for path in PRODUCT} == {"test_layering.py", "method.py"}
+
+
+def test_what_is_to_be_read_first_is_read_in_an_hour():
+    """Counts the lines of the files in the code map's first table."""
+    table = CODE_MAP.partition("## Every file")[0]
+    first: list[Path] = []
+    for path in re.findall(r"`([\w/]+\.py)`", table):
+        first.append(ROOT / path if "/" in path else first[-1].with_name(path))
+    assert len(first) == 9, "eight stops, of which one has two files"
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in first) <= 2500
