@@ -25,6 +25,33 @@ _HOW = (
 
 
 @dataclass(eq=False)
+class _Attended:
+    """A layer of a forward pass whose attention was computed.
+
+    Attributes:
+        prepared: What it was computed with, if backward may follow.
+        node: Its node in the autograd graph.
+        without_graph: True in a reentrant checkpoint, whose forward makes no graph, until it is computed again.
+    """
+
+    prepared: PreparedAttention | None = None
+    node: weakref.ref[Any] | None = None
+    without_graph: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """True if backward may still come to it: its node is there, and has not freed what it saved."""
+        node = None if self.node is None else self.node()
+        if node is None:
+            return self.without_graph
+        try:
+            node._raw_saved_tensors  # noqa: B018  without unpacking them, which would recompute a checkpoint
+        except RuntimeError:
+            return False
+        return True
+
+
+@dataclass(eq=False)
 class ForwardPass:
     """One forward pass.
 
@@ -36,10 +63,7 @@ class ForwardPass:
         compared: What ranks have to compare at its first attention: fingerprints by message; None once they have, or
             if nothing is new.
         sharding: How the framework has sharded it; the framework's own.
-        reached: Layers whose attention was computed.
-        prepared: What each of them was computed with, if backward may follow.
-        nodes: The node of each attention in the autograd graph.
-        without_graph: Layers in reentrant checkpoints, whose forward makes no graph, that were not recomputed yet.
+        reached: The layers whose attention was computed.
     """
 
     gradients: bool
@@ -49,10 +73,7 @@ class ForwardPass:
     key: Hashable = None
     compared: Mapping[str, int] | None = None
     sharding: Any = None
-    reached: set[int] = field(default_factory=set)
-    prepared: dict[int, PreparedAttention] = field(default_factory=dict)
-    nodes: dict[int, weakref.ref[Any]] = field(default_factory=dict)
-    without_graph: set[int] = field(default_factory=set)
+    reached: dict[int, _Attended] = field(default_factory=dict)
 
     @property
     def known_size(self) -> Size:
@@ -63,25 +84,23 @@ class ForwardPass:
 
     def keep(self, layer: int, prepared: PreparedAttention, out: torch.Tensor) -> None:
         """Remembers what a layer was computed with; `out` is its output as it was computed."""
-        self.reached.add(layer)
-        if not self.gradients:
-            return
-        self.prepared[layer] = prepared
-        if out.grad_fn is not None:
-            self.nodes[layer] = weakref.ref(out.grad_fn)
-        elif not torch.is_grad_enabled():
-            self.without_graph.add(layer)
+        self.reached[layer] = done = _Attended()
+        if self.gradients:
+            done.prepared = prepared
+            done.node = None if out.grad_fn is None else weakref.ref(out.grad_fn)
+            done.without_graph = out.grad_fn is None and not torch.is_grad_enabled()
 
     @property
     def waits(self) -> bool:
         """True if backward may still come to this pass."""
-        return bool(self.without_graph) or any(map(_is_waiting, self.nodes.values()))
+        return any(done.waits for done in self.reached.values())
 
     def waits_for(self, layer: int) -> bool:
         """Returns True if backward may still come to this layer."""
-        if layer in self.nodes:
-            return _is_waiting(self.nodes[layer])
-        return layer in self.without_graph or (layer in self.prepared and self.waits)  # or a frozen layer's
+        done = self.reached.get(layer)
+        if done is None or done.node is not None:
+            return done is not None and done.waits
+        return done.without_graph or (done.prepared is not None and self.waits)  # or a frozen layer's
 
 
 class ForwardPasses:
@@ -101,7 +120,9 @@ class ForwardPasses:
     def begin(self, gradients: bool) -> ForwardPass:
         """Starts a forward pass, which backward may follow if there are `gradients`."""
         self._waiting = deque(forward_pass for forward_pass in self._waiting if forward_pass.waits)
-        while len(self._waiting) >= MOST_PENDING and not self._waiting[0].nodes:
+        while len(self._waiting) >= MOST_PENDING and all(
+            done.node is None for done in self._waiting[0].reached.values()
+        ):
             self._waiting.popleft()
         self._last = ForwardPass(gradients, _running_backward())
         if gradients:
@@ -159,10 +180,13 @@ class ForwardPasses:
         forward_pass = self._resumed
         if forward_pass is None:
             waiting = [forward_pass for forward_pass in self._waiting if forward_pass.waits_for(layer)]
-            plans = [id(forward_pass.prepared[layer]) for forward_pass in waiting]
+            plans = [id(forward_pass.reached[layer].prepared) for forward_pass in waiting]
             forward_pass = _only(waiting, plans, f"layer {layer}")
-        forward_pass.without_graph.discard(layer)
-        return forward_pass.prepared[layer]
+        done = forward_pass.reached[layer]
+        if done.prepared is None:
+            raise RuntimeError(f"layer {layer} is being recomputed, and its forward pass was without gradients")
+        done.without_graph = False
+        return done.prepared
 
 
 def _only(waiting: list[ForwardPass], parts: list[Any], what: str) -> ForwardPass:
@@ -183,15 +207,3 @@ def _only(waiting: list[ForwardPass], parts: list[Any], what: str) -> ForwardPas
 def _running_backward() -> int:
     """Returns a number of the backward that runs in this thread, or -1."""
     return torch._C._current_graph_task_id()
-
-
-def _is_waiting(node: weakref.ref[Any]) -> bool:
-    """Returns True if a node of the graph is there and has not freed what it saved: backward may still come to it."""
-    alive = node()
-    if alive is None:
-        return False
-    try:
-        alive._raw_saved_tensors  # noqa: B018  without unpacking them, which would recompute a checkpoint
-    except RuntimeError:
-        return False
-    return True
