@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 
-import numpy as np
 import torch
 
 from dbsp_core.comm.consistency import (
@@ -19,7 +17,6 @@ from dbsp_core.comm.consistency import (
     attempt,
     input_kind,
     raised_on_all,
-    run_consistently,
 )
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
@@ -334,35 +331,23 @@ class AttentionSession:
         size, q, mask = call.size, call.qkv[0], self._provider.mask(call.layer)
         for observer in self.observers:
             observer.mask_made(known.key, call.layer, mask, True)
-        use = slot.plan_known(known, mask, lambda _, current: size.plan(mask, None, q, current))
-        before = slot.routed(use.plan, q.device)
-        if before is None:
-            return size.prepare(use.plan, mask, q.device, fingerprint=True), use
-        return before.for_mask(use.plan, mask, fingerprint=True), use
+        use = slot.plan_known(known, mask, partial(size.plan, mask, q, predicted=False))
+        return size.prepare(slot, use.plan, mask, q.device, predicted=False), use
 
     @torch.no_grad()  # to backward, predicted masks are constants
     def _prepare_predicted(self, call: _Call, slot: Slot, local: LocalQK) -> _Ready:
         """Prepares an attention whose mask is predicted from q and k, under the plan in use. Collective."""
-        size, device, debug = call.size, local.q.device, self.config.debug
+        size, q = call.size, local.q
         # 1. The mask, bitwise identical on all ranks, before q and k are sent.
         mask = self._provider.mask(call.layer, local)
         for observer in self.observers:
             observer.mask_made(slot.key, call.layer, mask, False)
-        # 2. The plan, by the counts of the last call; this mask's are read at the next. Ranks agree on a new plan.
-        control = self.group.control()
-
-        def make(rows: np.ndarray, current: Plan | None) -> Plan:
-            new = partial(size.plan, mask, rows, local.q, current)
-            return run_consistently(control, new, lambda plan: plan.fingerprint, "the plan")
-
+        # 2. The plan, by the counts of the last call; this mask's are read at the next. Ranks agree on a new one.
+        make = partial(size.plan, mask, q, predicted=True)
         use = slot.plan_predicted(mask, make, self._provider.moment.generation)
         size.predicted_calls += 1
-        # 3. The mask's tables; and new routes, which one of the ranks may be unable to make.
-        before = slot.routed(use.plan, device)
-        if before is None:
-            prepared = run_consistently(control, partial(size.prepare, use.plan, mask, device, fingerprint=debug))
-        else:
-            prepared = before.for_mask(use.plan, mask, fingerprint=debug)
+        # 3. The mask's tables, and a new plan's route, which one of the ranks may be unable to make.
+        prepared = size.prepare(slot, use.plan, mask, q.device, predicted=True)
         slot.keep_predicted(prepared)
         return prepared, use
 
@@ -371,7 +356,7 @@ class AttentionSession:
         call: _Call,
         problem: Exception | None,
         prepared: PreparedAttention | None,
-        new_mask: Mapping[str, int] = MappingProxyType({}),
+        new_mask: dict[str, int] | None = None,
     ) -> bool:
         """Lets ranks compare q, k and v before a call: the first of a size and kind, under debug every one.
 
@@ -384,8 +369,9 @@ class AttentionSession:
             True if they have compared them.
         """
         size, kind, compared = call.size, input_kind(*call.qkv), call.forward_pass.compared
+        new = {**(compared or {}), **(new_mask or {})}
         new_inputs = not new_mask and size.checked_inputs.is_new(kind, None if problem is None else str(problem))
-        if not (new_inputs or new_mask or compared or self.config.debug):
+        if not (new_inputs or new or self.config.debug):
             if problem is not None:
                 raise problem
             return False
@@ -397,7 +383,12 @@ class AttentionSession:
             prepared=prepared if problem is None else None,
             choose=partial(size.choose_kernel, kind),
             debug=self.config.debug,
-            more={**(compared or {}), LAYOUTS_DIFFER: size.layout.fingerprint, LAYERS_DIFFER: call.layer, **new_mask},
+            more={
+                **(compared or {}),
+                LAYOUTS_DIFFER: size.layout.fingerprint,
+                LAYERS_DIFFER: call.layer,
+                **(new_mask or {}),
+            },
             numbers=[size.predicted_calls],
         )
         size.checked_inputs.is_new(kind, None)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from dbsp_core.comm.consistency import QKV, CheckedInputs, InputKind, problem_of_inputs
+from dbsp_core.comm.consistency import QKV, CheckedInputs, InputKind, problem_of_inputs, run_consistently
 from dbsp_core.cost.machine import cost_basis, hardware_for, kernel_order
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -148,29 +148,46 @@ class Size:
         while len(self.slots) > self.layers * MOST_PASSES:
             self.slots.popitem(last=False)[1].close()
 
-    def plan(self, mask: BlockMask, rows: np.ndarray | None, q: torch.Tensor, current: Plan | None) -> Plan:
+    def plan(
+        self, mask: BlockMask, q: torch.Tensor, rows: np.ndarray, current: Plan | None, *, predicted: bool
+    ) -> Plan:
         """Makes a plan, of the strategy that is predicted to be fastest if none is set.
 
         Args:
-            rows: int64[H, nq], active blocks by which a predicted mask is planned. None: those of `mask`, and keys are
-                sent as its rows need them.
+            rows: int64[H, nq], active blocks of each row by which a predicted mask is planned. A mask that is known is
+                planned by its own, and keys may be sent as its rows need them.
+            current: The plan in use, if any.
+            predicted: True if the mask is predicted. Then ranks agree on the plan here; collective.
         """
         config = self.config
         make: partial[Plan] = partial(make_plan, mask, keys=config.keys)
-        if rows is not None:
+        if predicted:
             make = partial(plan_from_counts, rows, mask.grid)
         options = {"planner": config.planner, "layout": self.layout, "precision": config.precision}
         make = partial(make, **options, compare=self.compare)
         if self.selector is None:
-            return make(self.strategy)
-        shape = AttentionShape.from_q(q, mask.heads)
-        return self.selector.choose(make, shape, None if current is None else current.strategy)
+            chosen = partial(make, self.strategy)
+        else:
+            shape = AttentionShape.from_q(q, mask.heads)
+            chosen = partial(self.selector.choose, make, shape, None if current is None else current.strategy)
+        if not predicted:
+            return chosen()
+        return run_consistently(self.group.control(), chosen, lambda plan: plan.fingerprint, "the plan")
 
-    def prepare(self, plan: Plan, mask: BlockMask, device: torch.device, *, fingerprint: bool) -> PreparedAttention:
-        """Makes the routes of a plan and the tables of a mask."""
-        return PreparedAttention.from_plan(
-            plan, mask, self.layout, self.group, self.kernel, device=device, fingerprint=fingerprint
-        )
+    def prepare(
+        self, slot: Slot, plan: Plan, mask: BlockMask, device: torch.device, *, predicted: bool
+    ) -> PreparedAttention:
+        """Makes the tables of a mask, and a route unless the attention's last call had the plan's.
+
+        Args:
+            predicted: True if the mask is predicted. Then ranks agree here that each could make its route; collective.
+        """
+        before, fingerprint = slot.prepared, self.config.debug or not predicted
+        if before is not None and before.device == device and plan.same_routes(before.plan):
+            return before.for_mask(plan, mask, fingerprint=fingerprint)
+        where = self.layout, self.group, self.kernel
+        make = partial(PreparedAttention.from_plan, plan, mask, *where, device=device, fingerprint=fingerprint)
+        return run_consistently(self.group.control(), make) if predicted else make()
 
     def problem_of(self, qkv: QKV, tokens: int) -> UserError | None:
         """Returns what is wrong with this rank's q, k and v, of which each rank must have `tokens`; or None."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
-import torch
-
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.mask_counts import RowCounts
@@ -147,11 +145,6 @@ class Slot:
         """Keeps what the call that was planned last is computed with."""
         # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
         self._keep(None, prepared if prepared.coarse is None else replace(prepared, coarse=None))
-
-    def routed(self, plan: Plan, device: torch.device) -> PreparedAttention | None:
-        """Returns what its last call was computed with, if the plan has the same routes."""
-        last = self.prepared
-        return last if last is not None and last.device == device and plan.same_routes(last.plan) else None
 
     def counted(self) -> Plan | None:
         """Returns the plan of the last call with a mask that changes, with that mask's numbers. Waits for them."""

@@ -50,7 +50,7 @@ PHASES: dict[str, Phase] = {
     "mask exchange: bits": _session("dbsp_core.sources.head_shares.gather_bits"),
     "planning": _session(f"{RUNTIME}.size.Size.plan", 1),
     "planning: a new plan": _session(f"{RUNTIME}.size.plan_from_counts", reuse=1.0),
-    "planning: agreement": _session(f"{RUNTIME}.session.run_consistently", reuse=1.0),
+    "planning: agreement": _session(f"{RUNTIME}.size.run_consistently", reuse=1.0),
     "counts of the last call": _session(f"{RUNTIME}.slot.Slot.counted", 2),  # the third's end the run
     "agreement under debug": _session(f"{RUNTIME}.session.check_prepared", debug=True),
     "prepare": _attention(f"{RUNTIME}.attention.agree", 1),
