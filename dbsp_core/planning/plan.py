@@ -118,7 +118,7 @@ class Plan:
             rho = f"ρ_s {self.rho_before:.3f} → {self.rho:.3f}, bound {self.rho_bound:.3f}"
         return f"<Plan {self.strategy} by {self.planner}{keys}: {rho}, moved {self.moved:.1%}>"
 
-    @property
+    @cached_property
     def heads(self) -> int:
         return len(self.owner)
 

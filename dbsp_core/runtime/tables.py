@@ -117,7 +117,7 @@ class TableLayout:
     block_k: int
     head_tokens: int | None
 
-    @property
+    @cached_property
     def width(self) -> int:
         return self.columns.shape[2]
 
