@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from dbsp_core.utils.errors import UserError, in_short
 
@@ -49,7 +50,7 @@ class Strategy:
             raise UserError(f"the number of GPUs must be at least 1, got {world}")
         return tuple(cls(x, world // x) for x in range(world, 0, -1) if world % x == 0)
 
-    @property
+    @cached_property
     def world(self) -> int:
         return self.ulysses * self.ring
 

@@ -61,6 +61,7 @@ class BlockMask:
             between sequences. Counts are renewed once a tensor has been set in place; plans are not.
         grid: The blocks.
         coarse: VSA's coarse branch, which is added to the output, or None.
+        heads: H.
 
     Raises:
         UserError: If the bits are not bool or their shape does not fit the grid.
@@ -69,6 +70,7 @@ class BlockMask:
     bits: torch.Tensor
     grid: BlockGrid
     coarse: CoarseBranch | None = None
+    heads: int = field(init=False)
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """Results by name, each with the version of the bits that it was computed from."""
 
@@ -84,6 +86,7 @@ class BlockMask:
         if bits.dtype != torch.bool:
             raise UserError(f"mask bits must be bool, got {bits.dtype}; compare with a threshold first")
         object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "heads", bits.numel() // grid.pairs)
         if self.heads < 1 or tuple(bits.shape) != _shape(grid, self.heads):
             wanted = (
                 f"a packed grid of {len(grid.packed_from)} sequences, which has bits for each of them; give their "
@@ -142,10 +145,6 @@ class BlockMask:
         pieces = self.bits.split([self.heads * grid.nq * grid.nk for grid in self.grid.sequences])
         each = zip(pieces, self.grid.sequences, strict=True)
         return tuple(BlockMask(bits.view(self.heads, grid.nq, grid.nk), grid) for bits, grid in each)
-
-    @cached_property
-    def heads(self) -> int:
-        return self.bits.numel() // self.grid.pairs
 
     @property
     def density(self) -> float:

@@ -227,12 +227,12 @@ class BlockGrid:
     def k_axis(self) -> BlockAxis:
         return self._axis(self.block_k)
 
-    @property
+    @cached_property
     def nq(self) -> int:
         """Number of query blocks."""
         return len(self.q_axis)
 
-    @property
+    @cached_property
     def nk(self) -> int:
         """Number of key blocks."""
         return len(self.k_axis)

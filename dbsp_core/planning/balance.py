@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-FEW_ITEMS = 64  # up to which all ranks exchange items, not only the fullest
-SHARED_ITEMS = 14  # of two ranks, up to which every way to share them is tried
+FEW_ITEMS = 64  # up to which any two ranks swap items, not only the fullest and another
+SUBSET_ITEMS = 12  # of a rank, up to which any of its subsets is traded, not only single items
 
 
 def work_by_rank(owner: np.ndarray, row_work: np.ndarray, world: int) -> np.ndarray:
@@ -57,62 +57,89 @@ def load_limit(total: int, ranks: int, target_rho: float) -> int:
     return max(-(-total // ranks), int(total * target_rho) // ranks)
 
 
-def level(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int) -> np.ndarray:
-    """Trades rows of the fullest rank with others, few and heavy ones, until none is above `limit` or none helps.
+def level(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int, cap: int | None = None) -> np.ndarray:
+    """Trades items of the fullest rank with others, few and heavy ones, until none is above `limit` or none helps.
 
     Args:
-        work: int64[n], active blocks of each row.
-        rank: int64[n], where each row is.
+        work: int64[n], active blocks of each item.
+        rank: int64[n], where each item is.
+        limit: Work of the fullest rank that is good enough, at least the mean.
+        cap: Most items of a rank; None: any number, and items without work stay where they are.
 
     Returns:
-        int64[n], the rank of each row.
+        int64[n], the rank of each item.
     """
     load = np.bincount(rank, work, ranks).astype(np.int64)
     if load.max() <= limit:
         return rank
-    # 1. Rows with work, heaviest first.
-    rows = heaviest_first(work)[: np.count_nonzero(work)]
-    sizes, held_by = work[rows], rank[rows]
-    # 2. The fullest rank trades with the emptiest with which that helps; few are then exchanged in every way.
+    items = heaviest_first(work)
+    if cap is None:
+        items = items[: np.count_nonzero(work)]
+    sizes, held_by = work[items], rank[items].astype(np.int64)
+    few = len(items) <= FEW_ITEMS
     for _ in range(32 * ranks):
-        if load.max() <= limit or not _trade(sizes, held_by, load, limit):
+        if load.max() <= limit:
             break
-    if len(rows) <= FEW_ITEMS:
-        held_by = exchange(sizes, held_by, ranks, limit)
+        if not (few and _swap(sizes, held_by, load, cap)) and not _trade(sizes, held_by, load, limit, cap):
+            break
     rank = rank.copy()
-    rank[rows] = held_by
+    rank[items] = held_by
     return rank
 
 
-def _trade(sizes: np.ndarray, held_by: np.ndarray, load: np.ndarray, limit: int) -> bool:
-    """Moves rows from the fullest rank to the emptiest that lowers the fuller of the two; False if none does.
+def _swap(sizes: np.ndarray, held_by: np.ndarray, load: np.ndarray, cap: int | None) -> bool:
+    """Makes the move or swap of single items that brings loads closest, by the sum of their squares; False if none.
 
     `held_by` and `load` are changed in place.
     """
-    full = int(load.argmax())
+    items, ranks = np.arange(len(sizes)), np.arange(len(load))
+    # 1. An item goes; another comes back from the rank that it goes to, or nothing does: [items, items + ranks].
+    back, target = np.append(sizes, 0 * ranks), np.append(held_by, ranks)
+    change = sizes[:, None] - back
+    gain = change * (load[held_by][:, None] - load[target] - change)
+    if cap is not None:
+        gain[:, len(items) :][:, np.bincount(held_by, minlength=len(ranks)) >= cap] = 0
+    goes, comes = np.unravel_index(gain.argmax(), gain.shape)
+    if gain[goes, comes] <= 0:
+        return False
+    # 2. Swap.
+    source, destination = held_by[goes], target[comes]
+    load[source] -= change[goes, comes]
+    load[destination] += change[goes, comes]
+    held_by[goes] = destination
+    if comes < len(items):
+        held_by[comes] = source
+    return True
+
+
+def _trade(sizes: np.ndarray, held_by: np.ndarray, load: np.ndarray, limit: int, cap: int | None) -> bool:
+    """Trades items of the fullest rank with the emptiest with which that lowers the fuller of the two; False if none.
+
+    `held_by` and `load` are changed in place; `sizes` fall.
+    """
+    full, count = int(load.argmax()), np.bincount(held_by, minlength=len(load))
     goal = (int(load.sum()) // len(load) + limit) // 2
     ours = np.flatnonzero(held_by == full)
     for other in np.argsort(load, kind="stable").tolist():
-        room = int(load[full] - load[other])
-        if room <= 1:
+        wanted = min(int(load[full]) - goal, int(load[full] - load[other]) // 2)
+        if wanted <= 0:
             return False
-        wanted = min(int(load[full]) - goal, room // 2)
-        # 1. The heaviest that fit; the lightest that does not, for several; one for one or none.
+        # 1. What comes closest; if there may be any number, the heaviest that fit, and the lightest for several.
         theirs = np.flatnonzero(held_by == other)
-        trades = [
-            (_fill(sizes, ours, wanted), theirs[:0]),
-            (ours[-1:], _fill(sizes, theirs, int(sizes[ours[-1]]) - wanted)),
-            closest_pair(sizes, ours, theirs, wanted),
-        ]
-        # 2. The most work, unless another moves twice as much with each row, and not much less in all.
+        if cap is None:
+            trades = [
+                closest_trade(sizes, ours, theirs, wanted),
+                (_heaviest_run(sizes, ours, wanted), theirs[:0]),
+                (ours[-1:], _heaviest_run(sizes, theirs, int(sizes[ours[-1]]) - wanted)),
+            ]
+        else:
+            surplus = range(int(count[full]) - cap, cap - int(count[other]) + 1)
+            trades = [closest_trade(sizes, ours, theirs, wanted + (more << 40), 1 << 40) for more in surplus]
+        # 2. The most work for the fewest items.
         change = [int(sizes[leaving].sum() - sizes[coming].sum()) for leaving, coming in trades]
-        gain = [wanted - abs(wanted - moved) for moved in change]
-        rate = [
-            gain[i] * 1024 // max(1, len(leaving) + len(coming)) if gain[i] * 16 >= max(gain) else 0
-            for i, (leaving, coming) in enumerate(trades)
-        ]
-        best = max(range(len(trades)), key=lambda i: gain[i] if 2 * rate[i] >= max(rate) else 0)
-        if gain[best] > 0:
+        gain = [max(0, wanted - abs(wanted - moved)) for moved in change]
+        best = max(range(len(trades)), key=lambda i: gain[i] ** 2 / max(1, sum(map(len, trades[i]))))
+        if gain[best]:
             held_by[trades[best][0]], held_by[trades[best][1]] = other, full
             load[full] -= change[best]
             load[other] += change[best]
@@ -120,90 +147,42 @@ def _trade(sizes: np.ndarray, held_by: np.ndarray, load: np.ndarray, limit: int)
     return False
 
 
-def _fill(sizes: np.ndarray, rows: np.ndarray, room: int) -> np.ndarray:
-    """Chooses of `rows`, rising indices of the falling `sizes`, the heaviest run that fits a room."""
-    rows = rows[np.searchsorted(-sizes[rows], -room) :]
-    return rows[: np.searchsorted(np.cumsum(sizes[rows]), room, side="right")] if room > 0 else rows[:0]
+def _heaviest_run(sizes: np.ndarray, items: np.ndarray, room: int) -> np.ndarray:
+    """Chooses of `items`, rising indices of the falling `sizes`, the heaviest run that fits a room."""
+    items = items[np.searchsorted(-sizes[items], -room) :]
+    return items[: np.searchsorted(np.cumsum(sizes[items]), room, side="right")]
 
 
-def closest_pair(
-    sizes: np.ndarray, ours: np.ndarray, theirs: np.ndarray, wanted: int
+def closest_trade(
+    sizes: np.ndarray, ours: np.ndarray, theirs: np.ndarray, wanted: int, each: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Chooses one of ours, and one of theirs or none, whose difference in work is closest to `wanted`.
+    """Chooses some of ours and some of theirs whose difference in work is closest to `wanted`.
 
     Args:
-        sizes: int64[n], falling.
-        ours, theirs: Rising indices of `sizes`, int64 each.
+        sizes: int64[n], active blocks of each item.
+        ours, theirs: int64 each, indices of `sizes`. Of at most `SUBSET_ITEMS` any subset is tried, of more each
+            alone and none.
+        wanted: Active blocks.
+        each: Added to the size of each item, so that `wanted` says how many more of ours there are.
     """
-    if not len(ours):
-        return ours, ours
-    give, back = sizes[ours], np.append(sizes[theirs], 0)
-    above = np.searchsorted(-back, wanted - give).clip(max=len(theirs))  # the first that leaves `wanted` or more
-    partner = np.stack((above, (above - 1).clip(min=0)))  # [2, ours]
-    side, goes = np.unravel_index(np.abs(give - back[partner] - wanted).argmin(), partner.shape)
-    comes = int(partner[side, goes])
-    return ours[goes : goes + 1], theirs[comes : comes + 1]
+    give, back = _sums(sizes[ours] + each), _sums(sizes[theirs] + each)
+    order = np.argsort(back, kind="stable")
+    above = np.searchsorted(back[order], give - wanted).clip(max=len(back) - 1)
+    partner = order[np.stack((above, (above - 1).clip(min=0)))]  # [2, give]
+    side, leaving = np.unravel_index(np.abs(give - back[partner] - wanted).argmin(), partner.shape)
+    return _chosen(ours, int(leaving)), _chosen(theirs, int(partner[side, leaving]))
 
 
-def exchange(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int, cap: int | None = None) -> np.ndarray:
-    """Moves or swaps single items until no rank is above `limit`, or the fullest one cannot be helped.
-
-    A step brings loads closest, by the sum of their squares. Where none helps the fullest rank, its and another rank's
-    items are shared in the best of all ways.
-
-    Args:
-        work: int64[n], active blocks of each item, a row or a head.
-        rank: int64[n], where each is.
-        cap: Most items of a rank, or None.
-
-    Returns:
-        int64[n], the rank of each item.
-    """
-    rank, load = rank.astype(np.int64), np.bincount(rank, work, ranks).astype(np.int64)
-    for _ in range(4 * (ranks + len(work))):
-        if load.max() <= limit or not (_swap(work, rank, load, cap) or _share(work, rank, load, cap)):
-            break
-    return rank
+def _sums(sizes: np.ndarray) -> np.ndarray:
+    """Returns int64[choices]: the work of each choice of items, as `_chosen` numbers them."""
+    if len(sizes) > SUBSET_ITEMS:
+        return np.append(sizes, 0)
+    sums = np.zeros(1, dtype=np.int64)
+    for size in sizes:
+        sums = np.concatenate((sums, sums + size))
+    return sums
 
 
-def _swap(work: np.ndarray, rank: np.ndarray, load: np.ndarray, cap: int | None) -> bool:
-    """Makes the best move or swap in place; False when none brings loads closer."""
-    mine = np.arange(len(work)) if len(work) <= FEW_ITEMS else np.flatnonzero(rank == load.argmax())
-    # A row goes; another comes back from the rank that it goes to, or nothing does.
-    back = np.append(work, np.zeros(len(load), dtype=np.int64))
-    target = np.append(rank, np.arange(len(load)))
-    change = work[mine][:, None] - back
-    gain = change * (load[rank[mine]][:, None] - load[target] - change)
-    if cap is not None:
-        gain[:, len(work) :][:, np.bincount(rank, minlength=len(load)) >= cap] = 0
-    goes, comes = divmod(int(gain.argmax()), len(back))
-    if gain[goes, comes] <= 0:
-        return False
-    source = rank[mine[goes]]
-    load[source] -= change[goes, comes]
-    load[target[comes]] += change[goes, comes]
-    rank[mine[goes]] = target[comes]
-    if comes < len(work):
-        rank[comes] = source
-    return True
-
-
-def _share(work: np.ndarray, rank: np.ndarray, load: np.ndarray, cap: int | None) -> bool:
-    """Shares the rows of the fullest rank and the least loaded with which that helps, in the best of all ways."""
-    full = int(load.argmax())
-    for other in np.argsort(load, kind="stable").tolist():
-        rows = np.flatnonzero((rank == full) | (rank == other))
-        if other == full or len(rows) > SHARED_ITEMS:
-            continue
-        sums, size = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)  # of the subset whose bits are the index
-        for row in rows:
-            sums, size = np.concatenate([sums, sums + work[row]]), np.concatenate([size, size + 1])
-        after = np.maximum(sums, load[full] + load[other] - sums)
-        if cap is not None:
-            after[(size > cap) | (len(rows) - size > cap)] = load[full]
-        best = int(after.argmin())
-        if after[best] < load[full]:
-            rank[rows] = np.where(best >> np.arange(len(rows)) & 1, full, other)
-            load[full], load[other] = sums[best], load[full] + load[other] - sums[best]
-            return True
-    return False
+def _chosen(items: np.ndarray, choice: int) -> np.ndarray:
+    """Returns the items of a choice: an item or none of many, of few those whose bits are set."""
+    return items[choice : choice + 1] if len(items) > SUBSET_ITEMS else items[choice >> np.arange(len(items)) & 1 == 1]

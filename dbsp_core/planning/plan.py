@@ -9,10 +9,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
-from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
+from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, require_comm_dtype
@@ -33,8 +33,7 @@ def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
     """Returns int64[H, nq]: rows' ranks without db-SP: heads in equal runs, blocks in contiguous shards."""
     layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
     q_ring_rank, _ = majority_ring_ranks(layout, grid, heads, strategy)
-    (owner,) = _read_only((q_ring_rank * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None],))
-    return owner
+    return _read_only(q_ring_rank * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None])
 
 
 @lru_cache(maxsize=16)
@@ -46,22 +45,14 @@ def majority_ring_ranks(
     [H, nq], [H, nk] where heads have token orders of their own.
     """
 
-    def residents(segments: ShardSegments, axis: BlockAxis, order: Order) -> np.ndarray:
-        tokens = segments.tokens_by_ring(len(axis), strategy)
-        return majority_rank(tokens) if order == CANONICAL else balanced_majority_rank(tokens)
-
-    def by_order(order: Order) -> tuple[np.ndarray, np.ndarray]:
-        q, k = layout.block_segments(grid, order)
-        return residents(q, grid.q_axis, order), residents(k, grid.k_axis, order)
-
-    if grid.common_order is not None:
-        q_ring, k_ring = _read_only(by_order(grid.common_order))
-        return q_ring, k_ring
-    q_ring, k_ring = (np.empty((heads, len(axis)), dtype=np.int64) for axis in (grid.q_axis, grid.k_axis))
+    q_ring_rank, k_ring_rank = (np.empty((heads, blocks), dtype=np.int64) for blocks in (grid.nq, grid.nk))
     for order, in_order in grid.order_groups(heads):
-        q_ring[in_order], k_ring[in_order] = by_order(order)
-    q_ring, k_ring = _read_only((q_ring, k_ring))
-    return q_ring, k_ring
+        majority = majority_rank if order == CANONICAL else balanced_majority_rank
+        for ring_rank, segments in zip((q_ring_rank, k_ring_rank), layout.block_segments(grid, order), strict=True):
+            ring_rank[in_order] = majority(segments.tokens_by_ring(ring_rank.shape[1], strategy))
+    if grid.common_order is not None:
+        q_ring_rank, k_ring_rank = q_ring_rank[0], k_ring_rank[0]
+    return _read_only(q_ring_rank), _read_only(k_ring_rank)
 
 
 def block_positions(grid: BlockGrid) -> np.ndarray:
@@ -74,11 +65,10 @@ def block_positions(grid: BlockGrid) -> np.ndarray:
     return np.add.reduceat(grid.token_permutation(grid.common_order), grid.q_axis.starts) / grid.q_axis.lengths
 
 
-def _read_only(arrays: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
-    """Returns the same arrays, protected: all plans made from them share them."""
-    for array in arrays:
-        array.flags.writeable = False
-    return arrays
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """Returns the array, protected: all plans made from it share it."""
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -118,7 +108,7 @@ class Plan:
             rho = f"ρ_s {self.rho_before:.3f} → {self.rho:.3f}, bound {self.rho_bound:.3f}"
         return f"<Plan {self.strategy} by {self.planner}{keys}: {rho}, moved {self.moved:.1%}>"
 
-    @property
+    @cached_property
     def heads(self) -> int:
         return len(self.owner)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.balance import closest_pair, exchange, heaviest_first, level, load_limit, work_by_rank
+from dbsp_core.planning.balance import closest_trade, heaviest_first, level, load_limit, work_by_rank
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.utils.errors import UserError, in_short
 
@@ -26,6 +27,40 @@ MOST_PRICE = 50
 Short videos and single heads of a model would otherwise stay imbalanced for the sake of keys whose price is known to a
 factor of two at best. By the same model of time that costs 1 % on average; see docs/results/even.md.
 """
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Input of a planner.
+
+    Attributes:
+        row_work: int64[H, nq], active blocks per (head, query block).
+        q_ring_rank: int64[nq], ring rank that holds most of each query block; int64[H, nq] where heads have
+            token orders of their own.
+        price: Active blocks that take as long as receiving the keys and values of one head: `head_price`, or 0 if
+            ranks are sent only the keys that their rows need, of which a split head adds few. See also `MOST_PRICE`.
+        position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that its
+            rows need: planner "dbsp" then cuts rows into runs of tokens, which need much the same keys. Else None.
+    """
+
+    strategy: Strategy
+    row_work: np.ndarray
+    q_ring_rank: np.ndarray
+    price: int = 0
+    position: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A way to assign rows to ranks.
+
+    Attributes:
+        assign: Returns int64[H, nq], the owner of each row: ring rank · x + Ulysses rank.
+        layout: The sequence layout it is meant for: where blocks are when nothing else is asked for.
+    """
+
+    assign: Callable[[Problem], np.ndarray]
+    layout: str = "contiguous"
 
 
 def head_price(grid: BlockGrid, strategy: Strategy) -> int:
@@ -58,33 +93,6 @@ def balanced_majority_rank(tokens_by_part: np.ndarray) -> np.ndarray:
     return part
 
 
-def biased_greedy(work: np.ndarray, parts: int, initial: np.ndarray, reward: float) -> np.ndarray:
-    """Assigns the largest block first, each to the part with the least work so far, its initial part favoured.
-
-    The load of a block's initial part counts `reward` · (the block's own work) less: §4.2.2 multiplies R_b by the
-    block's count, where Alg. 1 prints a constant. Ties go to the lower index. reward 0 is the unbiased greedy. A block
-    without work stays where it is: to move it would cost bytes and gain nothing.
-
-    Args:
-        work: int[n], active blocks that each block takes part in, summed over heads.
-        initial: int[n], the part that holds each block before the exchange.
-
-    Returns:
-        int64[n], the part of each block.
-    """
-    load = [0] * parts
-    part = np.empty(len(work), dtype=np.int64)
-    for block in heaviest_first(work):
-        blocks, best = int(work[block]), int(initial[block])
-        if blocks:
-            biased: list[float] = [*load]
-            biased[best] -= reward * blocks
-            best = biased.index(min(biased))
-        part[block] = best
-        load[best] += blocks
-    return part
-
-
 def contiguous_heads(heads: int, ulysses_degree: int) -> np.ndarray:
     """Returns int64[H]: the Ulysses ranks of heads in order, in runs as equal as they come (Ulysses)."""
     return np.arange(heads, dtype=np.int64) * ulysses_degree // heads
@@ -98,21 +106,39 @@ def snake_heads(work: np.ndarray, ulysses_degree: int) -> np.ndarray:
     return ulysses_rank
 
 
-def greedy_heads(work: np.ndarray, ulysses_degree: int, cap: int | None = None) -> np.ndarray:
-    """Returns int64[H]: the Ulysses ranks of heads of work int[H], the largest first, each to the least work so far.
+def greedy(
+    work: np.ndarray,
+    parts: int,
+    *,
+    cap: int | None = None,
+    initial: np.ndarray | None = None,
+    reward: float = 0.0,
+) -> np.ndarray:
+    """Assigns the largest item first, each to the part with the least work so far; ties go to the lower index.
 
-    Ties go to the lower index. `cap`: most heads of a rank, or None for Alg. 1 as printed.
+    With `initial` it is the biased greedy of §4.2.2: the load of an item's initial part counts `reward` · (the item's
+    own work) less, where Alg. 1 prints a constant. An item without work stays there: to move it would gain nothing.
+
+    Args:
+        work: int[n], active blocks of each head, or of each query block in all heads.
+        cap: Most items of a part, or None for Alg. 1 as printed.
+        initial: int[n], the part that holds each item before the exchange.
+
+    Returns:
+        int64[n], the part of each item.
     """
-    load = [0] * ulysses_degree
-    count = [0] * ulysses_degree
-    ulysses_rank = np.empty(len(work), dtype=np.int64)
-    for head in heaviest_first(work).tolist():
-        open_ranks = [c for c in range(ulysses_degree) if cap is None or count[c] < cap]
-        best = min(open_ranks, key=load.__getitem__)
-        ulysses_rank[head] = best
-        load[best] += int(work[head])
+    load, count = [0] * parts, [0] * parts
+    part = np.empty(len(work), dtype=np.int64)
+    for item in heaviest_first(work).tolist():
+        blocks = int(work[item])
+        biased = [math.inf if items == cap else total for total, items in zip(load, count, strict=True)]
+        if initial is not None:
+            biased[initial[item]] -= reward * blocks if blocks else math.inf
+        best = biased.index(min(biased))
+        part[item] = best
+        load[best] += blocks
         count[best] += 1
-    return ulysses_rank
+    return part
 
 
 def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: np.ndarray, price: int) -> np.ndarray:
@@ -137,17 +163,15 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     cap = -(-len(work) // columns)
     limit = max(load_limit(int(work.sum()), columns, target_rho), int(row_work.max(initial=0)))
     # 1. Whole heads in equal numbers, so that no rank receives more keys than others.
-    equal = exchange(work, greedy_heads(work, columns, cap), columns, limit, cap)
+    equal = level(work, greedy(work, columns, cap=cap), columns, limit, cap)
     whole = np.broadcast_to(equal[:, None], row_work.shape)
     load = np.bincount(equal, work, columns).astype(np.int64)
     times = load + price * np.bincount(equal, minlength=columns)
     if load.max() <= limit or times.min() + price >= times.max():
         return whole  # no rank can take part of a head without becoming the slowest
-    # 2. Whole heads in any numbers; the fewest cuts; and cuts at the end of every rank, which spread pieces equally.
-    free = exchange(work, greedy_heads(work, columns), columns, limit)
+    # 2. The fewest cuts; and cuts at the end of every rank, which spread pieces equally.
     plans = [
         whole,
-        np.broadcast_to(free[:, None], row_work.shape),
         _cut_full_ranks(row_work, whole, columns, limit, order),
         _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
     ]
@@ -170,7 +194,9 @@ def _wrap_around(row_work: np.ndarray, heads: np.ndarray, columns: int, order: n
 
 
 def _equal_runs(line: np.ndarray, parts: int) -> np.ndarray:
-    """Returns int64[n], the part of each row where a line of them is cut into parts of equal work."""
+    """Returns int64[n], the part of each row where a line of them is cut into parts of equal work, else of length."""
+    if not line.any():
+        line = np.ones_like(line)
     middle = np.cumsum(line) - (line + 1) // 2
     return np.minimum(middle * parts // max(1, int(line.sum())), parts - 1)
 
@@ -178,39 +204,27 @@ def _equal_runs(line: np.ndarray, parts: int) -> np.ndarray:
 def _cut_full_ranks(
     row_work: np.ndarray, owner: np.ndarray, columns: int, limit: int, order: np.ndarray
 ) -> np.ndarray:
-    """Returns the Ulysses ranks of rows with none above `limit`, after at most x − 1 cuts of a head off a full rank.
-
-    The fullest goes first, to the least room that takes all its surplus, else to the most room.
-    """
+    """Returns the Ulysses ranks of rows after at most x − 1 cuts of a head off the fullest rank, for the emptiest."""
     owner, by_head = owner.copy(), _work_by_head(row_work, owner, columns)
     mean = -(-int(row_work.sum()) // columns)
     goal = limit - (limit - mean) // 4  # the rest is for whole rows
     for _ in range(columns - 1):
         load = by_head.sum(axis=0)
-        full = int(load.argmax())
+        full, empty = int(load.argmax()), int(load.argmin())
         if load[full] <= limit:
             break
-        surplus, room = int(load[full]) - goal, goal - load
-        enough = np.flatnonzero(room >= surplus)
-        target = int(enough[room[enough].argmin()] if len(enough) else room.argmax())
-        # 1. Within what the target takes, leave the source between the goal and the mean, clear of both.
-        amount = min(int(load[full]) - mean, (surplus + int(room[target])) // 2) if len(enough) else int(room[target])
-        # 2. A run of the source's largest head goes.
+        # 1. As much as brings both between the goal and the mean, clear of both; else what the emptiest has room for.
+        room, surplus = goal - int(load[empty]), int(load[full]) - goal
+        amount = min(int(load[full]) - mean, room, (surplus + room) // 2)
+        # 2. A run of the fullest rank's largest head goes.
         head = int(by_head[:, full].argmax())
         work, run = row_work[head], order[owner[head, order] == full]
         run = run[: np.searchsorted(np.cumsum(work[run]), amount, side="right")]
-        owner[head, run] = target
-        # 3. Single rows, or one for another, bring what goes closer to the amount.
-        rest, falling = amount - int(work[run].sum()), heaviest_first(work)
-        sizes, held_by = work[falling], owner[head, falling]
-        for _ in range(4):
-            goes, comes = closest_pair(sizes, np.flatnonzero(held_by == full), np.flatnonzero(held_by == target), rest)
-            change = int(sizes[goes].sum() - sizes[comes].sum())
-            if abs(change - rest) >= rest:
-                break
-            held_by[goes], held_by[comes] = target, full
-            rest -= change
-        owner[head, falling] = held_by
+        owner[head, run] = empty
+        # 3. Another row, or one for another, brings what goes closer to the amount.
+        ours, theirs = (np.flatnonzero(owner[head] == rank) for rank in (full, empty))
+        goes, comes = closest_trade(work, ours, theirs, amount - int(work[run].sum()))
+        owner[head, goes], owner[head, comes] = empty, full
         by_head[head] = np.bincount(owner[head], work, columns)
     return owner
 
@@ -222,50 +236,16 @@ def _work_by_head(row_work: np.ndarray, owner: np.ndarray, columns: int) -> np.n
     return by_head.astype(np.int64).reshape(len(owner), columns)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Input of a planner.
-
-    Attributes:
-        row_work: int64[H, nq], active blocks per (head, query block).
-        q_ring_rank: int64[nq], ring rank that holds most of each query block; int64[H, nq] where heads have
-            token orders of their own.
-        price: Active blocks that take as long as receiving the keys of one head: `head_price`, or 0 if ranks are sent
-            only the keys that their rows need, of which a split head adds few.
-        position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that its
-            rows need; else None.
-    """
-
-    strategy: Strategy
-    row_work: np.ndarray
-    q_ring_rank: np.ndarray
-    price: int = 0
-    position: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Planner:
-    """A way to assign rows to ranks.
-
-    Attributes:
-        assign: Returns int64[H, nq], the owner of each row: ring rank · x + Ulysses rank.
-        layout: The sequence layout it is meant for: where blocks are when nothing else is asked for.
-    """
-
-    assign: Callable[[Problem], np.ndarray]
-    layout: str = "contiguous"
-
-
 def contiguous(problem: Problem) -> np.ndarray:
     """Plans plain Ulysses, Ring and USP: heads in equal runs, blocks with the ring rank that holds them."""
     column = contiguous_heads(len(problem.row_work), problem.strategy.ulysses)
-    return _whole_heads(column, problem.q_ring_rank, problem)
+    return problem.q_ring_rank * problem.strategy.ulysses + column[:, None]
 
 
 def snake(problem: Problem) -> np.ndarray:
     """Plans xDiT's head balancing: heads, densest first, back and forth in equal numbers; no block migrates."""
     column = snake_heads(problem.row_work.sum(axis=1), problem.strategy.ulysses)
-    return _whole_heads(column, problem.q_ring_rank, problem)
+    return problem.q_ring_rank * problem.strategy.ulysses + column[:, None]
 
 
 def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> np.ndarray:
@@ -283,74 +263,48 @@ def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> n
     cap = -(-len(work) // x) if equal_heads else None
     if initial.ndim == 2:  # heads differ: the ring rank of most of them, ties to the lower
         initial = (initial[:, :, None] == np.arange(initial.max() + 1)).sum(axis=0).argmax(axis=1)
-    ring_rank = biased_greedy(work.sum(axis=0), y, initial, reward)
-    return _whole_heads(greedy_heads(work.sum(axis=1), x, cap), ring_rank, problem)
+    ring_rank = greedy(work.sum(axis=0), y, initial=initial, reward=reward)
+    return ring_rank * x + greedy(work.sum(axis=1), x, cap=cap)[:, None]
 
 
-def _whole_heads(column: np.ndarray, ring_rank: np.ndarray, problem: Problem) -> np.ndarray:
-    """Returns int64[H, nq], owners, from int64[H] Ulysses ranks, and int64[nq] or int64[H, nq] ring ranks."""
-    return ring_rank * problem.strategy.ulysses + column[:, None]
-
-
-def dbsp(problem: Problem) -> np.ndarray:
-    """Ours: heads whole or split as is faster, few rows moved."""
-    x, y = problem.strategy.ulysses, problem.strategy.ring
-    return plan_rows(problem.row_work, problem.q_ring_rank, x, y, problem.price, problem.position)
-
-
-def plan_rows(
-    work: np.ndarray,
-    q_ring_rank: np.ndarray,
-    ulysses: int,
-    ring: int,
-    price: int = 0,
-    position: np.ndarray | None = None,
-    target_rho: float = 1.002,
-) -> np.ndarray:
-    """Assigns rows so that the slowest rank computes and receives the least, and most rows stay where they are.
+def dbsp(problem: Problem, target_rho: float = 1.002) -> np.ndarray:
+    """Ours: the slowest rank computes and receives the least, and most rows stay where they are.
 
     A rank's time is its rows' work and a price for each head of its Ulysses rank.
 
     Args:
-        work: int64[H, nq], active blocks of each row.
-        q_ring_rank: int64[nq] or int64[H, nq], the ring rank that holds most of each query block.
-        ulysses: x, the number of Ulysses ranks, among which heads are distributed.
-        ring: y, the number of ring ranks, among which the rows of a head are.
-        price: Active blocks that take as long as receiving the keys and values of one head; see also `MOST_PRICE`.
-        position: float64[nq], where query blocks are in the order of tokens. Given, each Ulysses rank's rows are cut
-            into runs of it instead of staying where they are: rows near one another need much the same keys.
         target_rho: ρ_s at which to stop.
-
-    Returns:
-        int64[H, nq], the owner of each row: ring rank · x + Ulysses rank.
     """
-    world, total, heaviest = ulysses * ring, int(work.sum()), int(work.max(initial=0))
-    limit = max(heaviest, load_limit(total, world, target_rho))
-    price = min(price, total // (MOST_PRICE * world))
-    # 1. Heads to Ulysses ranks.
-    place = position
-    if place is None:  # ring ranks interleaved, so that a run takes equally from each
-        holder = q_ring_rank if q_ring_rank.ndim == 1 else q_ring_rank[0]
-        place = np.cumsum(holder[:, None] == np.arange(ring), axis=0)[np.arange(len(holder)), holder]
+    x, y, work = problem.strategy.ulysses, problem.strategy.ring, problem.row_work
+    total = int(work.sum())
+    limit = max(int(work.max(initial=0)), load_limit(total, x * y, target_rho))
+    price = min(problem.price, total // (MOST_PRICE * x * y))
+    # 1. Heads to Ulysses ranks. Where they are cut, a run takes equally from each ring rank.
+    place = problem.position
+    if place is None:
+        holder = problem.q_ring_rank if problem.q_ring_rank.ndim == 1 else problem.q_ring_rank[0]
+        place = np.cumsum(holder[:, None] == np.arange(y), axis=0)[np.arange(len(holder)), holder]
     order = np.argsort(place, kind="stable")
-    column_rho = target_rho if ring == 1 else (1 + target_rho) / 2  # the other half is for the rows of each
-    column = assign_heads(work, ulysses, column_rho, order, price * ring)
-    # 2. Each Ulysses rank's rows to its ring ranks.
-    if position is not None:
-        ring_rank = _runs_by_column(work, column, order, ulysses, ring)
-    else:
-        ring_rank = np.array(np.broadcast_to(q_ring_rank, work.shape))
-        for ulysses_rank in range(ulysses if ring > 1 else 0):
-            rows = column == ulysses_rank
-            good = max(limit, -(-int(work[rows].sum()) // ring))
-            ring_rank[rows] = level(work[rows], ring_rank[rows], ring, good)
-    owner = ring_rank * ulysses + column
+    column_rho = target_rho if y == 1 else (1 + target_rho) / 2  # the other half is for the rows of each
+    column = assign_heads(work, x, column_rho, order, price * y)
+    # 2. Each Ulysses rank's rows to its ring ranks: few move, or they are cut into runs, all heads side by side.
+    ring_rank = np.zeros_like(work) + problem.q_ring_rank
+    for ulysses_rank in range(x if y > 1 else 0):
+        if problem.position is None:
+            rows = np.flatnonzero(column.ravel() == ulysses_rank)
+            row_work = work.ravel()[rows]
+            good = max(limit, -(-int(row_work.sum()) // y))
+            ring_rank.ravel()[rows] = level(row_work, ring_rank.ravel()[rows], y, good)
+        else:
+            run, head = np.nonzero(column.T[order] == ulysses_rank)
+            ring_rank[head, order[run]] = _equal_runs(work[head, order[run]], y)
+    owner = ring_rank * x + column
     # 3. While ranks are still imbalanced, rows go to any rank: many may if keys cost nothing, else few.
-    if work_by_rank(owner, work, world).max() <= limit:
+    if work_by_rank(owner, work, x * y).max() <= limit:
         return owner
-    times = rank_times(work, owner, ulysses, ring, price)
-    levelled = level(work.ravel(), owner.ravel(), world, limit).reshape(work.shape)
-    return levelled if rank_times(work, levelled, ulysses, ring, price).max() < times.max() else owner
+    levelled = level(work.ravel(), owner.ravel(), x * y, limit).reshape(work.shape)
+    slowest, slowest_levelled = (rank_times(work, rows, x, y, price).max() for rows in (owner, levelled))
+    return levelled if slowest_levelled < slowest else owner
 
 
 def rank_times(work: np.ndarray, owner: np.ndarray, ulysses: int, ring: int, price: int) -> np.ndarray:
@@ -358,19 +312,6 @@ def rank_times(work: np.ndarray, owner: np.ndarray, ulysses: int, ring: int, pri
     received = np.tile(columns_of_heads(owner, ulysses).sum(axis=0), ring)
     times: np.ndarray = work_by_rank(owner, work, ulysses * ring) + price * received
     return times
-
-
-def _runs_by_column(work: np.ndarray, column: np.ndarray, order: np.ndarray, ulysses: int, ring: int) -> np.ndarray:
-    """Returns int64[H, nq], ring ranks of rows: each column's in runs of equal work, all of its heads side by side."""
-    by_block, columns = work[:, order].T, column[:, order].T  # [nq, H]: all heads of a block together
-    ring_ranks = np.zeros(by_block.shape, dtype=np.int64)
-    for ulysses_rank in range(ulysses):
-        here = columns == ulysses_rank
-        line = by_block[here]
-        ring_ranks[here] = _equal_runs(line if line.any() else np.ones_like(line), ring)
-    ring_rank = np.empty(work.shape, dtype=np.int64)
-    ring_rank[:, order] = ring_ranks.T
-    return ring_rank
 
 
 PLANNERS = {

@@ -58,7 +58,7 @@ class TokenRuns:
 
     def by_rank(self, world: int) -> np.ndarray:
         """Returns int64[world]: tokens of each rank."""
-        return _summed(self.rank, self.length, world)
+        return np.bincount(self.rank, self.length, world).astype(np.int64)
 
     def positions(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns int64[Σ tokens] each: rank of each token and its position there, for sequences one after another."""
@@ -188,7 +188,7 @@ def _split_equally(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topo
     No layout that is as balanced moves fewer tokens. All arrays are int64[n].
     """
     # 1. Quotas.
-    total, bags = _summed(bag, tokens, len(topology.ranks)), topology.bag_of_rank
+    total, bags = np.bincount(bag, tokens, len(topology.ranks)).astype(np.int64), topology.bag_of_rank
     offset = np.arange(topology.world) - topology.first_rank[bags]
     quota = total[bags] // topology.ranks[bags] + (offset < total[bags] % topology.ranks[bags])
     # 2. Of what a rank loaded and its bag has, the first tokens stay, up to the quota.
@@ -200,7 +200,7 @@ def _split_equally(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topo
     kept[loaded_here] = np.clip(quota[loader[loaded_here]] - running, 0, tokens[loaded_here])
     # 3. All others, bag by bag, fill the ranks that have quota left, in order.
     order = np.argsort(bag, kind="stable")
-    pool, free = (tokens - kept)[order], quota - _summed(loader, kept, topology.world)
+    pool, free = (tokens - kept)[order], quota - np.bincount(loader, kept, topology.world).astype(np.int64)
     ends = np.cumsum(pool), np.cumsum(free)
     cuts = np.unique(np.concatenate([[0], *ends]))
     begin, length = cuts[:-1], np.diff(cuts)
@@ -214,10 +214,3 @@ def _split_equally(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topo
         np.concatenate([kept, length]),
         np.concatenate([loader, rank]),
     )
-
-
-def _summed(index: np.ndarray, values: np.ndarray, size: int) -> np.ndarray:
-    """Returns int64[size]: values added up by index."""
-    total = np.zeros(size, dtype=np.int64)
-    np.add.at(total, index, values)
-    return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -117,7 +117,7 @@ class TableLayout:
     block_k: int
     head_tokens: int | None
 
-    @property
+    @cached_property
     def width(self) -> int:
         return self.columns.shape[2]
 
@@ -126,20 +126,11 @@ class TableLayout:
         if device == self.rows.device:
             return self
 
-        def move(table: torch.Tensor) -> torch.Tensor:
-            return to_device(table, device)
-
-        return replace(
-            self,
-            spans_of=move(self.spans_of),
-            rows=move(self.rows),
-            turn=move(self.turn),
-            columns=move(self.columns),
-            present=move(self.present),
-            full=move(self.full),
-            base=tuple(map(move, self.base)),
-            kv_len=tuple(map(move, self.kv_len)),
-        )
+        names = ("spans_of", "rows", "turn", "columns", "present", "full")
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
+        for by_chunk in ("base", "kv_len"):
+            moved[by_chunk] = tuple(to_device(table, device) for table in getattr(self, by_chunk))
+        return replace(self, **moved)
 
     @cached_property
     def transposed(self) -> tuple[TransposedLayout, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
@@ -116,8 +117,10 @@ class MaskSource(Protocol):
         ...
 
 
-block_grid = functools.lru_cache(maxsize=16)(BlockGrid)
-"""Makes a `BlockGrid`, or returns one that was made before: all attentions of a video size share its axes."""
+@functools.lru_cache(maxsize=16)
+def _block_grid(thw: tuple[int, int, int], text_tokens: int, block_q: int, block_k: int, **others: Any) -> BlockGrid:
+    """Makes a grid, or returns one that was made before: all attentions of a video size share its axes."""
+    return BlockGrid(math.prod(thw) + text_tokens, text_tokens, block_q, block_k, thw, **others)
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ class BlockSizes:
 
     def _grid(self, request: MaskRequest, **others: Any) -> BlockGrid:
         """Returns the request's grid in these blocks, with `others` of its fields."""
-        return block_grid(request.tokens, request.text_tokens, self.block_q, self.block_k, request.thw, **others)
+        return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k, **others)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ TIME_FASTEST = "hwt"
 
 @dataclass(frozen=True)
 class SvgSource(BlockSizes):
-    """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4); see `spatial_bits` and `temporal_bits`.
+    """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4): spatial heads see near frames, others near positions.
 
     Temporal heads have token order "hwt", as in the paper: a position's tokens of all frames share a block.
 
@@ -162,31 +162,23 @@ class SvgSource(BlockSizes):
 
     def mask(self, request: MaskRequest) -> BlockMask:
         grid, temporal = self.grid(request), self.temporal(request.heads)
-        spatial = spatial_bits(grid, request.thw, self.frames, self.sink_frames)
-        kinds = np.stack([spatial, temporal_bits(grid, request.thw, self.bandwidth)])
-        return BlockMask(torch.from_numpy(kinds[temporal.astype(np.int64)]), grid)
+        frames, positions = request.thw[0], request.thw[1] * request.thw[2]
+        # 1. Spatial heads, in order "thw": all positions of near frames.
+        near_frames = near_bits(grid, np.repeat(np.arange(frames), positions), self.frames // 2, self.sink_frames)
+        # 2. Temporal heads, in order "hwt": near positions of all frames. The first frame is not a sink here: every
+        # block has tokens of it, so that all blocks would be dense.
+        reach = int(self.bandwidth * positions) // 2
+        near_positions = near_bits(grid, np.repeat(np.arange(positions), frames), reach)
+        bits = np.stack([near_frames, near_positions])[temporal.astype(np.int64)]
+        return BlockMask(torch.from_numpy(bits), grid)
 
 
-def spatial_bits(grid: BlockGrid, thw: tuple[int, int, int], frames: int, sink_frames: int) -> np.ndarray:
-    """Returns bool[nq, nk] of tokens in order "thw": blocks with a pair that may attend to each other, and text.
+def near_bits(grid: BlockGrid, at: np.ndarray, reach: int, sinks: int = 0) -> np.ndarray:
+    """Returns bool[nq, nk]: blocks with a pair that may attend to each other, and all text.
 
-    A query in frame i may attend to all of frame j if |i − j| ≤ ⌊frames / 2⌋ or j < sink_frames.
+    A query at i may attend to all tokens at j if |i − j| ≤ reach or j < sinks; `at` is int64[video tokens], rising in
+    the order of the blocks: frames of tokens in order "thw", positions in a frame in order "hwt".
     """
-    frame = np.repeat(np.arange(thw[0]), thw[1] * thw[2])
-    everything = np.zeros_like(frame)
-    q, k = line_segments(grid.q_axis, everything, frame), line_segments(grid.k_axis, everything, frame)
-    return reduce_to_blocks(grid, (distances(q, k) <= frames // 2) | (k.first < sink_frames), q, k)
-
-
-def temporal_bits(grid: BlockGrid, thw: tuple[int, int, int], bandwidth: float) -> np.ndarray:
-    """Returns bool[nq, nk] of tokens in order "hwt": blocks with a pair that may attend to each other, and text.
-
-    A query at position x of any frame may attend to position y of every frame if |x − y| ≤ ⌊bandwidth · s / 2⌋, of s
-    positions in a frame. The first frame is not a sink here: every block has tokens of it, so that all blocks would
-    be dense.
-    """
-    positions = thw[1] * thw[2]
-    position = np.repeat(np.arange(positions), thw[0])
-    everything = np.zeros_like(position)
-    q, k = line_segments(grid.q_axis, everything, position), line_segments(grid.k_axis, everything, position)
-    return reduce_to_blocks(grid, distances(q, k) <= int(bandwidth * positions) // 2, q, k)
+    line = np.zeros_like(at)
+    q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)
+    return reduce_to_blocks(grid, (distances(q, k) <= reach) | (k.first < sinks), q, k)

@@ -51,27 +51,21 @@ def predict_bits(
             few heads at a time, as memory would grow with the square of the tokens; each must be chosen by itself, so
             that parts cannot change a bit.
     """
+    (batch, heads), group = tokens.q.shape[:2], tokens.group
+    # 1. This rank's heads, uint8[Hs · B, nq, ceil(nk / 8)].
     together = max(1, PAIRS_AT_ONCE["cuda" if rows.is_cuda else "cpu"] // (grid.nq * grid.nk))
     parts = [choose(some) for some in rows.split(together)] if rows.shape[0] > together else [choose(rows)]
-    return gather_bits(parts[0] if len(parts) == 1 else torch.cat(parts), tokens, grid.nk)
-
-
-def gather_bits(mine: torch.Tensor, tokens: LocalQK, columns: int) -> torch.Tensor:
-    """Gathers the bits of all heads, bool[B · heads, nq, columns]. Collective.
-
-    `mine` is uint8[Hs · B, nq, ceil(columns / 8)] from `pack_bits`, the bits of the heads that this rank predicts.
-    """
-    (batch, heads), group = tokens.q.shape[:2], tokens.group
-    # 1. Ranks send equally many heads, the last ones of some being padding.
+    mine = parts[0] if len(parts) == 1 else torch.cat(parts)
+    # 2. Ranks send equally many heads, the last ones of some being padding.
     most = -(-heads // group.size) * batch
     padded = mine if mine.shape[0] == most else mine.new_empty(most, *mine.shape[1:])
     if padded is not mine:
         padded[: len(mine)] = mine
     gathered = group.all_gather_along(padded)
-    # 2. Heads take their positions without padding, if they are not there already, and bits are unpacked.
+    # 3. Heads take their positions without padding, if they are not there already, and bits are unpacked.
     if batch > 1 or heads % group.size:
         gathered = gathered.index_select(0, _gathered_heads(heads, batch, group.size, mine.device))
-    return unpack_bits(gathered, columns)
+    return unpack_bits(gathered, grid.nk)
 
 
 @functools.lru_cache(maxsize=8)

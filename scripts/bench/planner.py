@@ -17,6 +17,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -28,7 +29,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.planning.planners import contiguous_heads, head_price, majority_rank, plan_rows, rank_times
+from dbsp_core.planning.planners import Problem, contiguous_heads, dbsp, head_price, majority_rank, rank_times
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from scripts.results.result import print_table
@@ -109,11 +110,12 @@ def measure(rows: np.ndarray, strategy: Strategy, repeat: int, grid: BlockGrid |
     heads, blocks = rows.shape
     grid, world, parts = grid or BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
     ring_rank, price, times = ring_ranks_of(grid, strategy, LAYOUT), head_price(grid, strategy), []
+    problem = Problem(strategy, rows, ring_rank, price)
     for _ in range(repeat):
         start = time.thread_time()
-        owner = plan_rows(rows, ring_rank, *parts, price)
+        owner = dbsp(problem)
         times.append((time.thread_time() - start) * 1e3)
-    free = plan_rows(rows, ring_rank, *parts)
+    free = dbsp(replace(problem, price=0))
     slowest, slowest_free = (int(rank_times(rows, one, *parts, price).max()) for one in (owner, free))
     plain = ring_ranks_of(grid, strategy, "contiguous") * strategy.ulysses
     before = plain + contiguous_heads(heads, strategy.ulysses)[:, None]

@@ -30,7 +30,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.plan import majority_ring_ranks
-from dbsp_core.planning.planners import biased_greedy, contiguous_heads, greedy_heads, snake_heads
+from dbsp_core.planning.planners import contiguous_heads, greedy, snake_heads
 
 
 def nodes_of(hardware: Hardware, world: int) -> tuple[int, ...]:
@@ -124,9 +124,9 @@ def plan_ring(
     if planner == "snake":
         column = snake_heads(counts.rows.sum(axis=1), x)
     if planner == "paper":
-        column = greedy_heads(counts.rows.sum(axis=1), x, -(-heads // x) if equal_heads else None)
-        q_ring_rank = biased_greedy(counts.rows.sum(axis=0), y, q_ring_rank, reward)
-        k_ring_rank = biased_greedy(mask.square().sum(dim=(0, 1)).numpy(), y, k_ring_rank, reward)
+        column = greedy(counts.rows.sum(axis=1), x, cap=-(-heads // x) if equal_heads else None)
+        q_ring_rank = greedy(counts.rows.sum(axis=0), y, initial=q_ring_rank, reward=reward)
+        k_ring_rank = greedy(mask.square().sum(dim=(0, 1)).numpy(), y, initial=k_ring_rank, reward=reward)
     owner = q_ring_rank * x + column[:, None]
     slot = np.array(np.broadcast_to(k_ring_rank, (heads, mask.grid.nk)))
     work = _work(mask, owner, slot, strategy)

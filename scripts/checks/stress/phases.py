@@ -47,7 +47,7 @@ PHASES: dict[str, Phase] = {
     "agreement on shapes": _session(f"{RUNTIME}.session.check_attention", 1),
     "mask exchange: pooling": _session("dbsp_core.sources.sparge.pool_own_heads"),
     "mask exchange: exchange": _session("dbsp_core.comm.block_pooling.exchange_heads"),
-    "mask exchange: bits": _session("dbsp_core.sources.head_shares.gather_bits"),
+    "mask exchange: bits": _session("dbsp_core.sources.sparge.predict_bits"),
     "planning": _session(f"{RUNTIME}.size.Size.plan", 1),
     "planning: a new plan": _session(f"{RUNTIME}.size.plan_from_counts", reuse=1.0),
     "planning: agreement": _session(f"{RUNTIME}.size.run_consistently", reuse=1.0),

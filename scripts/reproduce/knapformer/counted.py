@@ -16,7 +16,7 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.balance import imbalance_ratio
 from dbsp_core.planning.chunks import Chunks
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.planners import head_price, plan_rows
+from dbsp_core.planning.planners import Problem, dbsp, head_price
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns
 
 
@@ -45,8 +45,8 @@ def balanced_owners(rows: np.ndarray, grids: list[BlockGrid], ranks: int) -> np.
     """
     if ranks == 1:
         return np.zeros(rows.shape, dtype=np.int64)
-    price = head_price(BlockGrid.packed(grids), Strategy(ranks, 1))
-    return plan_rows(rows, np.zeros(rows.shape[1], dtype=np.int64), ranks, 1, price)
+    strategy, holder = Strategy(ranks, 1), np.zeros(rows.shape[1], dtype=np.int64)
+    return dbsp(Problem(strategy, rows, holder, head_price(BlockGrid.packed(grids), strategy)))
 
 
 def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayout, layer: LayerSize) -> np.ndarray:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.balance import bins_bound, imbalance_ratio, rho_bound, work_by_rank
-from dbsp_core.planning.planners import Problem, biased_greedy, greedy_heads, paper, snake_heads
+from dbsp_core.planning.planners import Problem, greedy, paper, snake_heads
 from dbsp_core.utils.errors import UserError
 from tests.support.generators import SEEDS, examples
 
@@ -23,26 +23,26 @@ def loads(work: np.ndarray, part: np.ndarray, parts: int) -> np.ndarray:
     return np.bincount(part, weights=work, minlength=parts)
 
 
-def test_greedy_heads_by_hand():
+def test_greedy_by_hand():
     # Work 5, 3, 7, 2, 5 on two columns, largest first:
     # head 2 (7) → column 0: 7 | 0      head 0 (5) → column 1: 7 | 5      head 4 (5) → column 1:  7 | 10
     # head 1 (3) → column 0: 10 | 10    head 3 (2) → a tie, so column 0: 12 | 10
-    assert greedy_heads(np.array([5, 3, 7, 2, 5]), 2).tolist() == [1, 0, 0, 0, 1]
+    assert greedy(np.array([5, 3, 7, 2, 5]), 2).tolist() == [1, 0, 0, 0, 1]
     # Uncapped: 9 → column 0, then every 1 → column 1. With at most two each, the last one must go to column 0.
     work = np.array([9, 1, 1, 1])
-    assert greedy_heads(work, 2).tolist() == [0, 1, 1, 1]
-    assert greedy_heads(work, 2, cap=2).tolist() == [0, 1, 1, 0]
+    assert greedy(work, 2).tolist() == [0, 1, 1, 1]
+    assert greedy(work, 2, cap=2).tolist() == [0, 1, 1, 0]
 
 
-def test_biased_greedy_by_hand():
+def test_greedy_with_a_bias_by_hand():
     work, initial = np.array([3, 4, 6, 3]), np.array([0, 0, 0, 1])
     # Largest first. 6 → part 0: 6 | 0    4 → part 1: 6 | 4    first 3 → part 1: 6 | 7    second 3 → part 0: 9 | 7
-    assert biased_greedy(work, 2, initial, 0.0).tolist() == [1, 1, 0, 0]
+    assert greedy(work, 2, initial=initial, reward=0.0).tolist() == [1, 1, 0, 0]
     # R_b = 1 takes the block's own work off its initial part:
     # 6 at 0: −6 < 0, stays:       6 | 0        4 at 0: 6 − 4 = 2 > 0, moves:    6 | 4
     # 3 at 0: 6 − 3 = 3 < 4, stays: 9 | 4       3 at 1: 4 − 3 = 1 < 9, stays:    9 | 7
     # The same balance as without reward, with one block moved and not three.
-    assert biased_greedy(work, 2, initial, 1.0).tolist() == [0, 1, 0, 1]
+    assert greedy(work, 2, initial=initial, reward=1.0).tolist() == [0, 1, 0, 1]
 
 
 @given(WORKS, PARTS, st.floats(0, 5), SEEDS)
@@ -50,7 +50,7 @@ def test_biased_greedy_by_hand():
 def test_reward_costs_at_most_its_share_of_one_block(work, parts, reward, seed):
     # A block stays only where load − reward·work is least, hence at most reward·work above the least load.
     initial = np.random.default_rng(seed).integers(parts, size=len(work))
-    part = biased_greedy(work, parts, initial, reward)
+    part = greedy(work, parts, initial=initial, reward=reward)
     assert set(part.tolist()) <= set(range(parts))
     assert loads(work, part, parts).max() <= work.sum() / parts + (1 + reward) * work.max() + 1e-6
 

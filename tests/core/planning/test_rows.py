@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.balance import bins_bound, imbalance_ratio
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.planning.planners import assign_heads, contiguous_heads, head_price, plan_rows
+from dbsp_core.planning.planners import Problem, assign_heads, contiguous_heads, dbsp, head_price
 
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (16, 1), (4, 4), (1, 16), (3, 2)]
 
@@ -22,6 +23,11 @@ GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (16, 1), (4, 4), (1, 16), (3, 2)]
 def loads(work: np.ndarray, owner: np.ndarray, ranks: int) -> np.ndarray:
     """Returns the work of each rank, int64[ranks]."""
     return np.bincount(owner.ravel(), work.ravel(), ranks).astype(np.int64)
+
+
+def plan(work: np.ndarray, source: np.ndarray, strategy: Strategy, price: int = 0, **settings: Any) -> np.ndarray:
+    """Returns int64[H, nq], the owners that planner "dbsp" chooses."""
+    return dbsp(Problem(strategy, work, source, price, settings.pop("position", None)), **settings)
 
 
 def split(owner: np.ndarray) -> bool:
@@ -63,7 +69,7 @@ def test_plans_without_a_price_reach_1_002_or_what_whole_rows_allow(name, ulysse
     """Alternates layouts."""
     work, ranks = works()[name], ulysses * ring
     layout = ("striped", "contiguous")[(list(works()).index(name) + GRIDS.index((ulysses, ring))) % 2]
-    owner = plan_rows(work, source_rings(work.shape[1], ring, layout), ulysses, ring)
+    owner = plan(work, source_rings(work.shape[1], ring, layout), Strategy(ulysses, ring))
     bound = bins_bound(work.ravel(), ranks)
     # Where a rank has a handful of rows, one of the lightest may be left over.
     few = np.count_nonzero(work) < 16 * ranks
@@ -76,7 +82,7 @@ def test_plans_without_a_price_reach_1_002_or_what_whole_rows_allow(name, ulysse
 def test_masks_like_the_papers_move_few_rows_and_split_no_head(ulysses, ring, layout, most):
     work = works()["paper"]
     source = source_rings(600, ring, layout)
-    owner = plan_rows(work, source, ulysses, ring)
+    owner = plan(work, source, Strategy(ulysses, ring))
     assert (owner // ulysses != source).mean() <= most
     assert (owner % ulysses == owner[:, :1] % ulysses).all()
 
@@ -86,8 +92,8 @@ def test_masks_like_the_papers_move_few_rows_and_split_no_head(ulysses, ring, la
 def test_runs_of_tokens_are_as_even_and_lie_together(name, ulysses, ring):
     work, ranks = works()[name], ulysses * ring
     position = np.arange(float(work.shape[1]))
-    owner = plan_rows(work, source_rings(work.shape[1], ring, "contiguous"), ulysses, ring, position=position)
-    free = plan_rows(work, source_rings(work.shape[1], ring, "contiguous"), ulysses, ring)
+    owner = plan(work, source_rings(work.shape[1], ring, "contiguous"), Strategy(ulysses, ring), position=position)
+    free = plan(work, source_rings(work.shape[1], ring, "contiguous"), Strategy(ulysses, ring))
     assert loads(work, owner, ranks).max() <= max(
         int(work.sum() * 1.002) // ranks, loads(work, free, ranks).max() * 1.02
     )
@@ -104,8 +110,8 @@ def test_any_work_gets_a_valid_plan_within_a_row_of_the_mean(seed, ulysses, ring
     rng, ranks = np.random.default_rng(seed), ulysses * ring
     work = rng.integers(0, 20, shape) * (rng.random(shape) < rng.choice([0.1, 0.9, 1.0]))
     source = source_rings(shape[1], ring, rng.choice(["striped", "contiguous"]))
-    owner = plan_rows(work, source, ulysses, ring)
-    assert np.array_equal(owner, plan_rows(work.copy(), source.copy(), ulysses, ring))
+    owner = plan(work, source, Strategy(ulysses, ring))
+    assert np.array_equal(owner, plan(work.copy(), source.copy(), Strategy(ulysses, ring)))
     assert owner.dtype == np.int64
     assert owner.min() >= 0
     assert owner.max() < ranks
@@ -122,7 +128,7 @@ def test_small_cases_are_within_one_row_of_the_best_of_all_owners(seed, shape):
     work = np.random.default_rng(seed).integers(0, 9, (2, 3))
     ranks = ulysses * ring
     best = min(loads(work, np.array(owner), ranks).max() for owner in itertools.product(range(ranks), repeat=6))
-    owner = plan_rows(work, source_rings(3, ring, "striped"), ulysses, ring, target_rho=1.0)
+    owner = plan(work, source_rings(3, ring, "striped"), Strategy(ulysses, ring), target_rho=1.0)
     assert best <= loads(work, owner, ranks).max() <= best + work.max()
 
 
@@ -147,17 +153,17 @@ class TestPrice:
     def test_head_is_split_if_that_saves_more_than_its_keys_cost(self, price, splits):
         # Heads of 10,000 and 9,900 blocks: split, both ranks compute 9,950, and one receives a second head.
         work = np.stack([np.full(100, 100), np.full(100, 99)])
-        assert split(plan_rows(work, self.SOURCE, 2, 1, price)) == splits
+        assert split(plan(work, self.SOURCE, Strategy(2, 1), price)) == splits
 
     def test_price_is_at_most_a_fiftieth_of_the_mean(self):
         # 10,000 and 9,500: 250 saved. A fiftieth of the mean is 195, for any cost of keys.
         work = np.stack([np.full(100, 100), np.full(100, 95)])
-        assert split(plan_rows(work, self.SOURCE, 2, 1, 10**6))
+        assert split(plan(work, self.SOURCE, Strategy(2, 1), 10**6))
 
     def test_whole_heads_in_equal_numbers_receive_what_plain_ulysses_does(self):
         work = works()["paper"]
         price = head_price(BlockGrid.uniform(600 * 64), Strategy(8, 1))
-        owner = plan_rows(work, source_rings(600, 1, "striped"), 8, 1, price)
+        owner = plan(work, source_rings(600, 1, "striped"), Strategy(8, 1), price)
         assert columns_of_heads(owner, 8).sum(axis=0).tolist() == [5] * 8
         assert imbalance_ratio(loads(work, owner, 8)) <= 1.003
 

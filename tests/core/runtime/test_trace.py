@@ -1,0 +1,67 @@
+"""What a steady attention enters of this repository: files, functions and calls. `-s` prints them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from types import FrameType
+
+import pytest
+import torch
+
+import dbsp_core
+import dbsp_kernels
+from dbsp_core import SequenceGroup
+from dbsp_core.config import DbspConfig
+from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.grid import Video
+from dbsp_core.reports.observer import observed_session
+from tests.support.thread_ranks import ThreadRanks
+
+ROOTS = tuple(os.path.dirname(package.__file__ or "") for package in (dbsp_core, dbsp_kernels))
+SPARGE = {"source": "sparge", "cdf": 0.6, "similarity": 0.0, "block_q": 16, "block_k": 16}
+WINDOW = {"source": "window", "window": [3, 3, 3], "block_q": 16, "block_k": 16}
+
+
+def calls_of_a_steady_attention(rank: int, world: int, mask: dict[str, object]) -> Counter[tuple[str, str]]:
+    """Returns how often rank 0 enters each (file, function) in the third step of one layer.
+
+    Comprehensions, which are frames in some versions of Python, do not count.
+    """
+    config = DbspConfig.load({"mask": mask, "reuse": 100.0})
+    session = observed_session(config, SequenceGroup.from_group(), Strategy.parse("U1R2"), heads=4, layers=1)
+    calls: Counter[tuple[str, str]] = Counter()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and path.startswith(ROOTS) and (name == "<lambda>" or not name.startswith("<")):
+            calls[os.path.relpath(path, os.path.dirname(ROOTS[0])), frame.f_code.co_qualname] += 1
+
+    for step in range(3):
+        layout = session.begin(Video((4, 8, 8)), timestep=900.0 - step)
+        q, k, v = torch.randn(3, 1, 4, layout.shard, 16, generator=torch.Generator().manual_seed(step))
+        if step == 2 and rank == 0:
+            sys.setprofile(note)
+        try:
+            with torch.no_grad():
+                session.attend(0, q, k, v)
+        finally:
+            sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("mask", "most_files", "most_functions", "most_calls"),
+    [(SPARGE, 31, 122, 230), (WINDOW, 15, 65, 149)],
+    ids=["predicted", "known"],
+)
+def test_a_steady_attention_enters_few_files_and_functions(mask, most_files, most_functions, most_calls):
+    calls, _ = ThreadRanks(2).run(calls_of_a_steady_attention, mask)
+    files = sorted({path for path, _ in calls})
+    for path in files:
+        print(path, *(f"{name} {number}" for (file, name), number in calls.items() if file == path), sep="\n    ")
+    print(f"{len(files)} files, {len(calls)} functions, {calls.total()} calls")
+    assert len(files) <= most_files
+    assert len(calls) <= most_functions
+    assert calls.total() <= most_calls
