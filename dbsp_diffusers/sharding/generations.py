@@ -50,8 +50,13 @@ class Pass:
     generation: int  # Number of the generation, counted on this rank
     number: int  # Number of the pass in its generation
     step_index: int | None  # The scheduler's, in a call of the pipeline
-    compared: bool  # True if ranks compare the inputs
+    is_new: bool  # True if ranks have not compared such a pass in this generation, or the one before it failed
     keeps_inputs: bool  # True if each rank computes with its own inputs, as in training
+
+    @property
+    def compared(self) -> bool:
+        """True if ranks meet before it."""
+        return self.is_new or self.keeps_inputs
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -265,7 +270,7 @@ class Generations:
             if args and isinstance(args[0], PackedBatch):
                 return None  # of samples that each rank brings its own of: all are gathered before the pass
             begun = self.begin_pass(module, args, kwargs, always=always)
-            if begun.compared:
+            if begun.is_new:
                 session.meeting = self.checks
             return self.agree(begun)
 
@@ -303,7 +308,7 @@ class Generations:
         tensors = latents | conditions
         keeps = training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
         position = min(self._passes, _BEGIN - 1), _kinds(tensors)
-        compared = always or keeps or failed or position not in self._compared
+        is_new = always or failed or position not in self._compared
         self._compared.add(position)
         return Pass(
             arguments=(args, kwargs),
@@ -314,7 +319,7 @@ class Generations:
             generation=self._generation,
             number=self._passes,
             step_index=self.progress().step_index,
-            compared=compared,
+            is_new=is_new,
             keeps_inputs=keeps,
         )
 
@@ -327,23 +332,19 @@ class Generations:
         Raises:
             UserError: On all ranks that take part, if they meet and anything differs.
         """
-        # 1. The first rank's tensors.
+        # 1. The first rank's tensors, and how they compare with this rank's.
         checks = checks or self.checks
         if checks.group.size == 1:
             return begun.arguments
         tensors = begun.tensors
         if begun.compared:
-            first = checks.meet(PASS, self._fingerprints(begun), tensors)
+            first = checks.meet(PASS, self._fingerprints(begun), tensors, begun.messages)
         else:
             first = checks.first_rank_values(tensors)
-        # 2. Each rank compares them with its own, and tells all; where only some take part, all hear it later.
-        drift = checks.drift if begun.compared else self.checks.drift
-        drift.compare(begun.messages, tensors, first)
-        if begun.compared or checks is self.checks:
-            drift.gather(begun.device)
-        if begun.compared:
-            drift.settle()
-        # 3. The arguments with them.
+            self.checks.drift.compare(begun.messages, tensors, first)
+            if checks is self.checks:  # else all ranks hear of it later
+                self.checks.drift.gather(begun.device)
+        # 2. The arguments with them.
         if begun.keeps_inputs:
             return begun.arguments
         replaced = {
