@@ -268,14 +268,13 @@ class GenerationChecks:
         The first rank is returned its own tensors, other ranks new ones.
         """
         received = list(tensors)
-        for on_host in (True, False):
-            index = [number for number, tensor in enumerate(tensors) if (tensor.device.type == "cpu") == on_host]
+        for is_host in (True, False):
+            index = [number for number, tensor in enumerate(tensors) if (tensor.device.type == "cpu") == is_host]
             if index:
-                group = self.group.control() if on_host else self.group
-                for number, values in zip(
-                    index, _broadcast([tensors[number] for number in index], group), strict=True
-                ):
-                    received[number] = values
+                group = self.group.control() if is_host else self.group
+                values = _broadcast([tensors[number] for number in index], group)
+                for number, value in zip(index, values, strict=True):
+                    received[number] = value
         return received
 
     def _discarded(self, on_host: int, on_device: int) -> list[torch.Tensor]:
@@ -314,14 +313,11 @@ def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
 
 def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:
     """Returns the first rank's tensors, of one device: its own, or views of a buffer. Collective."""
-    first, ends = [], 0
-    for tensor in tensors:
-        first.append(ends)
-        ends += _room(tensor)
-    buffer = torch.empty(ends, dtype=torch.uint8, device=tensors[0].device)
+    rooms = [_room(tensor) for tensor in tensors]
+    buffer = torch.empty(sum(rooms), dtype=torch.uint8, device=tensors[0].device)
     parts = [
-        buffer[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        for begin, tensor in zip(first, tensors, strict=True)
+        room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for room, tensor in zip(buffer.split(rooms), tensors, strict=True)
     ]
     if group.rank == 0:
         for part, tensor in zip(parts, tensors, strict=True):
@@ -332,4 +328,4 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[to
 
 def _room(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor in the buffer that is broadcast."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,72 +13,14 @@ from torch.utils._pytree import tree_map_only
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import fingerprint_of
 from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, signature_of
-from dbsp_diffusers.sharding.generation_checks import (
-    ARGUMENTS_DIFFER,
-    CONDITION_DIFFERS,
-    CONDITION_DRIFTS,
-    LATENTS_DIFFER,
-    LATENTS_DRIFT,
-    LENGTHS_DIFFER,
-    PASS,
-    SIZES_DIFFER,
-    STEPS_DIFFER,
-    GenerationChecks,
-)
-from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values
+from dbsp_diffusers.sharding.generation_checks import PASS, GenerationChecks
+from dbsp_diffusers.sharding.pass_inputs import BEGIN, Constants, Pass, kinds_of, named_tensors, plain_values
 
-_BEGIN = 2
-"""Passes that a generation begins with: with guidance, those of its first step."""
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
 """Number of its scheduler's steps that a pipeline's loop leaves out at the end, by the pipeline's class."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward pass that has begun on this rank."""
-
-    arguments: Arguments  # As this rank was given them
-    sample: Any  # The latents that it denoises, a tensor or a list
-    latents: dict[str, torch.Tensor]  # Tensors of the sample, by name
-    conditions: dict[str, torch.Tensor]  # All other tensors, by name
-    plain: dict[str, Any]  # Arguments that are not tensors, by name
-    generation: int  # Number of the generation, counted on this rank
-    number: int  # Number of the pass in its generation
-    step_index: int | None  # The scheduler's, in a call of the pipeline
-    is_new: bool  # True if ranks have not compared such a pass in this generation, or the one before it failed
-    keeps_inputs: bool  # True if each rank computes with its own inputs, as in training
-
-    @property
-    def compared(self) -> bool:
-        """True if ranks meet before it."""
-        return self.is_new or self.keeps_inputs
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Latents, then conditions."""
-        return [*self.latents.values(), *self.conditions.values()]
-
-    @property
-    def messages(self) -> list[str]:
-        """What is said of each tensor if it differs between ranks."""
-        begins = self.number < _BEGIN
-        latents, condition = (LATENTS_DIFFER, CONDITION_DIFFERS) if begins else (LATENTS_DRIFT, CONDITION_DRIFTS)
-        return [latents] * len(self.latents) + [condition.format(name=name) for name in self.conditions]
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU that tensors are on, if any is on one."""
-        devices = [tensor.device for tensor in self.tensors]
-        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-    @property
-    def description(self) -> object:
-        """All but the values of tensors, to be compared by `repr`."""
-        return self.number, self.step_index, sorted(self.plain.items()), _kinds(self.latents | self.conditions)
 
 
 class Generations:
@@ -307,7 +248,7 @@ class Generations:
         # 3. Whether ranks meet before it.
         tensors = latents | conditions
         keeps = training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
-        position = min(self._passes, _BEGIN - 1), _kinds(tensors)
+        position = min(self._passes, BEGIN - 1), kinds_of(tensors)
         is_new = always or failed or position not in self._compared
         self._compared.add(position)
         return Pass(
@@ -338,7 +279,8 @@ class Generations:
             return begun.arguments
         tensors = begun.tensors
         if begun.compared:
-            first = checks.meet(PASS, self._fingerprints(begun), tensors, begun.messages)
+            guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
+            first = checks.meet(PASS, begun.fingerprints(self.steps(), guidance), tensors, begun.messages)
         else:
             first = checks.first_rank_values(tensors)
             self.checks.drift.compare(begun.messages, tensors, first)
@@ -355,18 +297,6 @@ class Generations:
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: replaced.get(id(tensor), tensor), begun.arguments)
         return args, kwargs
 
-    def _fingerprints(self, begun: Pass) -> dict[str, int]:
-        """Returns fingerprints of all but the values of a pass's tensors, by message."""
-        guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
-        plain = {name: value for name, value in begun.plain.items() if name != "return_dict"}
-        described = {
-            SIZES_DIFFER: _kinds(begun.latents),
-            STEPS_DIFFER: (self.steps(), begun.number, guidance),
-            LENGTHS_DIFFER: _kinds(begun.conditions),
-            ARGUMENTS_DIFFER.format(names=", ".join(plain) or "that are not tensors"): sorted(plain.items()),
-        }
-        return {message: fingerprint_of(value) for message, value in described.items()}
-
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
         """Returns True if a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
         last, self._seen = self._seen, self.progress().generation
@@ -379,11 +309,6 @@ class Generations:
         if first:
             self.checks.calls += 1
         return first
-
-
-def _kinds(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
-    """Returns what ranks must have alike of tensors, by name, but for their values."""
-    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in tensors.items())
 
 
 def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool:
