@@ -251,7 +251,7 @@ class DbspConfig:
             elsewhere |= dict.fromkeys(setting_names(source), "mask")
         elsewhere |= keys_within(cls)
         for key in values:
-            require_known(key, setting_names(cls), where, elsewhere)
+            require_known(key, setting_names(DbspConfig), where, elsewhere)
         config: DbspConfig = build(cls, values, where)
         return config
 

@@ -22,7 +22,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import RecordQKSource
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
-from dbsp_diffusers.attached import STATE, Attached, weights_fingerprint
+from dbsp_diffusers.attached import STATE, Attached
 from dbsp_diffusers.devices import NO_DEVICE, require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of, heads_of
 from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
@@ -39,7 +39,6 @@ from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
 if TYPE_CHECKING:
     from dbsp_diffusers.sharding.guidance import Halves
 
-_CONFIGS_DIFFER = "the configuration differs on rank(s) {}; it must be the same on every rank"
 _WEIGHTS_DIFFER = (
     "the transformer's weights differ in name, shape, dtype, adapters or gates on rank(s) {}; load the same "
     "checkpoint, LoRA and quantisation on every rank"
@@ -92,10 +91,10 @@ def attach_framework(
     with changes:
         # 1. On this rank alone.
         attached, problem = attempt(lambda: attaching.attach(config, steps))
-        device, fingerprints = attached or (NO_DEVICE, dict.fromkeys((_CONFIGS_DIFFER, _WEIGHTS_DIFFER), 0))
+        device, weights = attached or (NO_DEVICE, 0)
         # 2. Check that all ranks agree.
         sessions = [] if problem else list(attaching.sessions.values())
-        devices = check_settings(ranks, sessions, problem, fingerprints, device)
+        devices = check_settings(ranks, sessions, problem, {_WEIGHTS_DIFFER: weights}, device)
         require_own_gpus(ranks, devices)
         if framework.decoders is not None:  # more ranks than those that have compared their settings
             agree(framework.decoders.control(), {_VAE_DIFFERS: int(sessions[0].config.vae)})
@@ -121,15 +120,14 @@ class _Attaching:
     gates: int = 0  # Number of layers whose gates came from the checkpoint
     generations: Generations = field(init=False)  # Follows the pipeline's calls
 
-    def attach(
-        self, config: ConfigLike, steps: Callable[[], int | None] | None
-    ) -> tuple[tuple[int, int], dict[str, int]]:
-        """Attaches all on this rank. Returns its device for `require_own_gpus`, and fingerprints by message."""
+    def attach(self, config: ConfigLike, steps: Callable[[], int | None] | None) -> tuple[tuple[int, int], int]:
+        """Attaches all on this rank. Returns its device for `require_own_gpus`, and the weights' fingerprint."""
         device = self.find_transformers()
-        self.make_sessions(self.resolve_settings(config), steps)
+        configs = self.resolve_settings(config)
+        self.make_sessions(configs, steps)
         self.shard()
         self.hook()
-        return device, self.fingerprints()
+        return device, fingerprint_of([_weights(transformer) for transformer in self.sessions])
 
     def find_transformers(self) -> tuple[int, int]:
         """Finds the transformers, and returns their device for `require_own_gpus`. Raises UserError for others."""
@@ -218,12 +216,6 @@ class _Attaching:
             self.changes.set_attribute(part, STATE, attached)
             reject_copies(part, self.changes)
 
-    def fingerprints(self) -> dict[str, int]:
-        """Returns fingerprints of what must be the same on all ranks, by message."""
-        configs = [session.config.fingerprint for session in self.sessions.values()]
-        weights = [weights_fingerprint(transformer) for transformer in self.sessions]
-        return {_CONFIGS_DIFFER: fingerprint_of(configs), _WEIGHTS_DIFFER: fingerprint_of(weights)}
-
     def log(self) -> None:
         """Logs the settings in effect, and gates that were found."""
         for transformer, session in self.sessions.items():
@@ -244,9 +236,21 @@ class _Attaching:
         return None
 
 
+def _weights(transformer: nn.Module) -> object:
+    """Returns name, shape, dtype and type of each of a transformer's parameters, and adapters in use."""
+    weights, adapters = [], set()
+    for path, part in transformer.named_modules():
+        for name, weight in part.named_parameters(path, recurse=False):
+            weights.append((name, tuple(weight.shape), weight.dtype, type(weight.data).__name__))
+        for kind in ("active_adapters", "merged_adapters"):  # of a layer; the transformer's own are methods
+            if isinstance(names := getattr(part, kind, None), (list, tuple)):
+                adapters.add((kind, *names))
+    return weights, sorted(adapters)
+
+
 def _require_not_parallelized(transformer: nn.Module) -> None:
     """Raises UserError for a transformer that something shards already."""
-    if any(cls.__name__.startswith("xFuser") for cls in type(transformer).__mro__):
+    if "xFuser" in [cls.__name__[:6] for cls in type(transformer).__mro__]:
         raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
     attentions = architecture_of(transformer).attentions_of(transformer)
     if getattr(transformer, "_is_parallelized", False):

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.utils.errors import fingerprint_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet
 
@@ -29,20 +28,6 @@ class Attached:
     def first(self) -> AttentionSession:
         """The session of the first transformer."""
         return next(iter(self.sessions.values()))
-
-
-def weights_fingerprint(transformer: nn.Module) -> int:
-    """Returns a fingerprint of a transformer's parameters, by name, shape, dtype and type, and adapters in use."""
-    weights = [
-        (name, tuple(p.shape), str(p.dtype), type(p.data).__name__) for name, p in transformer.named_parameters()
-    ]
-    adapters = {
-        (kind, *names)
-        for part in transformer.modules()
-        for kind in ("active_adapters", "merged_adapters")  # of a layer; the transformer's own are methods
-        if isinstance(names := getattr(part, kind, None), (list, tuple))
-    }
-    return fingerprint_of((weights, sorted(adapters)))
 
 
 def attached_to(model: Any) -> Attached | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple
     Raises:
         UserError: For transformers that are spread over several GPUs, as a device map does.
     """
-    devices = list(dict.fromkeys(device for model in models for device in _gpus_of(model)))
+    devices = sorted({device for model in models for device in _gpus_of(model)}, key=str)
     if len(devices) > 1:
         raise UserError(_SPREAD.format(", ".join(map(str, devices))))
     device = devices[0] if devices else None
@@ -67,19 +67,15 @@ def require_own_gpus(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]
         log.warning(message)
 
 
-def _gpus_of(model: nn.Module) -> Iterator[torch.device]:
-    """Yields the GPUs that a model's weights are on or are brought to."""
-    named: list[Any] = [parameter.device for parameter in model.parameters()]
+def _gpus_of(model: nn.Module) -> set[torch.device]:
+    """Returns the GPUs that a model's weights are on or are brought to."""
+    named: set[Any] = {parameter.device for parameter in model.parameters()}
     for part in model.modules():
-        named.append(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
+        named.add(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
         hooks = getattr(getattr(part, "_diffusers_hook", None), "hooks", {})
-        named.append(getattr(getattr(hooks.get("group_offloading"), "group", None), "onload_device", None))
-    devices = (
-        torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        for device in named
-        if device is not None
-    )
-    yield from (device for device in devices if device.type == "cuda" and device.index is not None)
+        named.add(getattr(getattr(hooks.get("group_offloading"), "group", None), "onload_device", None))
+    devices = {torch.device("cuda", name) if isinstance(name, int) else torch.device(name) for name in named - {None}}
+    return {device for device in devices if device.type == "cuda" and device.index is not None}
 
 
 def _launchers_gpu() -> torch.device | None:

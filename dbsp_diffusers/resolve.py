@@ -49,9 +49,13 @@ def resolve_config(
         loaded = default_config(identify(transformer, pipe))
     else:
         loaded = DbspConfig.load(config)
-        require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
-    loaded = replace(loaded, vae=True) if vae else loaded
-    return _with_own_mask(loaded.for_transformer(name), transformer)
+        if loaded.model is not None:
+            require_same_model(loaded, identify(transformer, pipe), with_pipeline=pipe is not None)
+    if vae and not loaded.vae:
+        loaded = replace(loaded, vae=True)
+    if loaded.transformer_2:
+        loaded = loaded.for_transformer(name)
+    return _with_own_mask(loaded, transformer)
 
 
 def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:

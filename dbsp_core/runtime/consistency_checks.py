@@ -8,7 +8,6 @@ the pass began with. Under debug they compare at every attention, for anything t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -82,10 +81,7 @@ def check_settings(
     """
     merging, unfit = attempt(lambda: [_merges(session) for session in sessions])
     debug = any(session.config.debug for session in sessions)
-    settings = [
-        (replace(session.config, strategy=session.strategy).fingerprint, session.heads, session.layers)
-        for session in sessions
-    ]
+    settings = [(session.config.fingerprint, session.strategy, session.heads, session.layers) for session in sessions]
     fingerprints = {
         SETTINGS_DIFFER: fingerprint_of(settings),
         KERNELS_DIFFER: fingerprint_of(merging),

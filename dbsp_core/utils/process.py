@@ -96,8 +96,13 @@ def package_versions() -> dict[str, str]:
 
 
 def version_fingerprints(compare: bool) -> dict[str, int]:
-    """Returns messages and fingerprints of packages for `agree`; without versions unless `compare`."""
-    versions = package_versions() if compare else {}
+    """Returns fingerprints of packages' versions by message, for `agree`; none unless `compare`.
+
+    Ranks must agree before these that all of them compare.
+    """
+    if not compare:
+        return {}
+    versions = package_versions()
     message = "the version of {} differs on rank(s) {{}}; install the same for all ranks"
     return {message.format(name): fingerprint_of(versions.get(name)) for name in ("python", *_PACKAGES)}
 

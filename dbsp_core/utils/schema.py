@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import types
@@ -16,9 +17,10 @@ _EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")  # numbers that YAML takes fo
 _LARGEST = 2**63 - 1  # integer of PyTorch, NumPy and files
 
 
-def setting_names(cls: type) -> list[str]:
+@functools.cache
+def setting_names(cls: type) -> tuple[str, ...]:
     """Returns the keys of a settings class: its fields, except those with metadata setting=False."""
-    return [f.name for f in fields(cls) if f.metadata.get("setting", True)]
+    return tuple(f.name for f in fields(cls) if f.metadata.get("setting", True))
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:

@@ -74,10 +74,14 @@ def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
     """Returns the modules that a path names: "" is the root, "*" each element of a list, "-1" its last one."""
     modules = [root]
     for part in filter(None, path.split(".")):
-        if part in ("*", "-1"):
-            modules = [child for module in modules for child in list(module.children())[-1 if part == "-1" else 0 :]]
-        else:
-            modules = [module.get_submodule(part) for module in modules]
+        parents, modules = modules, []
+        for parent in parents:
+            if part == "*":
+                modules += parent.children()
+            elif part == "-1":
+                modules += list(parent.children())[-1:]
+            else:
+                modules.append(parent.get_submodule(part))
     return modules
 
 

@@ -147,12 +147,21 @@ class Drift:
             _, messages, of_ranks, copied = self._gathered.popleft()
             if copied is not None:
                 copied.synchronize()
-            bits_by_rank = of_ranks.tolist()
-            bit = next((bit for bit in range(_LAST_BIT + 1) if any(bits >> bit & 1 for bits in bits_by_rank)), None)
-            if bit is not None:
-                self.forget()
-                ranks = [rank for rank, bits in enumerate(bits_by_rank) if bits >> bit & 1]
-                raise UserError(messages[min(bit, len(messages) - 1)].format(ranks))
+            self.raise_bits(messages, of_ranks.tolist())
+
+    def raise_bits(self, messages: Sequence[str], bits_by_rank: Sequence[int]) -> None:
+        """Raises UserError about the first bit that any rank has."""
+        bit = next((bit for bit in range(_LAST_BIT + 1) if any(bits >> bit & 1 for bits in bits_by_rank)), None)
+        if bit is not None:
+            self.forget()
+            ranks = [rank for rank, bits in enumerate(bits_by_rank) if bits >> bit & 1]
+            raise UserError(messages[min(bit, len(messages) - 1)].format(ranks))
+
+    def take(self) -> tuple[tuple[str, ...], int]:
+        """Returns messages, and the bits that this rank has noted and not gathered. Waits for the device."""
+        bits = self._on_host | (0 if self._on_device is None else int(self._on_device))
+        self._on_host, self._on_device = 0, None
+        return self._messages, bits
 
     def forget(self) -> None:
         """Begins anew, after a failure."""
@@ -190,7 +199,7 @@ class GenerationChecks:
             return
         generators = [] if device is None else _generators(device)
         kind = _CALL_WITH_GENERATOR if generator else _CALL
-        states = self.meet(kind, {}, [read() for read, _ in generators], problem)
+        states = self.meet(kind, {}, [read() for read, _ in generators], problem=problem)
         for (_, write), state in zip(generators, states, strict=True):
             write(state.clone())
 
@@ -200,31 +209,30 @@ class GenerationChecks:
         Waits for the tensors' device. `tiles` include the shapes of latents.
         """
         described = tiles, [tensor.device.type for tensor in latents]
-        first = self.meet(_DECODING, {TILES_DIFFER: fingerprint_of(described)}, latents)
-        self.drift.compare([DECODED_DIFFER] * len(latents), latents, first)
-        for device in {tensor.device for tensor in latents}:
-            self.drift.gather(device)
-        self.drift.settle()
+        self.meet(_DECODING, {TILES_DIFFER: fingerprint_of(described)}, latents, [DECODED_DIFFER] * len(latents))
 
     def meet(
         self,
         kind: int,
         fingerprints: Mapping[str, int],
         tensors: Sequence[torch.Tensor],
+        messages: Sequence[str] = (),
         problem: Exception | None = None,
     ) -> list[torch.Tensor]:
         """Returns the first rank's values of tensors, once all ranks are at the same exchange. Collective.
 
         A rank that is elsewhere receives what the first rank sends all the same. Afterwards all count its calls.
+        Waits for the device, if tensors are compared.
 
         Args:
             kind: Kind of the exchange.
             fingerprints: Fingerprints of what must be equal, by message, as many for all exchanges of a kind.
             tensors: Tensors whose shapes, dtypes and kinds of device are among what is compared.
+            messages: What is said of each tensor that differs, up to rounding; none: they may differ.
             problem: This rank's, if any.
 
         Raises:
-            UserError: On all ranks, if they are at different exchanges, a fingerprint differs, or one has a problem.
+            UserError: On all ranks, if they are at different exchanges, anything differs, or one has a problem.
         """
         # 1. The first rank's header: [calls, kind, *fingerprints, 0, …, bytes on the host, bytes on the device].
         on_host, on_device = (
@@ -240,8 +248,12 @@ class GenerationChecks:
         # 2. Its tensors, which a rank that is elsewhere receives as bytes.
         first = self.first_rank_values(tensors) if of_first == mine else self._discarded(*of_first[-2:])
         # 3. All ranks raise what one has seen.
+        if first and messages:
+            self.drift.compare(messages, tensors, first)
+        known, bits = self.drift.take()
         compared[_DEVICES_DIFFER] = fingerprint_of((on_host, on_device))
-        agree(self.group.control(), compared, problem=problem)
+        numbers = agree(self.group.control(), compared, problem=problem, numbers=[bits])
+        self.drift.raise_bits(known, [bits for (bits,) in numbers])
         return first
 
     @torch.no_grad()
@@ -252,14 +264,13 @@ class GenerationChecks:
         The first rank is returned its own tensors, other ranks new ones.
         """
         received = list(tensors)
-        for on_host in (True, False):
-            index = [number for number, tensor in enumerate(tensors) if (tensor.device.type == "cpu") == on_host]
+        for is_host in (True, False):
+            index = [number for number, tensor in enumerate(tensors) if (tensor.device.type == "cpu") == is_host]
             if index:
-                group = self.group.control() if on_host else self.group
-                for number, values in zip(
-                    index, _broadcast([tensors[number] for number in index], group), strict=True
-                ):
-                    received[number] = values
+                group = self.group.control() if is_host else self.group
+                values = _broadcast([tensors[number] for number in index], group)
+                for number, value in zip(index, values, strict=True):
+                    received[number] = value
         return received
 
     def _discarded(self, on_host: int, on_device: int) -> list[torch.Tensor]:
@@ -298,14 +309,11 @@ def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
 
 def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:
     """Returns the first rank's tensors, of one device: its own, or views of a buffer. Collective."""
-    first, ends = [], 0
-    for tensor in tensors:
-        first.append(ends)
-        ends += _room(tensor)
-    buffer = torch.empty(ends, dtype=torch.uint8, device=tensors[0].device)
+    rooms = [_room(tensor) for tensor in tensors]
+    buffer = torch.empty(sum(rooms), dtype=torch.uint8, device=tensors[0].device)
     parts = [
-        buffer[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-        for begin, tensor in zip(first, tensors, strict=True)
+        room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for room, tensor in zip(buffer.split(rooms), tensors, strict=True)
     ]
     if group.rank == 0:
         for part, tensor in zip(parts, tensors, strict=True):
@@ -316,4 +324,4 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[to
 
 def _room(tensor: torch.Tensor) -> int:
     """Returns the bytes of a tensor in the buffer that is broadcast."""
-    return -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

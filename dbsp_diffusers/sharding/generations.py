@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,67 +12,14 @@ from torch.utils._pytree import tree_map_only
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
-from dbsp_core.utils.errors import fingerprint_of
 from dbsp_diffusers.models.token_sequence import timestep_of
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, signature_of
-from dbsp_diffusers.sharding.generation_checks import (
-    ARGUMENTS_DIFFER,
-    CONDITION_DIFFERS,
-    CONDITION_DRIFTS,
-    LATENTS_DIFFER,
-    LATENTS_DRIFT,
-    LENGTHS_DIFFER,
-    PASS,
-    SIZES_DIFFER,
-    STEPS_DIFFER,
-    GenerationChecks,
-)
-from dbsp_diffusers.sharding.pass_inputs import Constants, named_tensors, plain_values
+from dbsp_diffusers.sharding.generation_checks import PASS, GenerationChecks
+from dbsp_diffusers.sharding.pass_inputs import BEGIN, Constants, Pass, kinds_of, named_tensors, plain_values
 
-_BEGIN = 2
-"""Passes that a generation begins with: with guidance, those of its first step."""
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
 """Number of its scheduler's steps that a pipeline's loop leaves out at the end, by the pipeline's class."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A forward pass that has begun on this rank."""
-
-    arguments: Arguments  # As this rank was given them
-    sample: Any  # The latents that it denoises, a tensor or a list
-    latents: dict[str, torch.Tensor]  # Tensors of the sample, by name
-    conditions: dict[str, torch.Tensor]  # All other tensors, by name
-    plain: dict[str, Any]  # Arguments that are not tensors, by name
-    generation: int  # Number of the generation, counted on this rank
-    number: int  # Number of the pass in its generation
-    step_index: int | None  # The scheduler's, in a call of the pipeline
-    compared: bool  # True if ranks compare the inputs
-    keeps_inputs: bool  # True if each rank computes with its own inputs, as in training
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """Latents, then conditions."""
-        return [*self.latents.values(), *self.conditions.values()]
-
-    @property
-    def messages(self) -> list[str]:
-        """What is said of each tensor if it differs between ranks."""
-        begins = self.number < _BEGIN
-        latents, condition = (LATENTS_DIFFER, CONDITION_DIFFERS) if begins else (LATENTS_DRIFT, CONDITION_DRIFTS)
-        return [latents] * len(self.latents) + [condition.format(name=name) for name in self.conditions]
-
-    @property
-    def device(self) -> torch.device:
-        """The GPU that tensors are on, if any is on one."""
-        devices = [tensor.device for tensor in self.tensors]
-        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-
-    @property
-    def description(self) -> object:
-        """All but the values of tensors, to be compared by `repr`."""
-        return self.number, self.step_index, sorted(self.plain.items()), _kinds(self.latents | self.conditions)
 
 
 class Generations:
@@ -297,8 +243,8 @@ class Generations:
         # 3. Whether ranks meet before it.
         tensors = latents | conditions
         keeps = training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
-        position = min(self._passes, _BEGIN - 1), _kinds(tensors)
-        compared = always or keeps or failed or position not in self._compared
+        position = min(self._passes, BEGIN - 1), kinds_of(tensors)
+        is_new = always or failed or position not in self._compared
         self._compared.add(position)
         return Pass(
             arguments=(args, kwargs),
@@ -309,7 +255,7 @@ class Generations:
             generation=self._generation,
             number=self._passes,
             step_index=self.progress().step_index,
-            compared=compared,
+            is_new=is_new,
             keeps_inputs=keeps,
         )
 
@@ -322,23 +268,20 @@ class Generations:
         Raises:
             UserError: On all ranks that take part, if they meet and anything differs.
         """
-        # 1. The first rank's tensors.
+        # 1. The first rank's tensors, and how they compare with this rank's.
         checks = checks or self.checks
         if checks.group.size == 1:
             return begun.arguments
         tensors = begun.tensors
         if begun.compared:
-            first = checks.meet(PASS, self._fingerprints(begun), tensors)
+            guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
+            first = checks.meet(PASS, begun.fingerprints(self.steps(), guidance), tensors, begun.messages)
         else:
             first = checks.first_rank_values(tensors)
-        # 2. Each rank compares them with its own, and tells all; where only some take part, all hear it later.
-        drift = checks.drift if begun.compared else self.checks.drift
-        drift.compare(begun.messages, tensors, first)
-        if begun.compared or checks is self.checks:
-            drift.gather(begun.device)
-        if begun.compared:
-            drift.settle()
-        # 3. The arguments with them.
+            self.checks.drift.compare(begun.messages, tensors, first)
+            if checks is self.checks:  # else all ranks hear of it later
+                self.checks.drift.gather(begun.device)
+        # 2. The arguments with them.
         if begun.keeps_inputs:
             return begun.arguments
         replaced = {
@@ -348,18 +291,6 @@ class Generations:
         }
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: replaced.get(id(tensor), tensor), begun.arguments)
         return args, kwargs
-
-    def _fingerprints(self, begun: Pass) -> dict[str, int]:
-        """Returns fingerprints of all but the values of a pass's tensors, by message."""
-        guidance = None if self._call is None else getattr(self._pipe, "_guidance_scale", None)
-        plain = {name: value for name, value in begun.plain.items() if name != "return_dict"}
-        described = {
-            SIZES_DIFFER: _kinds(begun.latents),
-            STEPS_DIFFER: (self.steps(), begun.number, guidance),
-            LENGTHS_DIFFER: _kinds(begun.conditions),
-            ARGUMENTS_DIFFER.format(names=", ".join(plain) or "that are not tensors"): sorted(plain.items()),
-        }
-        return {message: fingerprint_of(value) for message, value in described.items()}
 
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
         """Returns True if a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
@@ -373,11 +304,6 @@ class Generations:
         if first:
             self.checks.calls += 1
         return first
-
-
-def _kinds(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
-    """Returns what ranks must have alike of tensors, by name, but for their values."""
-    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in tensors.items())
 
 
 def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool:

@@ -28,7 +28,8 @@ from dbsp_diffusers.models.transformers import transformers_of
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, cache_contexts
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
-from dbsp_diffusers.sharding.generations import Generations, Pass
+from dbsp_diffusers.sharding.generations import Generations
+from dbsp_diffusers.sharding.pass_inputs import Pass
 from dbsp_diffusers.sharding.step_caches import names_of_caches
 from dbsp_kernels.segments import to_device
 

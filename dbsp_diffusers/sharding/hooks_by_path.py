@@ -42,8 +42,8 @@ class HooksByPath:
 
     def claim(self, module: nn.Module) -> None:
         """Raises UserError for a part of two transformers, in which hooks of one would run in passes of the other."""
-        owner = _owners.get(module, lambda: None)()
-        if owner is not None and owner is not self._root:
+        owner = _owners.get(module)
+        if owner is not None and owner() not in (None, self._root):
             raise UserError(
                 f"a {type(module).__name__} of this {type(self._root).__name__} belongs to another transformer on "
                 "which db-SP is enabled, too; give each its own with copy.deepcopy(transformer), or call "

@@ -3,15 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
+from dbsp_core.utils.errors import fingerprint_of
 from dbsp_core.utils.process import outside_inference
 from dbsp_diffusers.models.token_sequence import Readings
+from dbsp_diffusers.patching import Arguments
+from dbsp_diffusers.sharding.generation_checks import (
+    ARGUMENTS_DIFFER,
+    CONDITION_DIFFERS,
+    CONDITION_DRIFTS,
+    LATENTS_DIFFER,
+    LATENTS_DRIFT,
+    LENGTHS_DIFFER,
+    SIZES_DIFFER,
+    STEPS_DIFFER,
+)
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+BEGIN = 2
+"""Passes that a generation begins with: with guidance, those of its first step."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward pass that has begun on this rank."""
+
+    arguments: Arguments  # As this rank was given them
+    sample: Any  # The latents that it denoises, a tensor or a list
+    latents: dict[str, torch.Tensor]  # Tensors of the sample, by name
+    conditions: dict[str, torch.Tensor]  # All other tensors, by name
+    plain: dict[str, Any]  # Arguments that are not tensors, by name
+    generation: int  # Number of the generation, counted on this rank
+    number: int  # Number of the pass in its generation
+    step_index: int | None  # The scheduler's, in a call of the pipeline
+    is_new: bool  # True if ranks have not compared such a pass in this generation, or the one before it failed
+    keeps_inputs: bool  # True if each rank computes with its own inputs, as in training
+
+    @property
+    def compared(self) -> bool:
+        """True if ranks meet before it."""
+        return self.is_new or self.keeps_inputs
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Latents, then conditions."""
+        return [*self.latents.values(), *self.conditions.values()]
+
+    @property
+    def messages(self) -> list[str]:
+        """What is said of each tensor if it differs between ranks."""
+        begins = self.number < BEGIN
+        latents, condition = (LATENTS_DIFFER, CONDITION_DIFFERS) if begins else (LATENTS_DRIFT, CONDITION_DRIFTS)
+        return [latents] * len(self.latents) + [condition.format(name=name) for name in self.conditions]
+
+    @property
+    def device(self) -> torch.device:
+        """The GPU that tensors are on, if any is on one."""
+        devices = [tensor.device for tensor in self.tensors]
+        return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+    @property
+    def description(self) -> object:
+        """All but the values of tensors, to be compared by `repr`."""
+        return self.number, self.step_index, sorted(self.plain.items()), kinds_of(self.latents | self.conditions)
+
+    def fingerprints(self, *of_generation: object) -> dict[str, int]:
+        """Returns fingerprints of all but the values of tensors, by message; `of_generation` are compared, too."""
+        plain = {name: value for name, value in self.plain.items() if name != "return_dict"}
+        described = {
+            SIZES_DIFFER: kinds_of(self.latents),
+            STEPS_DIFFER: (self.number, of_generation),
+            LENGTHS_DIFFER: kinds_of(self.conditions),
+            ARGUMENTS_DIFFER.format(names=", ".join(plain) or "that are not tensors"): sorted(plain.items()),
+        }
+        return {message: fingerprint_of(value) for message, value in described.items()}
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -28,6 +100,11 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 def plain_values(value: Any) -> Any:
     """Returns what ranks compare of an argument that is not a tensor: numbers, texts, and types of other objects."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__, value)
+
+
+def kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
+    """Returns what ranks must have alike of tensors, by name, but for their values."""
+    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in tensors.items())
 
 
 class Constants:

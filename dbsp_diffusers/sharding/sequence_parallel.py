@@ -78,6 +78,8 @@ class _SequenceSharding:
         self._shard_plan = self._architecture.shard_plan
         self._session = session
         self._bags = BagSessions(session)
+        self._checkpoints: Checkpoints | None = None
+        """Follows gradient checkpointing, from the first pass with gradients on."""
         self._parts: list[tuple[int, ...]] = []
         """Items of each size in the current pass's batch."""
         self._hooks = HooksByPath(transformer)
@@ -86,11 +88,11 @@ class _SequenceSharding:
         self._caches = StepCaches(transformer, blocks, self.together)
 
     def attach(self, patches: PatchSet) -> None:
+        self._patches = patches
         self._caches.attach(patches)
         attentions = self._architecture.attentions_of(self._transformer)
         to_video = self._architecture.attentions_to_video_of(self._transformer)
         self._branch = current_cfg_pass(self._transformer, patches)
-        self._checkpoints = Checkpoints(self._transformer, self._session.passes, patches)
         self._shard_own = self._changing(self._shard_plan.inputs.get("", {}), self._shard, self._transformer)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         hooks, shard_plan = self._hooks, self._shard_plan
@@ -143,6 +145,7 @@ class _SequenceSharding:
         self._caches.look()
         self._hooks.follow()
         if torch.is_grad_enabled():
+            self._checkpoints = self._checkpoints or Checkpoints(module, self._session.passes, self._patches)
             self._checkpoints.follow()
         if getattr(module, "_parallel_config", None) is not None:
             raise UserError(

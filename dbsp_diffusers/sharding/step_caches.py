@@ -7,7 +7,7 @@ tests/diffusers/test_step_caches.py fails where another version has it otherwise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,12 +185,16 @@ def _unknown(what: str) -> UserError:
     )
 
 
-def _skipping_hooks(transformer: nn.Module, blocks: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields diffusers' hooks that may do something else than call their module, each with its module.
+def _skipping_hooks(transformer: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
+    """Returns diffusers' hooks that may do something else than call their module, each with its module.
 
     Caches are put on the transformer, its blocks and their attentions.
     """
-    for module in (transformer, *(part for block in blocks for part in (block, *block.children()))):
+    modules, found = [transformer], []
+    for block in blocks:
+        modules += [block, *block.children()]
+    for module in modules:
         for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values():
             if hasattr(hook, "new_forward"):
-                yield module, hook
+                found.append((module, hook))
+    return found

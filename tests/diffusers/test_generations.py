@@ -120,7 +120,7 @@ ODD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "another configuration": (
         lambda: make_tiny_transformer("wan"),
         {"config": {"mask": MASK | {"block_q": 32}}},
-        "the configuration differs on rank(s) [1]",
+        "the settings differ on rank(s) [1]",
     ),
 }
 """What the last rank is given: a model and arguments; and what `enable` says then."""

@@ -16,6 +16,7 @@ from tests.support.models.tiny_pipelines import alone, latents, load
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import assert_near, said
 from tests.support.single_process import attach_single_process
+from tests.support.steady_cases import collectives
 
 DENSE: dict[str, Any] = {"mask": {"source": "dense", "block_q": 16, "block_k": 16}}
 
@@ -92,6 +93,31 @@ def gradients_of_inputs(rank: int, world: int) -> None:
 
 def test_inputs_with_gradients_are_compared_at_every_pass(pool):
     pool(2).run(gradients_of_inputs)
+
+
+def comparisons_of_passes(rank: int, world: int, training: bool) -> list[dict[str, int]]:
+    """Returns the collectives of five passes of one generation, by name, but for those of attention."""
+    transformer, counts = make_tiny_transformer("wan").train(training), []
+    dbsp_diffusers.enable(transformer, DENSE)
+    for _ in range(5):
+        with torch.set_grad_enabled(training), collectives() as seen:
+            transformer(**_inputs())
+        counts.append({name: number for name, number in seen.items() if name != "all_to_all_single"})
+    dbsp_diffusers.disable(transformer)
+    return counts
+
+
+STEADY = {
+    False: {"broadcast": 1, "_all_gather_single": 1, "all_gather": 1},  # inputs, what differs, the output
+    True: {"broadcast": 2, "all_gather": 2},  # header and inputs, comparison, the output
+}
+"""Collectives of a steady pass, without training and with it."""
+
+
+@pytest.mark.parametrize("training", STEADY)
+def test_steady_passes_compare_once(pool, training):
+    for _, _, *steady in pool(2).run(comparisons_of_passes, training):
+        assert steady == [STEADY[training]] * 3
 
 
 def noise_of_a_scheduler(rank: int, world: int, folder: str) -> None:
