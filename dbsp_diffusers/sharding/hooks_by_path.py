@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.architecture import modules_at
+from dbsp_diffusers.patching import Arguments, signature_of
 
-Hook = Callable[..., Any]
+Spec = Any
+"""What a change is told of an argument or output."""
+Change = Callable[[Any, Spec], Any]
+"""Returns what takes the place of an argument or output."""
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """Modules that db-SP changes, each with the transformer that it is a part of."""
 
@@ -29,15 +36,17 @@ class HooksByPath:
         self._hooks: list[tuple[str, Callable[[nn.Module], RemovableHandle], dict[nn.Module, RemovableHandle]]] = []
         """Each path with what hooks a module there, and the modules that are hooked."""
 
-    def before(self, path: str, make: Callable[[nn.Module], Hook]) -> None:
-        """Calls make(module), which is given arguments by position and by name, before the modules at a path.
+    def before(self, path: str, arguments: Mapping[str, Spec], change: Change) -> None:
+        """Changes arguments of the modules at a path, but for the root; see `changing_arguments`."""
 
-        The root's own hooks are not among these.
-        """
-        self._hooks.append((path, lambda module: module.register_forward_pre_hook(make(module), with_kwargs=True), {}))
+        def register(module: nn.Module) -> RemovableHandle:
+            return module.register_forward_pre_hook(changing_arguments(module, arguments, change), with_kwargs=True)
 
-    def after(self, path: str, hook: Hook) -> None:
-        """Calls a function after the modules at a path."""
+        self._hooks.append((path, register, {}))
+
+    def after(self, path: str, outputs: Mapping[int, Spec], change: Change) -> None:
+        """Changes outputs of the modules at a path; see `changing_outputs`."""
+        hook = changing_outputs(outputs, change)
         self._hooks.append((path, lambda module: module.register_forward_hook(hook), {}))
 
     def claim(self, module: nn.Module) -> None:
@@ -77,3 +86,49 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     for name in ("_orig_mod", "_checkpoint_wrapped_module"):
         module = getattr(module, name, module)
     return module
+
+
+def changing_arguments(
+    module: nn.Module, arguments: Mapping[str, Spec], change: Change
+) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
+    """Returns a hook that changes arguments of a module's forward, positional or by name as they come.
+
+    Args:
+        arguments: By name, what `change` is given with the argument.
+
+    Raises:
+        UserError: For an argument that the module does not have.
+    """
+    names = list(signature_of(module).parameters)
+    unknown = [name for name in arguments if name not in names]
+    if unknown:
+        raise UserError(
+            f"{type(module).__name__} has no argument {unknown[0]}, which db-SP cuts; install the version of "
+            "diffusers that db-SP is tested with (constraints.txt)"
+        )
+    positions = {name: names.index(name) for name in arguments}
+
+    def changed(module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
+        positional, named = list(args), dict(kwargs)
+        for name, spec in arguments.items():
+            if name in named:
+                named[name] = change(named[name], spec)
+            elif positions[name] < len(positional):
+                positional[positions[name]] = change(positional[positions[name]], spec)
+        return tuple(positional), named
+
+    return changed
+
+
+def changing_outputs(outputs: Mapping[int, Spec], change: Change) -> Callable[[nn.Module, Args, Any], Any]:
+    """Returns a hook that changes a module's output, which is number 0, or some of several by number."""
+
+    @torch.compiler.disable
+    def changed(module: nn.Module, args: Args, output: Any) -> Any:
+        if isinstance(output, (torch.Tensor, Mapping)):
+            return change(output, outputs[0])
+        return tuple(
+            change(element, outputs[index]) if index in outputs else element for index, element in enumerate(output)
+        )
+
+    return changed

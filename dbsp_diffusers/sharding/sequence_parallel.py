@@ -29,7 +29,7 @@ from dbsp_diffusers.patching import (
 )
 from dbsp_diffusers.sharding.attention import intercept_attention
 from dbsp_diffusers.sharding.checkpoints import Checkpoints
-from dbsp_diffusers.sharding.hooks_by_path import HooksByPath
+from dbsp_diffusers.sharding.hooks_by_path import HooksByPath, changing_arguments
 from dbsp_diffusers.sharding.pass_inputs import join_parts, part_of, parts_by_size
 from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
@@ -93,22 +93,22 @@ class _SequenceSharding:
         attentions = self._architecture.attentions_of(self._transformer)
         to_video = self._architecture.attentions_to_video_of(self._transformer)
         self._branch = current_cfg_pass(self._transformer, patches)
-        self._shard_own = self._changing(self._shard_plan.inputs.get("", {}), self._shard, self._transformer)
+        self._shard_own = changing_arguments(self._transformer, self._shard_plan.inputs.get("", {}), self._shard)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         hooks, shard_plan = self._hooks, self._shard_plan
         patches.on_detach(hooks.remove)
         for path, arguments in shard_plan.inputs.items():  # the transformer's own are cut once the pass has begun
-            hooks.before(path, functools.partial(self._changing, arguments, self._shard))
+            hooks.before(path, arguments, self._shard)
         for path, arguments in shard_plan.gathered_inputs.items():
-            hooks.before(path, functools.partial(self._changing, arguments, self._gather_for_all))
+            hooks.before(path, arguments, self._gather_for_all)
         for path, outputs in shard_plan.outputs.items():
-            hooks.after(path, self._changing_outputs(outputs, self._shard))
+            hooks.after(path, outputs, self._shard)
         for path, spec in shard_plan.gathered.items():
-            hooks.after(path, self._changing_outputs({0: spec}, self._gather))
+            hooks.after(path, {0: spec}, self._gather)
         for path, early in shard_plan.gathered_early.items():
-            hooks.after(path, self._changing_outputs(early, self._gather_for_all))
+            hooks.after(path, early, self._gather_for_all)
         for path in shard_plan.whole:
-            hooks.after(path, self._count_gradient_once)
+            hooks.after(path, {0: None}, self._count_gradient_once)
         for attention in (*attentions, *to_video):
             hooks.claim(attention)
         hooks.follow()
@@ -293,46 +293,6 @@ class _SequenceSharding:
             value = value.narrow(dim, 0, min(shards.tokens, value.shape[dim]))
         return shards.take(value, dim)
 
-    def _changing(
-        self, arguments: Mapping[str, ShardSpec], change: Callable[[Any, ShardSpec], Any], module: nn.Module
-    ) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
-        """Returns a hook that changes arguments of a module's forward, positional or by name as they came."""
-        names = list(signature_of(module).parameters)
-        unknown = [name for name in arguments if name not in names]
-        if unknown:
-            raise UserError(
-                f"{type(module).__name__} has no argument {unknown[0]}, which db-SP cuts; install the version of "
-                "diffusers that db-SP is tested with (constraints.txt)"
-            )
-        positions = {name: names.index(name) for name in arguments}
-
-        def changed(module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
-            positional, named = list(args), dict(kwargs)
-            for name, part in arguments.items():
-                if name in named:
-                    named[name] = change(named[name], part)
-                elif positions[name] < len(positional):
-                    positional[positions[name]] = change(positional[positions[name]], part)
-            return tuple(positional), named
-
-        return changed
-
-    def _changing_outputs(
-        self, shard_plan: Mapping[int, ShardSpec], change: Callable[[Any, ShardSpec], Any]
-    ) -> Callable[[nn.Module, Args, Any], Any]:
-        """Returns a hook that changes a module's output, or some of several by index."""
-
-        @torch.compiler.disable
-        def changed(module: nn.Module, args: Args, output: Any) -> Any:
-            if isinstance(output, (torch.Tensor, Mapping)):
-                return change(output, shard_plan[0])
-            return tuple(
-                change(element, shard_plan[index]) if index in shard_plan else element
-                for index, element in enumerate(output)
-            )
-
-        return changed
-
     def _gather(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
         """Gathers all ranks' shards of an output. Collective."""
         if self._now.streams is None:
@@ -346,5 +306,5 @@ class _SequenceSharding:
         return sum_gradient(self._gather(value, spec), self._session.group)
 
     @torch.compiler.disable
-    def _count_gradient_once(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+    def _count_gradient_once(self, output: torch.Tensor, _: None) -> torch.Tensor:
         return count_gradient_once(output, self._session.group)
