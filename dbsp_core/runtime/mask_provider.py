@@ -73,7 +73,7 @@ class MaskProvider:
 
     def pass_key(self) -> Hashable:
         """Returns what this pass's cache keys depend on, but for its videos: dense layers; the step, if masks do."""
-        dense = tuple(filter(self._is_dense, range(self.layers))) if self.schedule != DenseSchedule() else ()
+        dense = tuple(filter(self._is_dense, range(self.layers)))
         return dense, self.moment if self.source.changes == "per_step" else None
 
     def cache_key(self, layer: int) -> Hashable | None:
@@ -101,6 +101,8 @@ class MaskProvider:
         return mask
 
     def _is_dense(self, layer: int) -> bool:
+        if self.schedule == DenseSchedule():
+            return False
         steps = self.steps() if self.schedule.last_steps else None
         return self.schedule.is_dense(layer, self.layers, self.moment.step, steps)
 
