@@ -102,9 +102,9 @@ class StepCaches:
                 vars(hook).setdefault(_DECISION, self._first_block(hook))
             elif name not in IDENTICAL:
                 raise _unknown(f"a {name}")
-        manager = self._cache_dit()
+        manager, contexts = _cache_dit_of(self.transformer)
         if manager is not None:
-            _decide_together(manager, self._contexts(), self.together)
+            _decide_together(manager, contexts, self.together)
 
     def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
         """Decides for diffusers' hook whether the change since the last computed pass is above its threshold."""
@@ -129,23 +129,19 @@ class StepCaches:
         """Leaves every cache with its own decision."""
         for _, hook in _skipping_hooks(self.transformer, self.blocks):
             vars(hook).pop(_DECISION, None)
-        manager = self._cache_dit()
+        manager, contexts = _cache_dit_of(self.transformer)
         if manager is not None and "_dbsp_ranks" in vars(manager):
-            ranks = manager._dbsp_ranks
-            for context in self._contexts():
-                ranks.pop(context, None)
-            if not ranks:  # the last of its transformers leaves it as it was
+            for context in contexts:
+                manager._dbsp_ranks.pop(context, None)
+            if not manager._dbsp_ranks:  # the last of its transformers leaves it as it was
                 del manager._dbsp_ranks, manager.similarity
 
-    def _cache_dit(self) -> Any:
-        """Returns cache-dit's manager of what it has cached of this transformer, if any."""
-        attributes = vars(self.transformer)
-        return attributes.get("_context_manager") if attributes.get("_is_cached", False) else None
 
-    def _contexts(self) -> Sequence[str]:
-        """Returns the names of the transformer's caches in cache-dit's manager."""
-        names: Sequence[str] = vars(self.transformer).get("_context_names", ())
-        return names
+def _cache_dit_of(transformer: nn.Module) -> tuple[Any, Sequence[str]]:
+    """Returns cache-dit's manager of what it has cached of a transformer, and its names there; None without it."""
+    attributes = vars(transformer)
+    manager = attributes.get("_context_manager") if attributes.get("_is_cached", False) else None
+    return manager, attributes.get("_context_names", ())
 
 
 def _decide_together(manager: Any, contexts: Sequence[str], together: ForwardRanks) -> None:
