@@ -16,6 +16,7 @@ from dbsp_core.utils.errors import UserError
 
 DENSE = "dense by schedule"
 """Cache key of the mask of a layer that the schedule makes dense."""
+_NOTHING_DENSE = DenseSchedule()
 
 
 @dataclass
@@ -101,7 +102,7 @@ class MaskProvider:
         return mask
 
     def _is_dense(self, layer: int) -> bool:
-        if self.schedule == DenseSchedule():
+        if self.schedule == _NOTHING_DENSE:
             return False
         steps = self.steps() if self.schedule.last_steps else None
         return self.schedule.is_dense(layer, self.layers, self.moment.step, steps)
