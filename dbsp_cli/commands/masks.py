@@ -1,10 +1,9 @@
-"""`dbsp masks`: convert, record and look at masks."""
+"""`dbsp masks`: convert and fit masks, and look at them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +21,6 @@ from dbsp_cli.mask_tools.convert import (
 )
 from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_cli.mask_tools.info import MaskSeries, examine_masks, mask_picture
-from dbsp_cli.mask_tools.recording import Recording, recordings_in
 from dbsp_cli.output import (
     MOST_GPUS,
     PATH,
@@ -34,12 +32,11 @@ from dbsp_cli.output import (
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
-from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import parse_size, require_file_path, require_folder_path, write_atomically
-from dbsp_core.utils.process import RECORD, RECORD_LAYERS, RECORD_LIMIT, environment_value, printable
+from dbsp_core.utils.files import require_file_path, write_atomically
+from dbsp_core.utils.process import printable
 
-masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)
+masks_app = typer.Typer(help="Convert and fit masks, and look at them.", rich_markup_mode=None)
 
 
 @masks_app.callback(invoke_without_command=True)
@@ -70,34 +67,6 @@ def convert(
     else:
         layout = convert_masks(source, target, read_options(settings or (), ConvertOptions))
     print(f"{done} {target}: {_in_words(layout)}", file=sys.stderr)
-
-
-@masks_app.command()
-def record(
-    folder: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder for the recording; must be new or empty.", **PATH)
-    ],
-    command: Annotated[list[str], typer.Argument(help="What to run, after --: xdit …, torchrun ….")],
-) -> None:
-    """Run a command and keep the masks of its attentions, on rank 0. The run itself is not changed.
-
-    $DBSP_RECORD_EVERY, $DBSP_RECORD_LAYERS and $DBSP_RECORD_LIMIT say which: each n-th step, layers such as 0,5,10-12,
-    and the most to write, such as 500MiB.
-    """
-    for name, parse in ((RECORD_LIMIT, parse_size), (RECORD_LAYERS, parse_layers)):
-        value = environment_value(name)
-        if value is not None:
-            parse(value)
-    if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
-    require_folder_path(folder.absolute(), "OUT")
-    try:
-        code = subprocess.call(command, env=os.environ | {RECORD: str(folder.absolute())})
-    except OSError as error:
-        raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
-    for recording in recordings_in(folder) or [folder]:
-        print(_summary(recording), file=sys.stderr)
-    raise typer.Exit(code if code >= 0 else 128 - code)  # of a signal, as shells have it
 
 
 @masks_app.command()
@@ -187,19 +156,3 @@ def _in_words(layout: MaskLayout) -> str:
     in_order = {order for each in layout.orders for order in each}
     orders = sorted({name for order in in_order for name in ((order,) if isinstance(order, str) else order)})
     return f"{groups}{layers}, {layout.heads} heads, {grid.nq}×{grid.nk} blocks, token orders {', '.join(orders)}"
-
-
-def _summary(folder: Path) -> str:
-    try:
-        recording = Recording.read(folder)
-    except UserError:
-        return (
-            f"nothing was recorded to {folder}: no attention of db-SP ran on rank 0 (is it on, with --sp-backend "
-            "dbsp, dbsp_diffusers.enable or dbsp_para.parallelize_pipe?)"
-        )
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    stopped = f"; stopped early: {recording.stopped}" if recording.stopped else ""
-    return (
-        f"recorded {len(recording.passes)} passes of {len(recording.recorded_layers)} layers to {folder}, "
-        f"{size / 2**20:.1f} MiB{stopped}; see it with: dbsp masks info {folder}"
-    )
