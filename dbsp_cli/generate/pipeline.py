@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dbsp_cli.generate.loras import Lora, load_loras
+from dbsp_cli.generate.inputs import Lora, load_loras
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.utils.errors import UserError
@@ -78,8 +78,6 @@ def load_pipeline(
     settings: GenerateSettings,
     features: Features,
     device: torch.device,
-    *,
-    from_video: bool = False,
 ) -> Any:
     """Loads a folder or repository on a device, with LoRA weights, quantized, or offloaded to the host.
 
@@ -94,8 +92,6 @@ def load_pipeline(
         options["torch_dtype"] = {"default": dtype, "vae": torch.float32}
     if features.quantize is not None:
         options["quantization_config"] = _quantization(features.quantize, identity)
-    if from_video:
-        options["cls"] = str(kind.from_video)
     pipe = load_stock_pipeline(
         model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
     )
@@ -138,21 +134,18 @@ def speed_up(transformers: Mapping[str, nn.Module], features: Features) -> None:
             transformer.compile_repeated_blocks()  # type: ignore[operator]
 
 
-def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *, from_video: bool) -> dict[str, Any]:
+def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any]) -> dict[str, Any]:
     """Returns the arguments of a pipeline's call that only some have.
 
     Args:
-        frames: Images of the first frame and of the last, or of the video to start from, in the video's size.
+        frames: Images of the first frame and of the last, in the video's size.
     """
     from PIL import Image
 
     parameters = inspect.signature(type(pipe).__call__).parameters
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = {"num_frames": settings.num_frames}
     if settings.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
         arguments["guidance_scale_2"] = settings.guidance_scale_2
-    if from_video:
-        return arguments | {"video": list(frames)}
-    arguments["num_frames"] = settings.num_frames
     if "reference_images" not in parameters:
         return arguments | dict(zip(("image", "last_image"), frames, strict=False))
     # VACE invents the frames between, as in xDiT

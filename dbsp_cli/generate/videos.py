@@ -72,14 +72,14 @@ def _make_videos(
 
     # 1. The pipeline: db-SP comes after LoRA weights and offloading, and before compilation.
     settings = generation.config.generate
-    features, from_video = generation.request.features, generation.request.video is not None
-    pipe = load_pipeline(model, generation.identity, settings, features, device, from_video=from_video)
+    features = generation.request.features
+    pipe = load_pipeline(model, generation.identity, settings, features, device)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
     config = replace(generation.config, report=str(generation.report or unwanted))
     session = enable(pipe, config)
     speed_up(transformers_in(pipe), features)
     # 2. One video after another.
-    of_pipeline = arguments_of(pipe, settings, generation.frames, from_video=from_video)
+    of_pipeline = arguments_of(pipe, settings, generation.frames)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
     for number, output in enumerate(outputs, 1):

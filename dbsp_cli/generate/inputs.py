@@ -1,4 +1,4 @@
-"""LoRA weights of `--lora`: the transformer that they are for, and whether they fit it, before weights are loaded."""
+"""Images and LoRA weights that a video is made with, checked before a checkpoint's weights are loaded."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from dbsp_cli.tiny_models import MAKERS
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import model_title, tiny_architecture
 from dbsp_core.utils.errors import UserError, cut_short
@@ -24,6 +26,38 @@ TRANSFORMERS = ("transformer", "transformer_2")
 _OPTION = re.compile(rf"(.+?)(?::({'|'.join(TRANSFORMERS)}))?(?:=([^=/]*))?")
 _KEY = re.compile(r"transformer\.(.+)\.(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.\w+)?\.weight")
 _ADVICE = "give a file, a folder or a repository of LoRA weights"
+
+
+def fitted(path: Path, video: GenerateSettings) -> Any:
+    """Reads an image in the video's size: scaled, and cut off on both sides if it is too wide or too high.
+
+    Raises:
+        UserError: The file is not an image of 8 bits, is transparent, or more than half of it would be cut off.
+    """
+    from PIL import Image, ImageOps
+
+    advice = "name a file such as a PNG or JPEG"
+    require_file(path, "image", advice)
+    try:
+        image = ImageOps.exif_transpose(Image.open(path))
+        has_8_bits = not image.mode.startswith(("I", "F"))
+        transparent = has_8_bits and image.has_transparency_data
+        if transparent:
+            transparent = np.asarray(image.convert("RGBA"))[..., 3].min() < 255
+        pixels = image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read as an image; {advice}") from error
+    if not has_8_bits:
+        raise UserError(f"{path} has values of more than 8 bits, and it is not clear which one is white; save 8 bits")
+    if transparent:
+        raise UserError(f"{path} has transparent parts, and a video has none; save it on a background")
+    width, height = video.width or image.width, video.height or image.height
+    if not 0.5 <= image.width * height / (image.height * width) <= 2:
+        raise UserError(
+            f"{path} is {image.width}×{image.height}: more than half of it would be cut off in a video of "
+            f"{width}×{height}; set generate.width and generate.height, or cut it yourself"
+        )
+    return ImageOps.fit(pixels, (width, height), Image.Resampling.LANCZOS)
 
 
 @dataclass(frozen=True)
