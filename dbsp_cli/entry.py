@@ -38,14 +38,10 @@ def _open_streams() -> None:
 
     Without that, files that are opened later would get the numbers of closed streams, and what is printed.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            os.set_inheritable(number, True)
-            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115  never closed
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  takes the lowest number that is free
+            os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
