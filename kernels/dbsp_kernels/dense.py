@@ -110,7 +110,7 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKer
     inputs = SDPAParams(q, q, q, None, 0.0, False, False)
     reasons = []
     with sdpa_kernel(list(SDPBackend.__members__.values())):  # independent of the caller's context
-        for kernel in _preferred(device):
+        for kernel in _PREFERRED.get(torch.cuda.get_device_capability(device), (FLASH, EFFICIENT)):
             try:
                 if kernel.supports(inputs):
                     kernel.run(q, q, q, 1.0)
@@ -122,11 +122,6 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKer
                 reasons.append(f"{kernel.name}: {' '.join(str(error).split())[:200]}")
     _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", dtype, head_dim, "; ".join(reasons))
     return None
-
-
-def _preferred(device: torch.device) -> tuple[FusedKernel, ...]:
-    """Returns the fused kernels for a GPU that are faster than the block kernel, the fastest first."""
-    return _PREFERRED.get(torch.cuda.get_device_capability(device), (FLASH, EFFICIENT))
 
 
 _NOT_OURS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -176,4 +171,5 @@ _PREFERRED = {
     (10, 0): (CUDNN, FLASH, EFFICIENT),
     (10, 3): (CUDNN, FLASH, EFFICIENT),
 }
-"""Fused kernels by compute capability; everywhere else torch's own order, in which cuDNN comes after all others."""
+"""Fused kernels that are faster than the block kernel, the fastest first, by compute capability; everywhere else
+torch's own order, in which cuDNN comes after all others."""
