@@ -128,44 +128,23 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} is not installed; {install_command('diffusers')}")
-    from dbsp_diffusers.checkpoint import require_checkpoint  # here: it takes seconds to import
-    from dbsp_diffusers.resolve import require_possible
-
     if request.model is not None:
         request = replace(request, model=expand_path(request.model))
-    # 1. The settings: a file's, the options' over them, the model's usual ones for what neither says.
+    # 1. The settings: a file's, the options' over them, the model's usual ones for what neither says
     prompts = prompts_of(request.prompt)
     settings = _settings(request, prompts)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
-    spec = find_model_spec(model) or published_model(identity)
-    shipped = None if spec else _shipped_for(model)
-    usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
-    with settings.located(), blame_setting("generate"):
-        video = config.generate.filled(usual)
-    images = sum(image is not None for image in (video.image, video.last_image))
-    if (message := identity.images_message(images)) is not None:
-        raise UserError(f"{model_title(identity)} {message}")
-    with settings.located(), blame_setting("generate"):
-        require_video(identity, video)
-    # 2. What the model takes, and this machine can do.
-    with settings.located():
-        require_possible(config)
-        _require_mask_size(config, identity, video)
-    request.features.require_possible()
-    tiny, named = tiny_architecture(model), find_model_spec(model)
-    loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
-    if not tiny:
-        require_checkpoint(loaded, ask_hub=False)
-    require_fitting([lora.within(identity) for lora in request.features.loras()], loaded, identity)
+    video = _video(config, model, identity, settings)
+    # 2. What the model takes, and this machine can do
+    loaded = _require_loadable(request, config, model, identity, video, settings)
     frames = _frames(video, settings)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     strategy = config.strategy or _default_strategy(rank_info, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(rank_info.world)
-    # 3. What is written, and where: rank 0 does it.
-    outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
+    # 3. What is written, and where: rank 0 does it
     report = request.report or (Path(config.report) if config.report else None)
     generation = Generation(
         request=request,
@@ -174,20 +153,60 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         model=loaded,
         identity=identity,
         frames=frames,
-        outputs=outputs,
+        outputs=outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos),
         report=None if report is None else report.absolute(),
     )
     _require_results(generation, is_written_here=rank_info.rank == 0)
     # 4. Warnings
-    slow = spec is not None and not torch.accelerator.is_available()
-    if tiny == "wan-trained":
-        trained_weights()  # raises where they are not
+    is_large = find_model_spec(model) is not None or published_model(identity) is not None
+    slow = is_large and not torch.accelerator.is_available()
     warnings = (
         *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
         f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out" if slow else None,
         replaced_message(generation.left) if rank_info.rank == 0 else None,
     )
     return replace(generation, warnings=tuple(dict.fromkeys(filter(None, warnings))))
+
+
+def _video(config: DbspConfig, model: str, identity: ModelSignature, settings: Settings) -> GenerateSettings:
+    """Returns the video to make, with the model's usual settings for what is not given."""
+    spec = find_model_spec(model) or published_model(identity)
+    shipped = None if spec else _shipped_for(model)
+    usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
+    with settings.located(), blame_setting("generate"):
+        video = config.generate.filled(usual)
+    message = identity.images_message(sum(image is not None for image in (video.image, video.last_image)))
+    if message is not None:
+        raise UserError(f"{model_title(identity)} {message}")
+    with settings.located(), blame_setting("generate"):
+        require_video(identity, video)
+    return video
+
+
+def _require_loadable(
+    request: GenerationRequest,
+    config: DbspConfig,
+    model: str,
+    identity: ModelSignature,
+    video: GenerateSettings,
+    settings: Settings,
+) -> str:
+    """Checks what the model takes, what this machine can do, and files of weights; returns what ranks load."""
+    from dbsp_diffusers.checkpoint import require_checkpoint  # here: it takes seconds to import
+    from dbsp_diffusers.resolve import require_possible
+
+    with settings.located():
+        require_possible(config)
+        _require_mask_size(config, identity, video)
+    request.features.require_possible()
+    tiny, named = tiny_architecture(model), find_model_spec(model)
+    loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
+    if tiny == "wan-trained":
+        trained_weights()  # raises where they are not
+    if not tiny:
+        require_checkpoint(loaded, ask_hub=False)
+    require_fitting([lora.within(identity) for lora in request.features.loras()], loaded, identity)
+    return loaded
 
 
 def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
