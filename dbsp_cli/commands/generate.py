@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 import yaml
 
+from dbsp_cli.generate.inputs import OFFLOADS, QUANTIZATIONS, Features
 from dbsp_cli.generate.outputs import Output
-from dbsp_cli.generate.pipeline import OFFLOADS, QUANTIZATIONS, Features
 from dbsp_cli.generate.ranks import RankInfo, processes_here, run_ranks
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.output import PATH, options_for

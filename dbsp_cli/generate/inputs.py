@@ -1,13 +1,14 @@
-"""Images and LoRA weights that a video is made with, checked before a checkpoint's weights are loaded."""
+"""Images, LoRA weights and features of diffusers that a video is made with, checked before weights are loaded."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,10 +20,12 @@ from dbsp_core.models.table import model_title, tiny_architecture
 from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import expand_path, require_file
 
-if TYPE_CHECKING:
-    from torch import nn
-
 TRANSFORMERS = ("transformer", "transformer_2")
+OFFLOADS = ("model", "sequential")
+QUANTIZATIONS = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+"""Weights' formats by name, each with the package that has it."""
+_CACHE = "first-block"
+_CACHE_THRESHOLD = 0.05
 _OPTION = re.compile(rf"(.+?)(?::({'|'.join(TRANSFORMERS)}))?(?:=([^=/]*))?")
 _KEY = re.compile(r"transformer\.(.+)\.(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.\w+)?\.weight")
 _ADVICE = "give a file, a folder or a repository of LoRA weights"
@@ -97,6 +100,52 @@ class Lora:
         return Lora(self.source, self.weight, self.target or "transformer")
 
 
+@dataclass(frozen=True)
+class Features:
+    """Features of diffusers that a pipeline is given in addition to db-SP: options of `dbsp generate`."""
+
+    lora: Sequence[str] = ()
+    offload: str | None = None
+    quantize: str | None = None
+    compile: bool = False
+    cache: str | None = None
+
+    def require_possible(self) -> None:
+        """Raises UserError for what does not exist, or cannot be had on this machine."""
+        if self.offload not in (None, *OFFLOADS):
+            raise UserError(f"--offload {self.offload}: use {', '.join(OFFLOADS)}")
+        if self.quantize not in (None, *QUANTIZATIONS):
+            raise UserError(f"--quantize {self.quantize}: use {', '.join(QUANTIZATIONS)}")
+        if self.offload is not None and not torch.accelerator.is_available():
+            raise UserError("--offload needs a GPU; without one, weights are in the host's memory already")
+        if self.quantize == "nf4" and not torch.accelerator.is_available():
+            raise UserError("--quantize nf4 needs a GPU, which bitsandbytes computes on; without one, use int8 or fp8")
+        lacking = [QUANTIZATIONS[self.quantize]] if self.quantize else []
+        lacking += ["peft"] if self.lora else []
+        for package in lacking:
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"{package} is not installed; pip install {package}")
+        self.loras()
+        self.cache_threshold()
+
+    def loras(self) -> list[Lora]:
+        """Returns the LoRA weights, some with the name of their transformer."""
+        return [Lora.parse(text) for text in self.lora]
+
+    def cache_threshold(self) -> float | None:
+        """Returns the relative change of the first block below which a step is not computed; None: no cache."""
+        if self.cache is None:
+            return None
+        name, _, number = self.cache.partition("=")
+        try:
+            threshold = float(number or _CACHE_THRESHOLD)
+        except ValueError:
+            threshold = 0.0
+        if name != _CACHE or not threshold > 0:
+            raise UserError(f"--cache {self.cache}: use {_CACHE}, or {_CACHE}=0.1 with a threshold above 0")
+        return threshold
+
+
 def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature) -> None:
     """Raises UserError for LoRA weights that are not there, cannot be read, or do not fit the model's transformers.
 
@@ -145,7 +194,7 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
             )
 
 
-def _without_weights(model: str, name: str) -> nn.Module | None:
+def _without_weights(model: str, name: str) -> torch.nn.Module | None:
     """Returns a model's transformer, on the meta device or tiny; None where its configuration is not here."""
     import diffusers
 
@@ -154,7 +203,7 @@ def _without_weights(model: str, name: str) -> nn.Module | None:
     tiny = tiny_architecture(model)
     if tiny is not None:
         with torch.random.fork_rng(devices=[]):
-            transformer: nn.Module = getattr(MAKERS[tiny](), name)
+            transformer: torch.nn.Module = getattr(MAKERS[tiny](), name)
         return transformer
     checkpoint = local_checkpoint(model)
     config = {} if checkpoint is None else checkpoint.config(name)

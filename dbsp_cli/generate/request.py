@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from dbsp_cli.generate.inputs import TRANSFORMERS, fitted, require_fitting
+from dbsp_cli.generate.inputs import TRANSFORMERS, Features, fitted, require_fitting
 from dbsp_cli.generate.outputs import Output, outputs_of, prompts_of, replaced_message
-from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart
 from dbsp_cli.tiny_models import trained_weights

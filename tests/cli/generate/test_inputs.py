@@ -12,8 +12,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dbsp_cli.generate.inputs import fitted
-from dbsp_cli.generate.pipeline import Features
+from dbsp_cli.generate.inputs import Features, fitted
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.models.settings import GenerateSettings

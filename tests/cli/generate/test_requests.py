@@ -10,8 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dbsp_cli.generate.inputs import Lora
-from dbsp_cli.generate.pipeline import Features
+from dbsp_cli.generate.inputs import Features, Lora
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.tiny_models import make_tiny

@@ -17,10 +17,10 @@ from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 
 from dbsp_cli.generate import videos
-from dbsp_cli.generate.pipeline import Features, _quantization, load_pipeline
+from dbsp_cli.generate.inputs import Features
 from dbsp_cli.generate.ranks import ENDING, RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
-from dbsp_cli.generate.videos import make_videos
+from dbsp_cli.generate.videos import _quantization, load_pipeline, make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import BlockMask, save_mask
 from dbsp_core.models.settings import GenerateSettings
