@@ -508,7 +508,7 @@ def _measure_attentions(work: Workload, measured: Measured) -> None:
     ]
 
 
-def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0) -> tuple[list[float], float]:
+def fit(columns: np.ndarray, seconds: np.ndarray, explained: np.ndarray | float = 0.0) -> tuple[list[float], float]:
     """Finds the coefficients ≥ 0 with the least sum of squared relative errors, one per column.
 
     Every set of coefficients that are not zero is tried: exact, and there are few.
@@ -516,20 +516,20 @@ def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.
     Args:
         columns: float64[samples, n], samples ≥ n.
         seconds: float64[samples] > 0.
-        given: float64[samples], seconds that are explained already.
+        explained: float64[samples], seconds that are explained already.
 
     Returns:
         The coefficients, and the largest relative error.
     """
-    relative, wanted = columns / seconds[:, None], 1 - given / seconds
+    relative, target = columns / seconds[:, None], 1 - explained / seconds
     norms = np.maximum(np.linalg.norm(relative, axis=0), np.finfo(float).tiny)
     best, least = np.zeros(columns.shape[1]), np.inf
     for used in itertools.product((False, True), repeat=columns.shape[1]):
-        found = np.linalg.lstsq(relative / norms * used, wanted, rcond=None)[0] * used
-        loss = float(np.linalg.norm(relative / norms @ found - wanted))
-        if (found >= 0).all() and loss < least - 1e-9:
-            best, least = found / norms, loss
-    return best.tolist(), float(np.abs(relative @ best - wanted).max())
+        solution = np.linalg.lstsq(relative / norms * used, target, rcond=None)[0] * used
+        loss = float(np.linalg.norm(relative / norms @ solution - target))
+        if (solution >= 0).all() and loss < least - 1e-9:
+            best, least = solution / norms, loss
+    return best.tolist(), float(np.abs(relative @ best - target).max())
 
 
 def _tables(title: str, measured: Measured) -> list[TextTable]:

@@ -97,11 +97,11 @@ def _say_what_was_made(generation: Generation, reports: Mapping[Output, RunRepor
         count = len(generation.outputs)
         print(f"nothing to make: {count} of {count} videos are there")
         return
-    for output, did in reports.items():
-        if did is not None:
-            print(in_a_line(did))
+    for output, report in reports.items():
+        if report is not None:
+            print(in_a_line(report))
         folder = generation.report_of(output)
-        page = f" and {folder / 'report.html'}" if folder and did else ""
-        lacking = ", but no report" if folder and not did else ""
+        page = f" and {folder / 'report.html'}" if folder and report else ""
+        lacking = ", but no report" if folder and not report else ""
         print(f"wrote {output.path}{page}{lacking}")
     print(f"{len(reports)} video{'s' if len(reports) > 1 else ''} in {seconds:.1f} s")

@@ -213,7 +213,7 @@ def require_kernel_name(name: str, source: str = "kernel") -> None:
         raise UserError(f"unknown {source} {name[:80]!r}; use one of auto, {', '.join(KERNELS)}")
 
 
-def _wanted(name: str) -> str:
+def _requested(name: str) -> str:
     """Returns `name`, or for "auto" $DBSP_KERNEL if set. Raises UserError if no kernel has that name."""
     from_environment = os.environ.get("DBSP_KERNEL") if name == "auto" else None
     require_kernel_name(from_environment or name, "DBSP_KERNEL" if from_environment else "kernel")
@@ -230,7 +230,7 @@ def choose_kernel(
     Raises:
         UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
     """
-    *_, wanted = asked = [_wanted(requested) for requested in name.split(",")]
+    *_, requested = asked = [_requested(each) for each in name.split(",")]
     reasons = {}
     of_auto = [kernel.name for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
     for kernel in (KERNELS[candidate] for first in asked for candidate in (of_auto if first == "auto" else [first])):
@@ -239,10 +239,10 @@ def choose_kernel(
             return kernel
         reasons[kernel.name] = reason
     instead = " or ".join(available(device, dtype, needs)) or "another dtype"
-    if wanted == "auto":
+    if requested == "auto":
         rejected = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none runs on this device"
         raise UserError(f"kernel auto finds no kernel for {dtype} on {device} ({rejected}); use {instead}")
-    raise UserError(f"kernel {wanted!r} cannot be used here: {reasons[wanted]}; use {instead}")
+    raise UserError(f"kernel {requested!r} cannot be used here: {reasons[requested]}; use {instead}")
 
 
 def require_supported(name: str, needs: KernelRequirements) -> None:
@@ -250,14 +250,14 @@ def require_supported(name: str, needs: KernelRequirements) -> None:
 
     The result is the same on all ranks, so that all of them raise.
     """
-    wanted = _wanted(name)
-    reason = None if wanted == "auto" else KERNELS[wanted].why_unsupported_anywhere(needs)
+    requested = _requested(name)
+    reason = None if requested == "auto" else KERNELS[requested].why_unsupported_anywhere(needs)
     if reason is not None:
         instead = " or ".join(k.name for k in KERNELS.values() if k.why_unsupported_anywhere(needs) is None)
-        raise UserError(f"kernel {wanted!r} does not support this plan: {reason}; use {instead}")
+        raise UserError(f"kernel {requested!r} does not support this plan: {reason}; use {instead}")
 
 
 def supports(name: str, needs: KernelRequirements) -> bool:
     """Returns True if a kernel supports such a plan on some computer; "auto" does. Raises UserError if unknown."""
-    wanted = _wanted(name)
-    return wanted == "auto" or KERNELS[wanted].why_unsupported_anywhere(needs) is None
+    requested = _requested(name)
+    return requested == "auto" or KERNELS[requested].why_unsupported_anywhere(needs) is None
