@@ -85,6 +85,12 @@ class TestForms:
         assert (file.heads, file.packed, file.grid) == (3, True, GRID)
         assert holds(file, bits)
 
+    def test_text_beside_masks_in_an_npz_file_is_left_out(self, tmp_path):
+        bits = bits_of(2, 3)
+        np.savez(tmp_path / "in.npz", mask=bits.numpy(), model=np.array(["wan"]))
+        convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS)
+        assert holds(MaskFile(tmp_path / "out.safetensors"), bits)
+
     @pytest.mark.parametrize("kind", TENSORS)
     def test_every_type_of_tensors(self, tmp_path, kind):
         bits = bits_of(2, 3)
