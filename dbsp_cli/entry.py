@@ -1,8 +1,8 @@
 """The installed command.
 
-Standard streams take all text, also if they are closed or not UTF-8. An interrupt while libraries are being imported
-ends a command at once. At its end, what it has imported is not taken apart: with torch and frameworks that would take
-one to two seconds, in which others wait for the process, and in which gloo's threads can abort it.
+Standard streams take all text, also if they are closed or not UTF-8. At the command's end, what it has imported is not
+taken apart: with torch and frameworks that would take one to two seconds, in which others wait for the process, and in
+which gloo's threads can abort it.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from __future__ import annotations
 import atexit
 import io
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
 
 
 def dbsp() -> None:
     _open_streams()
     with fast_exit():
-        before = _end_when_interrupted()
         passing = sys.stderr.isatty()
         long = sys.argv[1:2] == ["generate"] and "RANK" not in os.environ  # the command has said it for its ranks
         if passing or long:  # a log gets this line only for what takes long anyway
             print("dbsp: loading libraries", end="" if passing else "\n", file=sys.stderr, flush=True)
-        from dbsp_cli.cli import main
-
+        try:
+            from dbsp_cli.cli import main
+        except KeyboardInterrupt:
+            print("\n" * passing + "dbsp: interrupted", file=sys.stderr)
+            raise SystemExit(130) from None
         if passing:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        signal.signal(signal.SIGINT, before)
         main()
 
 
@@ -38,30 +37,13 @@ def _open_streams() -> None:
 
     Without that, files that are opened later would get the numbers of closed streams, and what is printed.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
-            if opened != number:
-                os.dup2(opened, number)
-                os.close(opened)
-            os.set_inheritable(number, True)
-            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115  never closed
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  takes the lowest number that is free
+            os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-
-
-def _end_when_interrupted() -> signal._HANDLER:
-    """Makes interrupts end this process at once, unless they are ignored; returns the handler before."""
-
-    def end(*_: object) -> NoReturn:
-        os.write(2, b"\ndbsp: interrupted\n" if os.isatty(2) else b"dbsp: interrupted\n")
-        os._exit(128 + signal.SIGINT)
-
-    before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end)
-    return before
 
 
 @contextmanager

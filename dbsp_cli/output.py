@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -52,6 +52,19 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     caption: str = ""
     left: Collection[str] = ()  # Columns with words
+
+    @classmethod
+    def of(
+        cls,
+        title: str,
+        columns: Sequence[tuple[str, str, Callable[[Any], str]]],
+        records: Iterable[Mapping[str, Any]],
+        caption: str = "",
+        left: Collection[str] = (),
+    ) -> TextTable:
+        """Makes a row of each record; a column has its heading, the record's key, and how its value is written."""
+        rows = [[write(record[key]) for _, key, write in columns] for record in records]
+        return cls(title, [heading for heading, _, _ in columns], rows, caption, left)
 
 
 def options_for(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:

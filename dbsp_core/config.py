@@ -282,13 +282,13 @@ def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_p
 
     `with_pipeline`: True if the actual pipeline is known, not only its transformer.
     """
-    wanted = None if config.model is None else signature_of_model(config.model)
-    if wanted is None or actual is None:
+    named = None if config.model is None else signature_of_model(config.model)
+    if named is None or actual is None:
         return
-    same = wanted == actual if with_pipeline else wanted.sizes == actual.sizes
+    same = named == actual if with_pipeline else named.sizes == actual.sizes
     if not same:
         where = f" ({shown_config(config.origin)})" if config.origin else ""
         raise UserError(
-            f"the configuration{where} is for {model_title(wanted)}, the model is {model_title(actual)}; take the "
+            f"the configuration{where} is for {model_title(named)}, the model is {model_title(actual)}; take the "
             "configuration of that model, or leave out 'model' to use these settings for any"
         )

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -43,7 +43,15 @@ from dbsp_core.cost.prediction import MERGE_BYTES, AttentionShape, Prediction, p
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.models.table import MODEL_SPECS, find_model_spec, published_model, signature_of_model, unknown_model
+from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.table import (
+    MODEL_SPECS,
+    ModelSpec,
+    find_model_spec,
+    published_model,
+    signature_of_model,
+    unknown_model,
+)
 from dbsp_core.planning.plan import Plan, make_plan, usual_layout
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
@@ -90,28 +98,12 @@ def bench_command(
     device = use_local_device()
     out = out or measured_file(device.type)
     require_file_path(out, "--out")
-    others = _shipped_like(device)
     with nullcontext() if rank_info is None else process_group(device):
-        # 1. The model's attention, cut down on a CPU
-        spec = find_model_spec(model) or published_model(identity)
-        mask = default_config(identity, spec).mask
-        _, heads, head_dim, _ = identity.sizes
-        work = Workload(
-            heads=heads,
-            head_dim=head_dim,
-            tokens=_ON_CPU[1] if spec is None else spec.tokens,
-            blocks=(getattr(mask, "block_q", 64), getattr(mask, "block_k", 64)),
-            dtype=torch.bfloat16,
-            device=device,
-            group=SequenceGroup.from_group(),
-        )
-        if device.type == "cpu":
-            work = replace(work, heads=min(heads, _ON_CPU[0]), tokens=min(work.tokens, _ON_CPU[1]))
-            work = replace(work, dtype=torch.float32, sizes=range(12, 23, 3), repeats=5)
-        # 2. Its times, and the constants that they are fitted by
-        measured = measure(work, others.constants)
-    # 3. The file that runs read
-    hardware = measured.hardware(out.stem, work, others)
+        # 1. Times, and the constants that are fitted to them
+        work = Workload.of_model(identity, find_model_spec(model) or published_model(identity), device)
+        measured = measure(work, _shipped_like(device))
+    # 2. The file that runs read
+    hardware = measured.hardware(out.stem, work)
     record = {
         "versions": {
             "dbsp-attention": installed_version("dbsp-attention") or "not installed",
@@ -127,26 +119,28 @@ def bench_command(
         save_hardware(out, hardware, record)
     if work.group.rank:
         return
+    # 3. What was measured
     if as_json:
-        print_json(
-            model=model,
-            ranks=work.group.size,
-            file=str(out),
-            hardware=asdict(hardware) | record,
-            kernels=[
-                {key: None if value != value else value for key, value in vars(k).items()} for k in measured.kernels
-            ],
-            dense_s=measured.dense_s,
-            attentions=[asdict(attention) for attention in measured.attentions],
-        )
+        kernels = [
+            {key: None if value != value else value for key, value in k._asdict().items()} for k in measured.kernels
+        ]
+        values = {"kernels": kernels, "dense_s": measured.dense_s, "attentions": measured.attentions}
+        print_json(model=model, ranks=work.group.size, file=str(out), hardware=asdict(hardware) | record, **values)
     else:
         print_tables(_tables(f"{model} on {hardware.device}, measured: {work}", measured))
     if work.group.size == 1:
-        work.say(f"one rank exchanges nothing: rates of exchanges are those of {others.name}, not measured")
-    worst = max(abs(attention.predicted_s / attention.seconds - 1) for attention in measured.attentions)
+        work.say(f"one rank exchanges nothing: rates of exchanges are those of {measured.others.name}, not measured")
+    worst = max(abs(run["predicted_s"] / run["seconds"] - 1) for run in measured.attentions)
     if worst > _WRONG:
         work.say(f"these constants predict an attention wrong by {worst:.0%}: something else ran; measure again")
     print(f"wrote {out}", file=sys.stderr)
+
+
+def _shipped_like(device: torch.device) -> Hardware:
+    """Returns the shipped machine with this device, else an H100 or a CPU."""
+    shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
+    usual = load_hardware("h100" if device.type == "cuda" else "cpu-demo")
+    return next((machine for machine in shipped if machine.device == device_class(device)), usual)
 
 
 @dataclass(frozen=True)
@@ -162,6 +156,25 @@ class Workload:
     group: SequenceGroup
     sizes: Sequence[int] = range(16, 29, 3)  # log2 of the bytes that a rank sends, for the rates of exchanges
     repeats: int = 9
+
+    @classmethod
+    def of_model(cls, identity: ModelSignature, spec: ModelSpec | None, device: torch.device) -> Workload:
+        """Returns a model's attention on all ranks, cut down on a CPU."""
+        mask = default_config(identity, spec).mask
+        work = cls(
+            heads=identity.sizes[1],
+            head_dim=identity.sizes[2],
+            tokens=_ON_CPU[1] if spec is None else spec.tokens,
+            blocks=(getattr(mask, "block_q", 64), getattr(mask, "block_k", 64)),
+            dtype=torch.bfloat16,
+            device=device,
+            group=SequenceGroup.from_group(),
+        )
+        if device.type != "cpu":
+            return work
+        most_heads, most_tokens = _ON_CPU
+        work = replace(work, heads=min(work.heads, most_heads), tokens=min(work.tokens, most_tokens))
+        return replace(work, dtype=torch.float32, sizes=range(12, 23, 3), repeats=5)
 
     def __str__(self) -> str:
         ranks, blocks = in_number(self.group.size, "rank"), "×".join(map(str, self.blocks))
@@ -231,6 +244,19 @@ class Workload:
         last.synchronize()
         return float(first.elapsed_time(last)) / 1e3
 
+    def whole(self, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:
+        """Prepares an attention; returns its plan, and a call of it on this rank's random q, k, v."""
+        layout = usual_layout(planner, mask.grid, strategy)
+        plan = make_plan(mask, strategy, planner, layout=layout)
+        attend = DualBalancedAttention.prepare(plan, mask, layout, self.group, device=self.device, kernel=self.kernel)
+        return plan, partial(attend, *(self.random(1, mask.heads, layout.shard, self.head_dim) for _ in range(3)))
+
+    def predicted(self, plan: Plan, constants: Constants) -> Prediction:
+        """Returns the times of a whole attention by some constants."""
+        shape = AttentionShape(1, plan.heads, self.head_dim, self.dtype.itemsize)
+        machine = Hardware("being measured", "", "", constants, {})
+        return predict(plan, shape, machine, layout=usual_layout(plan.planner, plan.grid, plan.strategy))
+
 
 class Rows(NamedTuple):
     """All rows of some heads, as a kernel is given them: q [rows, Bq, D], k and v [KV blocks, Bk, D]."""
@@ -268,8 +294,7 @@ class Rows(NamedTuple):
         return error if bool(out.isfinite().all()) else float("nan")
 
 
-@dataclass(frozen=True)
-class KernelResult:
+class KernelResult(NamedTuple):
     """One kernel at one size of blocks."""
 
     kernel: str
@@ -278,51 +303,55 @@ class KernelResult:
     error: float = float("nan")
     exact: bool = False
     seconds: float = float("nan")
-    speed: float = 0.0  # Over the first kernel that was exact with these blocks
     flops_per_s: float = float("nan")  # Of the products of active blocks, launch included
 
 
-@dataclass(frozen=True)
-class Attention:
-    """One whole attention on all ranks: q, k and v to their owners, the kernel, the outputs back."""
-
-    strategy: str
-    planner: str
-    rho: float
-    density: float
-    seconds: float
-    predicted_s: float
-
-
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """Times of kernels and attentions, and the constants fitted to them."""
+    """Times of kernels and attentions, and the constants that are fitted to them one after another."""
 
-    kernels: list[KernelResult]
-    dense_s: float  # Dense attention of a rank's heads by torch
-    attentions: list[Attention]
-    constants: Constants  # Another machine's where nothing was measured, or it was too short to see
-    residual: dict[str, float]  # Largest relative error of the fits, by part
+    others: Hardware  # A machine whose constants stand where nothing was measured, or it was too short to see
+    constants: Constants
+    kernels: list[KernelResult] = field(default_factory=list)
+    dense_s: float = 0.0  # Dense attention of a rank's heads by torch
+    attentions: list[dict[str, Any]] = field(default_factory=list)  # Whole ones, on all ranks
+    residual: dict[str, float] = field(default_factory=dict)  # Largest relative error of the fits, by part
+
+    def fit(
+        self,
+        part: str,
+        names: Sequence[str],
+        columns: np.ndarray,
+        seconds: np.ndarray,
+        explained: np.ndarray | float = 0.0,
+    ) -> None:
+        """Fits a constant per column; a rate stays the other machine's where its time was too short to see."""
+        values, self.residual[part] = fit(columns, seconds, explained)
+        for name, value in zip(names, values, strict=True):
+            if not name.endswith("_per_s"):
+                self.constants = replace(self.constants, **{name: value})
+            elif value > 0:
+                self.constants = replace(self.constants, **{name: 1 / value})
 
     @property
     def exact_kernels(self) -> tuple[str, ...]:
         """The kernels that were exact wherever they ran, the fastest first."""
         ran = [result for result in self.kernels if result.problem is None]
         wrong = {result.kernel for result in ran if not result.exact}
-        speeds = {
-            name: np.mean([result.speed for result in ran if result.kernel == name])
+        rates = {
+            name: np.mean([result.flops_per_s for result in ran if result.kernel == name])
             for name in dict.fromkeys(result.kernel for result in ran)
             if name not in wrong
         }
-        return tuple(sorted(speeds, key=speeds.__getitem__, reverse=True))
+        return tuple(sorted(rates, key=rates.__getitem__, reverse=True))
 
-    def hardware(self, name: str, work: Workload, others: Hardware) -> Hardware:
+    def hardware(self, name: str, work: Workload) -> Hardware:
         """Returns the machine as runs read it, with the origin of each constant."""
-        labels = {}
+        sources = {}
         for key, value in vars(self.constants).items():
             if value is not None:
-                same = value == getattr(others.constants, key)
-                labels[key] = others.sources[key] if same else "assumed" if value == 0 else "measured"
+                same = value == getattr(self.others.constants, key)
+                sources[key] = self.others.sources[key] if same else "assumed" if value == 0 else "measured"
         # Rates by blocks of the exact kernels, but for those that the constants are fitted to
         rates: dict[str, dict[str, float]] = {}
         for result in self.kernels:
@@ -333,25 +362,25 @@ class Measured:
             device_class(work.device),
             str(work.dtype).removeprefix("torch."),
             self.constants,
-            labels,
+            sources,
             kernels={key: KernelConstants("measured", flops_by_blocks=by_blocks) for key, by_blocks in rates.items()},
             exact_kernels=self.exact_kernels,
         )
 
 
-def measure(work: Workload, others: Constants) -> Measured:
-    """Measures kernels, an attention's parts, and whole attentions; `others` are another machine's. Collective."""
+def measure(work: Workload, others: Hardware) -> Measured:
+    """Measures kernels, an attention's parts, and whole attentions; `others` is another machine. Collective."""
+    measured = Measured(others, others.constants)
     work.say("measuring kernels against the reference")
-    shapes = sorted({work.blocks} if work.device.type == "cpu" else {work.blocks, (128, 128)})
-    kernels = [result for blocks in shapes for result in compare_kernels(work, blocks)]
+    for blocks in sorted({work.blocks} if work.device.type == "cpu" else {work.blocks, (128, 128)}):
+        measured.kernels += compare_kernels(work, blocks)
     work.say("measuring dense and sparse attention of one rank, exchanges, and whole attentions")
-    residual: dict[str, float] = {}
-    dense_s, known = _measure_compute(work, others, residual)
+    _measure_compute(work, measured)
     if work.group.size > 1:
-        known = _measure_exchanges(work, known, residual)
-    known = _measure_packing(work, known, residual)
-    attentions, known = _measure_attentions(work, known)
-    return Measured(kernels, dense_s, attentions, known, residual)
+        _measure_exchanges(work, measured)
+    _measure_packing(work, measured)
+    _measure_attentions(work, measured)
+    return measured
 
 
 def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResult]:
@@ -377,18 +406,17 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
         exact = worst <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
         results.append(KernelResult(name, blocks, next(filter(None, problems), None), worst, exact))
     # 2. Times of those that run everywhere
-    run = [result for result in results if result.problem is None]
-    seconds = work.medians([partial(rows.attend, result.kernel) for result in run])
-    first = next((s for s, result in zip(seconds, run, strict=True) if result.exact), float("nan"))
+    ran = [result for result in results if result.problem is None]
+    seconds = work.medians([partial(rows.attend, result.kernel) for result in ran])
     timed = {
-        result.kernel: replace(result, seconds=float(s), speed=float(first / s), flops_per_s=float(rows.flops / s))
-        for s, result in zip(seconds, run, strict=True)
+        result.kernel: result._replace(seconds=float(s), flops_per_s=float(rows.flops / s))
+        for result, s in zip(ran, seconds, strict=True)
     }
     return [timed.get(result.kernel, result) for result in results]
 
 
-def _measure_compute(work: Workload, others: Constants, residual: dict[str, float]) -> tuple[float, Constants]:
-    """Times attention without exchanges, merging and a matrix product; returns seconds of dense, and the constants.
+def _measure_compute(work: Workload, measured: Measured) -> None:
+    """Times attention without exchanges, torch's dense one, merging and a matrix product.
 
     The time of a score's softmax is in that of the products: one head dim cannot separate them.
     """
@@ -404,9 +432,9 @@ def _measure_compute(work: Workload, others: Constants, residual: dict[str, floa
     actions.append(partial(F.scaled_dot_product_attention, q, k, v))
     actions.append(partial(torch.matmul, left, right))
     actions.append(partial(merge_into, out, lse, part, part_lse))
-    *seconds, dense_s, linear_s, merge_s = work.medians(actions).tolist()
-    known = replace(
-        others,
+    *seconds, measured.dense_s, linear_s, merge_s = work.medians(actions).tolist()
+    measured.constants = replace(
+        measured.constants,
         score_s=0.0,
         merge_bytes_per_s=heads * work.tokens * work.head_dim * MERGE_BYTES / merge_s,
         overlap=1.0,
@@ -416,12 +444,10 @@ def _measure_compute(work: Workload, others: Constants, residual: dict[str, floa
         network_bytes_per_s=None,
     )
     columns = np.array([[r.flops, len(r.q), 1.0] for r in rows])
-    names = ("flops_per_s", "row_s", "launch_s")
-    known, residual["compute"] = _with_fitted(known, names, columns, np.array(seconds))
-    return dense_s, known
+    measured.fit("compute", ("flops_per_s", "row_s", "launch_s"), columns, np.array(seconds))
 
 
-def _measure_exchanges(work: Workload, known: Constants, residual: dict[str, float]) -> Constants:
+def _measure_exchanges(work: Workload, measured: Measured) -> None:
     """Times an all-to-all in which each rank sends some bytes to the others, and as many to the next rank alone."""
     group, sizes, actions = work.group, [1 << bits for bits in work.sizes], list[Action]()
     before, after = ((group.rank + way) % group.size for way in (-1, 1))
@@ -429,14 +455,11 @@ def _measure_exchanges(work: Workload, known: Constants, residual: dict[str, flo
         each = max(1, size // 4 // (group.size - 1))
         splits = [0 if rank == group.rank else each for rank in range(group.size)]
         sent, to_next = (torch.zeros(n, device=work.device) for n in (sum(splits), max(1, size // 4)))
-        received = torch.empty_like(to_next)
-        both = [dist.P2POp(dist.isend, to_next, after), dist.P2POp(dist.irecv, received, before)]
+        both = [dist.P2POp(dist.isend, to_next, after), dist.P2POp(dist.irecv, torch.empty_like(to_next), before)]
         actions += [partial(group.all_to_all, sent, splits, splits), partial(_send_and_receive, both)]
     seconds, columns = work.medians(actions), np.array([[1.0, size] for size in sizes])
     for number, part in enumerate(("exchange", "p2p")):
-        names = (f"{part}_latency_s", f"{part}_bytes_per_s")
-        known, residual[part] = _with_fitted(known, names, columns, seconds[number::2])
-    return known
+        measured.fit(part, (f"{part}_latency_s", f"{part}_bytes_per_s"), columns, seconds[number::2])
 
 
 def _send_and_receive(both: list[dist.P2POp]) -> None:
@@ -444,65 +467,48 @@ def _send_and_receive(both: list[dist.P2POp]) -> None:
         transfer.wait()
 
 
-def _measure_packing(work: Workload, known: Constants, residual: dict[str, float]) -> Constants:
+def _measure_packing(work: Workload, measured: Measured) -> None:
     """Times attentions without active blocks: packing is what they take beyond exchange, launch and bookkeeping."""
     sizes = [work.tokens // part // work.group.size * work.group.size for part in (1, 2, 4)]
     strategy = Strategy(work.group.size, 1)
-    plans, calls = zip(*[_whole(work, work.mask(work.heads, 0.0, n), strategy, _PLAIN) for n in sizes], strict=True)
-    no_row = replace(known, row_s=0.0)  # a row's time is that of filling and emptying its pipeline
-    predicted = [_predict(work, plan, no_row) for plan in plans]
-    columns = np.array([[p.pack_s * known.pack_bytes_per_s, 1.0] for p in predicted])
+    plans, calls = zip(*[work.whole(work.mask(work.heads, 0.0, n), strategy, _PLAIN) for n in sizes], strict=True)
+    no_row = replace(measured.constants, row_s=0.0)  # a row's time is that of filling and emptying its pipeline
+    predicted = [work.predicted(plan, no_row) for plan in plans]
+    columns = np.array([[p.pack_s * no_row.pack_bytes_per_s, 1.0] for p in predicted])
     explained = np.array([p.exchange_s + p.attention_s for p in predicted])
-    names = ("pack_bytes_per_s", "call_s")
-    known, residual["call"] = _with_fitted(known, names, columns, work.medians(calls), explained)
-    return known
+    measured.fit("call", ("pack_bytes_per_s", "call_s"), columns, work.medians(calls), explained)
 
 
-def _measure_attentions(work: Workload, known: Constants) -> tuple[list[Attention], Constants]:
+def _measure_attentions(work: Workload, measured: Measured) -> None:
     """Times dense Ulysses, and the sparse mask on Ulysses and Ring, unbalanced and balanced; fits `overlap`."""
     ulysses, ring = Strategy(work.group.size, 1), Strategy(1, work.group.size)
     dense, sparse = (work.mask(work.heads, density) for density in (1.0, SPARSE))
-    runs = [(dense, ulysses, _PLAIN)]
-    runs += [
-        (sparse, strategy, planner) for strategy in dict.fromkeys((ulysses, ring)) for planner in (_PLAIN, "dbsp")
-    ]
-    plans, calls = zip(*[_whole(work, *run) for run in runs], strict=True)
+    strategies = dict.fromkeys((ulysses, ring))
+    runs = [(dense, ulysses, _PLAIN), *itertools.product((sparse,), strategies, (_PLAIN, "dbsp"))]
+    plans, calls = zip(*[work.whole(*run) for run in runs], strict=True)
     seconds = work.medians(calls).tolist()
     # How far compute hides P2P, by the unbalanced ring: 1 is max(compute, P2P), 0 their sum
     for plan, took in zip(plans, seconds, strict=True):
         if plan.strategy.ring > 1 and plan.planner == _PLAIN:
-            hidden, apart = (_predict(work, plan, replace(known, overlap=overlap)).total_s for overlap in (1.0, 0.0))
+            of_overlap = (replace(measured.constants, overlap=overlap) for overlap in (1.0, 0.0))
+            hidden, apart = (work.predicted(plan, constants).total_s for constants in of_overlap)
             if apart > hidden:
-                known = replace(known, overlap=min(max((apart - took) / (apart - hidden), 0.0), 1.0))
-    attentions = [
-        Attention(
-            strategy=str(plan.strategy),
-            planner=plan.planner,
-            rho=plan.rho,
-            density=mask.density,
-            seconds=took,
-            predicted_s=_predict(work, plan, known).total_s,
-        )
+                overlap = min(max((apart - took) / (apart - hidden), 0.0), 1.0)
+                measured.constants = replace(measured.constants, overlap=overlap)
+    measured.attentions = [
+        {
+            "strategy": str(plan.strategy),
+            "planner": plan.planner,
+            "rho": plan.rho,
+            "density": mask.density,
+            "seconds": took,
+            "predicted_s": work.predicted(plan, measured.constants).total_s,
+        }
         for (mask, *_), plan, took in zip(runs, plans, seconds, strict=True)
     ]
-    return attentions, known
 
 
-def _whole(work: Workload, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:
-    """Prepares an attention; returns its plan, and a call of it on this rank's random q, k, v."""
-    layout = usual_layout(planner, mask.grid, strategy)
-    plan = make_plan(mask, strategy, planner, layout=layout)
-    attend = DualBalancedAttention.prepare(plan, mask, layout, work.group, device=work.device, kernel=work.kernel)
-    return plan, partial(attend, *(work.random(1, mask.heads, layout.shard, work.head_dim) for _ in range(3)))
-
-
-def _predict(work: Workload, plan: Plan, known: Constants) -> Prediction:
-    shape = AttentionShape(1, plan.heads, work.head_dim, work.dtype.itemsize)
-    machine = Hardware("being measured", "", "", known, {})
-    return predict(plan, shape, machine, layout=usual_layout(plan.planner, plan.grid, plan.strategy))
-
-
-def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0) -> tuple[list[float], float]:
+def fit(columns: np.ndarray, seconds: np.ndarray, explained: np.ndarray | float = 0.0) -> tuple[list[float], float]:
     """Finds the coefficients ≥ 0 with the least sum of squared relative errors, one per column.
 
     Every set of coefficients that are not zero is tried: exact, and there are few.
@@ -510,58 +516,38 @@ def fit(columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.
     Args:
         columns: float64[samples, n], samples ≥ n.
         seconds: float64[samples] > 0.
-        given: float64[samples], seconds that are explained already.
+        explained: float64[samples], seconds that are explained already.
 
     Returns:
         The coefficients, and the largest relative error.
     """
-    relative, wanted = columns / seconds[:, None], 1 - given / seconds
+    relative, target = columns / seconds[:, None], 1 - explained / seconds
     norms = np.maximum(np.linalg.norm(relative, axis=0), np.finfo(float).tiny)
     best, least = np.zeros(columns.shape[1]), np.inf
     for used in itertools.product((False, True), repeat=columns.shape[1]):
-        found = np.linalg.lstsq(relative / norms * used, wanted, rcond=None)[0] * used
-        loss = float(np.linalg.norm(relative / norms @ found - wanted))
-        if (found >= 0).all() and loss < least - 1e-9:
-            best, least = found / norms, loss
-    return best.tolist(), float(np.abs(relative @ best - wanted).max())
-
-
-def _with_fitted(
-    known: Constants, names: Sequence[str], columns: np.ndarray, seconds: np.ndarray, given: np.ndarray | float = 0.0
-) -> tuple[Constants, float]:
-    """Fits a constant per column, and keeps the known rate where its time was too short to see; see `fit`."""
-    values, error = fit(columns, seconds, given)
-    for name, value in zip(names, values, strict=True):
-        if not name.endswith("_per_s"):
-            known = replace(known, **{name: value})
-        elif value > 0:
-            known = replace(known, **{name: 1 / value})
-    return known, error
-
-
-def _shipped_like(device: torch.device) -> Hardware:
-    """Returns the shipped machine with this device, else an H100 or a CPU."""
-    shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
-    usual = load_hardware("h100" if device.type == "cuda" else "cpu-demo")
-    return next((machine for machine in shipped if machine.device == device_class(device)), usual)
+        solution = np.linalg.lstsq(relative / norms * used, target, rcond=None)[0] * used
+        loss = float(np.linalg.norm(relative / norms @ solution - target))
+        if (solution >= 0).all() and loss < least - 1e-9:
+            best, least = solution / norms, loss
+    return best.tolist(), float(np.abs(relative @ best - target).max())
 
 
 def _tables(title: str, measured: Measured) -> list[TextTable]:
     """Returns the tables of kernels and of whole attentions."""
     rows: list[tuple[str, ...]] = [("torch, dense", "", f"{measured.dense_s * 1e3:.2f}", "", "", "")]
     for k in measured.kernels:
-        numbers = (f"{k.seconds * 1e3:.2f}", f"{k.speed:.2f}×", f"{k.error:.1e}")
+        numbers = (f"{k.seconds * 1e3:.2f}", f"{k.flops_per_s / 1e12:.3g}", f"{k.error:.1e}")
         verdict = k.problem or ("exact" if k.exact else "not exact")
         rows.append((k.kernel, "×".join(map(str, k.blocks)), *(("–",) * 3 if k.problem else numbers), verdict))
-    names = ("kernel", "blocks", "ms", "speed", "error", "verdict")
+    names = ("kernel", "blocks", "ms", "TFLOP/s", "error", "verdict")
     caption = f"one rank's heads, density {SPARSE:g}; kernel: auto takes, in this order: "
     caption += ", ".join(measured.exact_kernels) or "none"
     kernels = TextTable(title, names, rows, caption, left=("kernel", "verdict"))
-    dense_s, rows = measured.attentions[0].seconds, []
+    dense_s, rows = measured.attentions[0]["seconds"], []
     for run in measured.attentions:
-        mask = "dense" if run.density == 1 else f"density {run.density:.2f}"
-        times = f"{run.seconds * 1e3:.2f}", f"{run.predicted_s * 1e3:.2f}", f"{dense_s / run.seconds:.2f}×"
-        rows.append((mask, run.strategy, run.planner, f"{run.rho:.3f}", *times))
+        mask = "dense" if run["density"] == 1 else f"density {run['density']:.2f}"
+        times = f"{run['seconds'] * 1e3:.2f}", f"{run['predicted_s'] * 1e3:.2f}", f"{dense_s / run['seconds']:.2f}×"
+        rows.append((mask, run["strategy"], run["planner"], f"{run['rho']:.3f}", *times))
     columns = ("mask", "strategy", "planner", "ρ_s", "ms", "predicted", "over dense")
     caption = "ρ_s: slowest rank over mean; predicted: by the constants that are written"
     left = ("mask", "strategy", "planner")

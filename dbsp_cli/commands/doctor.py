@@ -19,6 +19,7 @@ from rich.console import Console
 from dbsp_cli.output import JsonFlag, TextTable, print_json, print_tables
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import environment_value, installed_version
 from dbsp_engines import lightx2v, sglang, vllm_omni_plugin
 from dbsp_kernels import KERNELS, available, choose_kernel
@@ -109,44 +110,23 @@ ENGINES = (
     ("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
 )
 """Serving engines that look for plug-ins themselves: name, group of entry points, and what db-SP's plug-in expects."""
+GLOO = "GLOO_SOCKET_IFNAME"
+"""Environment variable that names gloo's network interface to other nodes."""
 
 
 def run_checks() -> list[Check]:
-    """Checks versions, devices, communication, kernels, frameworks and engines. Imports the frameworks that are ok."""
+    """Checks versions, devices, communication, kernels, frameworks and engines."""
     with ThreadPoolExecutor() as threads:
         imported = list(threads.map(Importable.check, (*FRAMEWORKS, *_PACKAGES)))
-    # 1. The accelerator
-    if not torch.accelerator.is_available():
-        detail, fix = "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
-        device = Check("accelerator", "not here", detail, fix)
-    else:
-        name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
-        device = Check("accelerator", "ok", f"{torch.accelerator.device_count()} × {name}")
-    # 2. Backends of communication
-    present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
-    backends = ", ".join(name for name, is_there in present.items() if is_there())
-    fix = "" if backends else "install a torch with gloo or NCCL"
-    communication = Check("communication", "ok" if backends else "missing", backends or "none", fix)
-    # 3. Serving engines that are installed: each must see db-SP's plug-in
-    engines = []
-    for what, group, expected in ENGINES:
-        version = installed_version(expected.package)
-        if version is None:
-            continue
-        problem, _, fix = (expected.problem() or "").partition("; ")
-        if "dbsp" not in {entry.name for entry in entry_points(group=group)}:
-            fix = "install dbsp-attention again, so that pip writes its entry points"
-            problem = f"{version}, which does not see db-SP"
-        engines.append(Check(what, "missing" if problem else "ok", problem or f"{version}, sees db-SP", fix))
     versions = [("python", platform.python_version()), *((name, _version(name)) for name in ("torch", "numpy"))]
     return [
         Check("db-SP", "ok", own_version()),
         *(Check(name, "ok", version) for name, version in versions),
-        device,
-        communication,
-        *_between_nodes(),
+        _accelerator(),
+        _communication(),
+        _between_nodes(),
         *imported,
-        *engines,
+        *(_engine(*engine) for engine in ENGINES if installed_version(engine[2].package)),
         *_kernels(),
     ]
 
@@ -170,61 +150,71 @@ def _version(name: str) -> str:
     return installed_version(name.replace("_", "-")) or "of unknown version: not installed by pip"
 
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables that name the network interfaces to other nodes."""
+def _accelerator() -> Check:
+    if not torch.accelerator.is_available():
+        detail, fix = "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
+        return Check("accelerator", "not here", detail, fix)
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
+    return Check("accelerator", "ok", f"{torch.accelerator.device_count()} × {name}")
 
 
-def _between_nodes() -> list[Check]:
-    """Checks the interfaces that gloo and NCCL are told to use, and without them the address that gloo listens at."""
-    interfaces = [name for _, name in socket.if_nameindex()]
-    example = next((name for name in interfaces if not name.startswith(("docker", "virbr", "lo"))), "eth0")
-    fix = f"for several nodes, set {{}} on each to the interface of their common network, such as {example}"
-    checks = []
-    for backend, variable in (("gloo", GLOO), ("NCCL", NCCL)):
-        what, value = f"{backend} between nodes", environment_value(variable)
-        if value is None or value.startswith("^"):  # NCCL: interfaces to leave out
-            continue
-        names = value.lstrip("=").split(",")
-        unknown = [name for name in names if not any(interface.startswith(name) for interface in interfaces)]
-        state, detail = "ok", f"{variable}={value}"
-        if unknown:
-            state, detail = "missing", f"{detail} names {', '.join(unknown)}; here are {', '.join(interfaces)}"
-        elif names == ["lo"]:
-            state, detail = "not here", f"{detail} is loopback"
-        checks.append(Check(what, state, detail, "" if state == "ok" else fix.format(variable)))
-    if environment_value(GLOO) is None:
-        host = socket.gethostname()
-        try:
-            address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        except OSError:
-            address = ""
-        if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-            return [Check("gloo between nodes", "ok", f"gloo listens at {address}, the address of {host}"), *checks]
-        detail = f"the host name {host} is {address or 'unknown'}, so gloo listens on loopback"
-        return [Check("gloo between nodes", "not here", detail, fix.format(GLOO)), *checks]
-    return checks
+def _communication() -> Check:
+    present = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available} if dist.is_available() else {}
+    backends = ", ".join(name for name, is_there in present.items() if is_there())
+    if backends:
+        return Check("communication", "ok", backends)
+    return Check("communication", "missing", "none", "install a torch with gloo or NCCL")
+
+
+def _between_nodes() -> Check:
+    """Checks that gloo listens where other nodes can reach it: at an interface that is named, or the host's name."""
+    interface, host = environment_value(GLOO), socket.gethostname()
+    if interface not in (None, "lo"):
+        return Check("gloo between nodes", "ok", f"{GLOO}={interface}")
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        address = ""
+    if interface is None and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return Check("gloo between nodes", "ok", f"gloo listens at {address}, the address of {host}")
+    names = [name for _, name in socket.if_nameindex() if not name.startswith(("docker", "virbr", "lo"))]
+    detail = f"the host name {host} is {address or 'unknown'}, so gloo listens on loopback"
+    fix = f"for several nodes, set {GLOO} on each to their common network's interface, such as {[*names, 'eth0'][0]}"
+    return Check("gloo between nodes", "not here", f"{GLOO}=lo is loopback" if interface else detail, fix)
+
+
+def _engine(what: str, group: str, expected: ExpectedHost) -> Check:
+    """Checks an engine that is installed, which must see db-SP's plug-in."""
+    problem, _, fix = (expected.problem() or "").partition("; ")
+    if "dbsp" not in {entry.name for entry in entry_points(group=group)}:
+        fix = "install dbsp-attention again, so that pip writes its entry points"
+        problem = f"{installed_version(expected.package)}, which does not see db-SP"
+    if problem:
+        return Check(what, "missing", problem, fix)
+    return Check(what, "ok", f"{installed_version(expected.package)}, sees db-SP")
 
 
 def _kernels() -> list[Check]:
+    """Checks each kernel, and says which one `kernel: auto` takes and why."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     usable = " or ".join(available(device, dtype))
     checks = []
     for name, kernel in KERNELS.items():
         reason, _, fix = (kernel.why_unsupported(device, dtype) or "").partition("; ")
-        state = "missing" if reason else "ok"
-        if reason and device not in kernel.devices:
-            reason, state, fix = "needs a GPU" if device == "cpu" else "is for the CPU", "not here", ""
-        fix = fix or f"kernel {usable} is used instead"
-        checks.append(Check(f"kernel {name}", state, reason or "supported here", fix if reason else ""))
+        if not reason:
+            checks.append(Check(f"kernel {name}", "ok", "supported here"))
+        elif device in kernel.devices:
+            checks.append(Check(f"kernel {name}", "missing", reason, fix or f"kernel {usable} is used instead"))
+        else:
+            reason = "needs a GPU" if device == "cpu" else "is for the CPU"
+            checks.append(Check(f"kernel {name}", "not here", reason, f"kernel {usable} is used instead"))
     set_name = environment_value("DBSP_KERNEL")
     try:
         order = kernel_order("auto", None, torch.device(device))
         chosen = choose_kernel(order, device, dtype).name
-        why = f"because DBSP_KERNEL={set_name}" if set_name else f"the first that supports {dtype} on {device}"
-        checks.append(
-            Check("kernel auto", "ok", f"{chosen}, {why if order == 'auto' else 'as dbsp bench has measured'}")
-        )
     except UserError as error:
         fix = "unset DBSP_KERNEL" if set_name else "see the line of kernel triton"
-        checks.append(Check("kernel auto", "missing", str(error), fix))
-    return checks
+        return [*checks, Check("kernel auto", "missing", str(error), fix)]
+    why = f"because DBSP_KERNEL={set_name}" if set_name else f"the first that supports {dtype} on {device}"
+    why = why if order == "auto" else "as dbsp bench has measured"
+    return [*checks, Check("kernel auto", "ok", f"{chosen}, {why}")]

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 import yaml
 
+from dbsp_cli.generate.inputs import OFFLOADS, QUANTIZATIONS, Features
 from dbsp_cli.generate.outputs import Output
-from dbsp_cli.generate.pipeline import OFFLOADS, QUANTIZATIONS, Features
 from dbsp_cli.generate.ranks import RankInfo, processes_here, run_ranks
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.output import PATH, options_for
@@ -33,7 +33,6 @@ def generate_command(
     images: Annotated[
         list[Path] | None, typer.Option("--image", help="The first frame; given again, the last.", **PATH)
     ] = None,
-    video: Annotated[Path | None, typer.Option(help="A video to start from.", **PATH)] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of a prompt's first video.")] = None,
     videos: Annotated[int, typer.Option(help="Videos for each prompt.")] = 1,
     lora: Annotated[list[str] | None, typer.Option(help="LoRA, PATH[:transformer_2][=WEIGHT]; repeatable.")] = None,
@@ -98,11 +97,11 @@ def _say_what_was_made(generation: Generation, reports: Mapping[Output, RunRepor
         count = len(generation.outputs)
         print(f"nothing to make: {count} of {count} videos are there")
         return
-    for output, did in reports.items():
-        if did is not None:
-            print(in_a_line(did))
+    for output, report in reports.items():
+        if report is not None:
+            print(in_a_line(report))
         folder = generation.report_of(output)
-        page = f" and {folder / 'report.html'}" if folder and did else ""
-        lacking = ", but no report" if folder and not did else ""
+        page = f" and {folder / 'report.html'}" if folder and report else ""
+        lacking = ", but no report" if folder and not report else ""
         print(f"wrote {output.path}{page}{lacking}")
     print(f"{len(reports)} video{'s' if len(reports) > 1 else ''} in {seconds:.1f} s")

@@ -1,12 +1,10 @@
-"""`dbsp masks`: convert, record and look at masks."""
+"""`dbsp masks`: convert and fit masks, and look at them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -22,8 +20,7 @@ from dbsp_cli.mask_tools.convert import (
     read_options,
 )
 from dbsp_cli.mask_tools.fit import fit_recording
-from dbsp_cli.mask_tools.info import MaskInfo, MaskSeries, examine_masks, mask_picture
-from dbsp_cli.mask_tools.recording import Recording, recordings_in
+from dbsp_cli.mask_tools.info import MaskSeries, examine_masks, mask_picture
 from dbsp_cli.output import (
     MOST_GPUS,
     PATH,
@@ -35,12 +32,11 @@ from dbsp_cli.output import (
 )
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
-from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import parse_size, require_file_path, require_folder_path, write_atomically
-from dbsp_core.utils.process import RECORD, RECORD_LAYERS, RECORD_LIMIT, environment_value, printable
+from dbsp_core.utils.files import require_file_path, write_atomically
+from dbsp_core.utils.process import printable
 
-masks_app = typer.Typer(help="Convert, record and look at masks.", rich_markup_mode=None)
+masks_app = typer.Typer(help="Convert and fit masks, and look at them.", rich_markup_mode=None)
 
 
 @masks_app.callback(invoke_without_command=True)
@@ -71,34 +67,6 @@ def convert(
     else:
         layout = convert_masks(source, target, read_options(settings or (), ConvertOptions))
     print(f"{done} {target}: {_in_words(layout)}", file=sys.stderr)
-
-
-@masks_app.command()
-def record(
-    folder: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder for the recording; must be new or empty.", **PATH)
-    ],
-    command: Annotated[list[str], typer.Argument(help="What to run, after --: xdit …, torchrun ….")],
-) -> None:
-    """Run a command and keep the masks of its attentions, on rank 0. The run itself is not changed.
-
-    $DBSP_RECORD_EVERY, $DBSP_RECORD_LAYERS and $DBSP_RECORD_LIMIT say which: each n-th step, layers such as 0,5,10-12,
-    and the most to write, such as 500MiB.
-    """
-    for name, parse in ((RECORD_LIMIT, parse_size), (RECORD_LAYERS, parse_layers)):
-        value = environment_value(name)
-        if value is not None:
-            parse(value)
-    if os.path.exists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; give another, or remove it")
-    require_folder_path(folder.absolute(), "OUT")
-    try:
-        code = subprocess.call(command, env=os.environ | {RECORD: str(folder.absolute())})
-    except OSError as error:
-        raise UserError(f"cannot run {command[0]!r}: {error.strerror}") from error
-    for recording in recordings_in(folder) or [folder]:
-        print(_summary(recording), file=sys.stderr)
-    raise typer.Exit(code if code >= 0 else 128 - code)  # of a signal, as shells have it
 
 
 @masks_app.command()
@@ -134,16 +102,51 @@ def info(
         if importlib.util.find_spec("matplotlib") is None:
             raise UserError("matplotlib is needed for pictures; pip install matplotlib")
     series = MaskSeries.read(file, branch)
-    examined = examine_masks(series, gpus)
+    facts = examine_masks(series, gpus)
     if picture is not None:
-        write_atomically(picture, mask_picture(file.name, examined))
+        write_atomically(picture, mask_picture(file.name, series, facts))
     if as_json:
-        print_json(file=str(file), gpus=gpus, **examined.as_json())
+        print_json(file=str(file), gpus=gpus, **facts)
         return
-    print(printable(_headline(file, examined)), end="\n\n")
-    print_tables(_tables(examined, gpus))
-    for warning in examined.warnings:
+    size = f" of a {'×'.join(map(str, facts['thw']))} video" if facts["thw"] else ""
+    headline = (
+        f"{file}: {len(facts['layers'])} layers, {facts['heads']} heads, {facts['nq']}×{facts['nk']} blocks of "
+        f"{facts['block_q']}×{facts['block_k']} tokens, {facts['tokens']} tokens{size}, {facts['text_tokens']} of "
+        f"text; density {facts['density']['mean']:.3f}"
+    )
+    print(printable(headline), end="\n\n")
+    balance = f"balance on {gpus} GPUs, mean over sampled layers"
+    tables = [
+        TextTable.of("density", _DENSITY, facts["layers"]),
+        TextTable.of(balance, _BALANCE, facts["balance"], left=("strategy",)),
+        TextTable.of(f"from step to step, {len(series.steps)} steps", _DRIFT, facts["drift"]),
+    ]
+    print_tables(table for table in tables if table.rows)
+    for warning in facts["warnings"]:
         print(printable(f"warning: {warning}"), file=sys.stderr)
+
+
+_DENSITY = (
+    ("layer", "layer", str),
+    ("least dense head", "density", lambda heads: f"{min(heads):.3f}"),
+    ("mean", "density", lambda heads: f"{fmean(heads):.3f}"),
+    ("densest head", "density", lambda heads: f"{max(heads):.3f}"),
+)
+_BALANCE = (
+    ("strategy", "strategy", str),
+    ("ρ_s before", "rho_before", "{:.4f}".format),
+    ("ρ_s", "rho", "{:.4f}".format),
+    ("max", "rho_max", "{:.4f}".format),
+    ("moved", "moved", "{:.1%}".format),
+)
+_DRIFT = (
+    ("layer", "layer", str),
+    ("least IoU", "iou", lambda pairs: f"{min(pairs):.3f}"),
+    ("mean IoU", "iou", lambda pairs: f"{fmean(pairs):.3f}"),
+    ("bits changed", "changed", lambda pairs: f"{fmean(pairs):.2%}"),
+    (f"plans at P_s {DbspConfig.reuse:g}", "replans", str),
+)
+"""Columns of the tables of `dbsp masks info`: heading, key of `examine_masks`, and how the value is written."""
 
 
 def _in_words(layout: MaskLayout) -> str:
@@ -153,51 +156,3 @@ def _in_words(layout: MaskLayout) -> str:
     in_order = {order for each in layout.orders for order in each}
     orders = sorted({name for order in in_order for name in ((order,) if isinstance(order, str) else order)})
     return f"{groups}{layers}, {layout.heads} heads, {grid.nq}×{grid.nk} blocks, token orders {', '.join(orders)}"
-
-
-def _summary(folder: Path) -> str:
-    try:
-        recording = Recording.read(folder)
-    except UserError:
-        return (
-            f"nothing was recorded to {folder}: no attention of db-SP ran on rank 0 (is it on, with --sp-backend "
-            "dbsp, dbsp_diffusers.enable or dbsp_para.parallelize_pipe?)"
-        )
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    stopped = f"; stopped early: {recording.stopped}" if recording.stopped else ""
-    return (
-        f"recorded {len(recording.passes)} passes of {len(recording.recorded_layers)} layers to {folder}, "
-        f"{size / 2**20:.1f} MiB{stopped}; see it with: dbsp masks info {folder}"
-    )
-
-
-def _headline(file: Path, examined: MaskInfo) -> str:
-    grid = examined.first.grid
-    size = "" if grid.thw is None else f" of a {'×'.join(map(str, grid.thw))} video"
-    return (
-        f"{file}: {len(examined.series.layers)} layers, {examined.first.heads} heads, {grid.nq}×{grid.nk} blocks of "
-        f"{grid.block_q}×{grid.block_k} tokens, {grid.tokens} tokens{size}, {grid.text_tokens} of text; "
-        f"density {examined.densities.mean():.3f}"
-    )
-
-
-def _tables(examined: MaskInfo, gpus: int) -> Iterator[TextTable]:
-    rows: list[tuple[str, ...]] = [
-        (str(layer), f"{heads.min():.3f}", f"{heads.mean():.3f}", f"{heads.max():.3f}")
-        for layer, heads in zip(examined.series.layers, examined.densities, strict=True)
-    ]
-    yield TextTable("density", ("layer", "least dense head", "mean", "densest head"), rows)
-    rows = [
-        (b.strategy, f"{b.rho_before:.4f}", f"{b.rho:.4f}", f"{b.rho_max:.4f}", f"{b.moved:.1%}")
-        for b in examined.balance
-    ]
-    names: tuple[str, ...] = ("strategy", "ρ_s before", "ρ_s", "max", "moved")
-    title = f"balance on {gpus} GPUs, mean over sampled layers"
-    yield TextTable(title, names, rows, left=("strategy",))
-    if examined.drift:
-        rows = [
-            (str(d.layer), f"{min(d.iou):.3f}", f"{fmean(d.iou):.3f}", f"{fmean(d.changed):.2%}", str(d.replans))
-            for d in examined.drift
-        ]
-        names = ("layer", "least IoU", "mean IoU", "bits changed", f"plans at P_s {DbspConfig.reuse:g}")
-        yield TextTable(f"from step to step, {len(examined.series.steps)} steps", names, rows)

@@ -105,23 +105,30 @@ def _plans(mask: BlockMask, gpus: int, strategy: str, planner: str, keys: str) -
     return plans
 
 
+_COLUMNS = (
+    ("strategy", "strategy", str),
+    ("planner", "planner", str),
+    ("before", "rho_before", "{:.4f}".format),
+    ("ρ_s", "rho", "{:.4f}".format),
+    ("bound", "rho_bound", "{:.4f}".format),
+    ("moved", "moved", "{:.1%}".format),
+    ("+KV", "extra_kv", "{:.0%}".format),
+    ("KV in", "kv_received", "{:.2f}".format),
+    ("ms", "plan_ms", "{:.2f}".format),
+)
+
+
 def _table(mask: BlockMask, gpus: int, plans: list[dict[str, Any]]) -> TextTable:
-    grid, rows = mask.grid, []
-    for plan in plans:
-        numbers = (f"{plan[name]:.4f}" for name in ("rho_before", "rho", "rho_bound"))
-        shares = (f"{plan['rho'] / plan['rho_bound'] - 1:.1%}", f"{plan['moved']:.1%}", f"{plan['extra_kv']:.0%}")
-        costs = (f"{plan['kv_received']:.2f}", f"{plan['plan_ms']:.2f}")
-        rows.append((plan["strategy"], plan["planner"], *numbers, *shares, *costs))
     best = min(plans, key=lambda plan: (plan["rho"], plan["moved"]))
     conclusion = (
         f"most even: {best['strategy']}, {best['planner']}: ρ_s {best['rho_before']:.4f} → {best['rho']:.4f}\n"
     )
-    return TextTable(
-        f"{mask.heads} heads, {grid.nq}×{grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
-        ("strategy", "planner", "before", "ρ_s", "bound", "gap", "moved", "+KV", "KV in", "ms"),
-        rows,
+    return TextTable.of(
+        f"{mask.heads} heads, {mask.grid.nq}×{mask.grid.nk} blocks, density {mask.density:.3f}, {gpus} GPUs",
+        _COLUMNS,
+        plans,
         f"{conclusion if len(plans) > 1 else ''}"
-        "ρ_s: slowest rank over mean; bound: least for any plan of whole rows; gap: above it;\n"
+        "ρ_s: slowest rank over mean; bound: least for any plan of whole rows;\n"
         "moved: rows, to other ring ranks; +KV: sent again to further ranks; ms: planning;\n"
         "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
         left=("strategy", "planner"),

@@ -36,25 +36,20 @@ def report_command(
 
 def show_run(report: RunReport) -> tuple[list[TextTable], dict[str, Any]]:
     """Returns the tables of one run, its main numbers and its layers, and what --json prints."""
-    layers = report.layers()
     names = ("model", "framework", "world_size", "strategy", "planner", "seconds")
-    values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals)}
-    values["layers"] = [
-        {"layer": layer, "seconds": totals.attention_s, **asdict(totals)} for layer, totals in layers.items()
+    layers = [
+        {"layer": layer, "seconds": totals.attention_s, **asdict(totals)} for layer, totals in report.layers().items()
     ]
+    values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals), "layers": layers}
     compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
-    rows = [
-        [str(layer), *(in_words(getattr(totals, name)) for _, name, in_words in LAYER_COLUMNS)]
-        for layer, totals in layers.items()
-    ]
-    columns = ("layer", *(heading for heading, _, _ in LAYER_COLUMNS))
     title = f"{report.model}, db-SP in {report.framework} on {report.world_size} ranks"
     caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
     words = ("what", "value", "note")
-    return [
+    tables = [
         TextTable(title, words, headline(report), left=words),
-        TextTable("by layer", columns, rows, caption),
-    ], values
+        TextTable.of("by layer", (("layer", "layer", str), *LAYER_COLUMNS), layers, caption),
+    ]
+    return tables, values
 
 
 _NUMBERS = (

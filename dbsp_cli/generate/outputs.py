@@ -74,9 +74,11 @@ def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: in
 
 def replaced_message(outputs: Sequence[Output]) -> str | None:
     """Returns the warning about files that the videos replace, or None."""
-    there = [output.path for output in outputs if output.path.exists()]
-    if not there:
+    existing = [output.path for output in outputs if output.path.exists()]
+    if not existing:
         return None
-    more = f" and {len(there) - 1} more" if there[1:] else ""
+    more = f" and {len(existing) - 1} more" if existing[1:] else ""
     are = "exist and are" if more else "exists and is"
-    return f"--out {there[0]}{more} {are} replaced when the video is complete; give another --out, or --resume to skip"
+    return (
+        f"--out {existing[0]}{more} {are} replaced when the video is complete; give another --out, or --resume to skip"
+    )

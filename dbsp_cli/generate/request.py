@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from dbsp_cli.generate.images import VIDEO, fitted, source_frames
-from dbsp_cli.generate.loras import TRANSFORMERS, require_fitting
+from dbsp_cli.generate.inputs import TRANSFORMERS, Features, fitted, require_fitting
 from dbsp_cli.generate.outputs import Output, outputs_of, prompts_of, replaced_message
-from dbsp_cli.generate.pipeline import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart
 from dbsp_cli.tiny_models import trained_weights
@@ -40,7 +38,7 @@ from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.static import StoredMasks
 from dbsp_core.sources.union import parts_of
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, require_value
-from dbsp_core.utils.files import expand_path, require_file, require_file_path
+from dbsp_core.utils.files import expand_path, require_file_path
 from dbsp_core.utils.process import RECORD
 from dbsp_core.utils.yaml_file import (
     Settings,
@@ -65,7 +63,6 @@ class GenerationRequest:
     model: str | None = None
     prompt: str | None = None
     images: Sequence[Path] = ()
-    video: Path | None = None
     seed: int | None = None
     videos: int = 1
     changes: Sequence[str] = ()
@@ -83,7 +80,7 @@ class Generation:
         config: The settings, with the model's usual video filled in.
         settings: The settings as the user gave them, with the location of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
-        frames: The first frame and the last, or those of the video that it starts from, in the new video's size.
+        frames: The first frame and the last, where it is made from them, in the video's size.
         report: Folder for reports; with several videos, each has a folder in it, named as its file.
     """
 
@@ -130,46 +127,23 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} is not installed; {install_command('diffusers')}")
-    from dbsp_diffusers.checkpoint import require_checkpoint  # here: it takes seconds to import
-    from dbsp_diffusers.resolve import require_possible
-
     if request.model is not None:
         request = replace(request, model=expand_path(request.model))
-    # 1. The settings: a file's, the options' over them, the model's usual ones for what neither says.
+    # 1. The settings: a file's, the options' over them, the model's usual ones for what neither says
     prompts = prompts_of(request.prompt)
     settings = _settings(request, prompts)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
-    spec = find_model_spec(model) or published_model(identity)
-    shipped = None if spec else _shipped_for(model)
-    usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
-    with settings.located(), blame_setting("generate"):
-        video = config.generate.filled(usual)
-    images = sum(image is not None for image in (video.image, video.last_image))
-    if images < identity.images[0]:  # no setting is blamed for what is missing
-        twice = " twice: the first frame, then the last" if identity.images[0] == 2 else ""
-        message = f"{model_title(identity)} {identity.images_message(images)}"
-        raise UserError(f"{message}; give one with --image FILE{twice}")
-    with settings.located(), blame_setting("generate"):
-        require_video(identity, video)
-    # 2. What the model takes, and this machine can do.
-    with settings.located():
-        require_possible(config)
-        _require_mask_size(config, identity, video)
-    request.features.require_possible()
-    tiny, named = tiny_architecture(model), find_model_spec(model)
-    loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
-    if not tiny:
-        require_checkpoint(loaded, ask_hub=False)
-    require_fitting([lora.within(identity) for lora in request.features.loras()], loaded, identity)
-    frames = _frames(request.video, identity, video, settings)
+    video = _video(config, model, identity, settings)
+    # 2. What the model takes, and this machine can do
+    loaded = _require_loadable(request, config, model, identity, video, settings)
+    frames = _frames(video, settings)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     strategy = config.strategy or _default_strategy(rank_info, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(rank_info.world)
-    # 3. What is written, and where: rank 0 does it.
-    outputs = outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos)
+    # 3. What is written, and where: rank 0 does it
     report = request.report or (Path(config.report) if config.report else None)
     generation = Generation(
         request=request,
@@ -178,14 +152,13 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
         model=loaded,
         identity=identity,
         frames=frames,
-        outputs=outputs,
+        outputs=outputs_of(request.out, prompts or (video.prompt,), video.seed or 0, request.videos),
         report=None if report is None else report.absolute(),
     )
     _require_results(generation, is_written_here=rank_info.rank == 0)
     # 4. Warnings
-    slow = spec is not None and not torch.accelerator.is_available()
-    if tiny == "wan-trained":
-        trained_weights()  # raises where they are not
+    is_large = find_model_spec(model) is not None or published_model(identity) is not None
+    slow = is_large and not torch.accelerator.is_available()
     warnings = (
         *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
         f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out" if slow else None,
@@ -194,8 +167,49 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     return replace(generation, warnings=tuple(dict.fromkeys(filter(None, warnings))))
 
 
+def _video(config: DbspConfig, model: str, identity: ModelSignature, settings: Settings) -> GenerateSettings:
+    """Returns the video to make, with the model's usual settings for what is not given."""
+    spec = find_model_spec(model) or published_model(identity)
+    shipped = None if spec else _shipped_for(model)
+    usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
+    with settings.located(), blame_setting("generate"):
+        video = config.generate.filled(usual)
+    message = identity.images_message(sum(image is not None for image in (video.image, video.last_image)))
+    if message is not None:
+        raise UserError(f"{model_title(identity)} {message}")
+    with settings.located(), blame_setting("generate"):
+        require_video(identity, video)
+    return video
+
+
+def _require_loadable(
+    request: GenerationRequest,
+    config: DbspConfig,
+    model: str,
+    identity: ModelSignature,
+    video: GenerateSettings,
+    settings: Settings,
+) -> str:
+    """Checks what the model takes, what this machine can do, and files of weights; returns what ranks load."""
+    from dbsp_diffusers.checkpoint import require_checkpoint  # here: it takes seconds to import
+    from dbsp_diffusers.resolve import require_possible
+
+    with settings.located():
+        require_possible(config)
+        _require_mask_size(config, identity, video)
+    request.features.require_possible()
+    tiny, named = tiny_architecture(model), find_model_spec(model)
+    loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
+    if tiny == "wan-trained":
+        trained_weights()  # raises where they are not
+    if not tiny:
+        require_checkpoint(loaded, ask_hub=False)
+    require_fitting([lora.within(identity) for lora in request.features.loras()], loaded, identity)
+    return loaded
+
+
 def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
-    """Raises SettingError for what the pipeline would change or reject: frames, a size, or images."""
+    """Raises SettingError for what the pipeline would change or reject: frames, a size, or a last image alone."""
     spec, title = published_model(signature), model_title(signature)
     if signature.pipeline in PIPELINES and video.num_frames is not None:
         message = PIPELINES[signature.pipeline].frames_message(video.num_frames)
@@ -207,9 +221,6 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
     one_alone = video.guidance_scale_2 is None or signature.variant == "two"
     message = f"is for models with two transformers, and {title} has one; leave it out"
     require_value(video, "guidance_scale_2", one_alone, message, "generate.")
-    message = signature.images_message(sum(image is not None for image in (video.image, video.last_image)))
-    if message is not None:
-        raise SettingError(f"{title} {message}", ("image",))
     if video.last_image is not None and video.image is None:
         raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
 
@@ -230,16 +241,8 @@ def _require_mask_size(config: DbspConfig, signature: ModelSignature, video: Gen
                     part.grid(mask_request)
 
 
-def _frames(
-    source: Path | None, identity: ModelSignature, video: GenerateSettings, settings: Settings
-) -> tuple[Any, ...]:
-    """Returns the images that a video is made from, or the frames of the video that it starts from."""
-    if source is not None:
-        require_file(source, "--video", VIDEO)
-        if PIPELINES[identity.pipeline].from_video is None or identity.variant:
-            able = " and ".join(pipeline.title for pipeline in PIPELINES.values() if pipeline.from_video)
-            raise UserError(f"--video: {model_title(identity)} does not start from a video; {able} models do")
-        return source_frames(source, video, PIPELINES[identity.pipeline])
+def _frames(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
+    """Returns the images that a video is made from."""
     images = []
     for name in ("image", "last_image"):
         if (path := getattr(video, name)) is not None:
@@ -299,7 +302,6 @@ def _require_results(generation: Generation, is_written_here: bool) -> None:
     inputs = {
         "--image": config.generate.image,
         "the last --image": config.generate.last_image,
-        "--video": request.video,
         "--config": origin if os.path.isfile(origin) else None,
     }
     written, read = ({k: Path(path) for k, path in paths.items() if path is not None} for paths in (folders, inputs))

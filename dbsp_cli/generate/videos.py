@@ -1,10 +1,12 @@
-"""Makes the videos of `dbsp generate` on each rank: one pipeline, one video after another."""
+"""Makes the videos of `dbsp generate` on each rank: one pipeline as a user asks for it, one video after another."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dbsp_cli.generate.inputs import TRANSFORMERS, Features, load_loras
 from dbsp_cli.generate.outputs import Output
-from dbsp_cli.generate.pipeline import arguments_of, load_pipeline, speed_up
 from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_cli.video_quality import VIDEO
+from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import tiny_architecture
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
@@ -72,14 +76,14 @@ def _make_videos(
 
     # 1. The pipeline: db-SP comes after LoRA weights and offloading, and before compilation.
     settings = generation.config.generate
-    features, from_video = generation.request.features, generation.request.video is not None
-    pipe = load_pipeline(model, generation.identity, settings, features, device, from_video=from_video)
+    features = generation.request.features
+    pipe = load_pipeline(model, generation.identity, settings, features, device)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
     config = replace(generation.config, report=str(generation.report or unwanted))
     session = enable(pipe, config)
     speed_up(transformers_in(pipe), features)
     # 2. One video after another.
-    of_pipeline = arguments_of(pipe, settings, generation.frames, from_video=from_video)
+    of_pipeline = arguments_of(pipe, settings, generation.frames)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
     for number, output in enumerate(outputs, 1):
@@ -144,3 +148,87 @@ def _whole(video: Path) -> bool:
     except (OSError, RuntimeError):
         return False
     return True
+
+
+def load_pipeline(
+    model: str,
+    identity: ModelSignature,
+    settings: GenerateSettings,
+    features: Features,
+    device: torch.device,
+) -> Any:
+    """Loads a folder or repository on a device, with LoRA weights, quantized, or offloaded to the host.
+
+    Wan's VAE has float32 at least, as in diffusers' examples.
+    """
+    from dbsp_diffusers.checkpoint import load_stock_pipeline
+
+    # 1. The class, the dtypes and the files
+    kind, dtype = PIPELINES[identity.pipeline], settings.torch_dtype
+    options: dict[str, Any] = {"torch_dtype": dtype}
+    if kind.float32_vae and dtype.itemsize < 4:
+        options["torch_dtype"] = {"default": dtype, "vae": torch.float32}
+    if features.quantize is not None:
+        options["quantization_config"] = _quantization(features.quantize, identity)
+    pipe = load_stock_pipeline(
+        model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
+    )
+    # 2. LoRA weights
+    load_loras(pipe, [lora.within(identity) for lora in features.loras()])
+    # 3. The device of the weights
+    if features.offload == "model":
+        pipe.enable_model_cpu_offload(device=device)
+    elif features.offload == "sequential":
+        pipe.enable_sequential_cpu_offload(device=device)
+    else:
+        pipe.to(device)
+    return pipe
+
+
+def _quantization(name: str, identity: ModelSignature) -> Any:
+    """Returns diffusers' settings for weights of the transformers in this format."""
+    import diffusers
+
+    parts = TRANSFORMERS if identity.variant == "two" else TRANSFORMERS[:1]
+    if name == "nf4":
+        kind: Any = diffusers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    else:
+        from torchao import quantization
+
+        of = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}
+        kind = diffusers.TorchAoConfig(of[name]())
+    return diffusers.PipelineQuantizationConfig(quant_mapping=dict.fromkeys(parts, kind))
+
+
+def speed_up(transformers: Mapping[str, torch.nn.Module], features: Features) -> None:
+    """Gives transformers a cache, and compiles their blocks, after db-SP is enabled on them."""
+    from diffusers import FirstBlockCacheConfig
+
+    threshold = features.cache_threshold()
+    for transformer in transformers.values():
+        if threshold is not None:
+            transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))  # type: ignore[operator]
+        if features.compile:
+            transformer.compile_repeated_blocks()  # type: ignore[operator]
+
+
+def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any]) -> dict[str, Any]:
+    """Returns the arguments of a pipeline's call that only some have.
+
+    Args:
+        frames: Images of the first frame and of the last, in the video's size.
+    """
+    from PIL import Image
+
+    parameters = inspect.signature(type(pipe).__call__).parameters
+    arguments: dict[str, Any] = {"num_frames": settings.num_frames}
+    if settings.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
+        arguments["guidance_scale_2"] = settings.guidance_scale_2
+    if "reference_images" not in parameters:
+        return arguments | dict(zip(("image", "last_image"), frames, strict=False))
+    # VACE invents the frames between, as in xDiT
+    first, last = frames
+    between, size = (settings.num_frames or 0) - 2, first.size
+    arguments["video"] = [first, *[Image.new("RGB", size, (128, 128, 128))] * between, last]
+    arguments["mask"] = [Image.new("L", size, 0), *[Image.new("L", size, 255)] * between, Image.new("L", size, 0)]
+    return arguments

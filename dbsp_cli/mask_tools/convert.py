@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, StoredArray, by_layer, read_arrays
+from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, read_tensors, stacked
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.masks.mask_file import MaskFile, Orders, one_or_each
@@ -134,7 +134,7 @@ class ConvertOptions:
 def convert_masks(
     source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions
 ) -> MaskLayout:
-    """Writes a mask file from masks in any form that docs/mask-files.md lists, one mask in memory at a time.
+    """Writes a mask file from masks in any form that docs/mask-files.md lists, one unpacked mask in memory at a time.
 
     Returns:
         What the file says of its masks.
@@ -148,31 +148,28 @@ def convert_masks(
         pass
     else:
         raise UserError(f"{source} is a mask file already; use it as it is")  # its metadata would be lost
-    # 1. The file's tensors: masks […, H, nq, nk], or lists of key blocks […, H, nq, width] and their lengths
-    arrays, grid = read_arrays(source), options.grid
-    key = options.counts or next((name for name in _COUNTS if name in arrays), None)
-    counts = None if options.lut is None or key is None else _named(arrays, key, source, "counts")
-    masks, name = _masks({name: array for name, array in arrays.items() if array is not counts}, options, source)
-    shape, lengths = masks.shape, None
-    if counts is not None:
-        if counts.shape != shape[:-1]:
-            raise UserError(
-                f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
-            )
-        lengths = counts.read().reshape(-1, *shape[-3:-1])
+    # 1. Masks [H, nq, nk], or lists of key blocks [H, nq, width] and their lengths [H, nq]
+    tensors, grid = read_tensors(source), options.grid
+    counts = _counts(tensors, options, source) if options.lut else None
+    masks, shape, name = _masks({key: t for key, t in tensors.items() if t is not counts}, options, source)
+    if counts is not None and counts.shape != shape[:-1]:
+        raise UserError(
+            f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
+        )
+    lengths = [None] * len(masks) if counts is None else counts.reshape(-1, *shape[-3:-1])
     # 2. Steps, token orders, and how blocks are counted
-    groups, orders = _groups(shape, options), _token_orders(options.orders, arrays, shape)
-    fitted = ForeignBlocks.find(shape[-2], None if options.lut else shape[-1], grid, options.joined_text)
+    groups, orders = _groups(shape, options), _token_orders(options.orders, tensors, shape)
+    blocks = ForeignBlocks.find(shape[-2], None if options.lut else shape[-1], grid, options.joined_text)
     tail_dense = (name == "sparse" and not options.lut) if options.tail_dense is None else options.tail_dense
 
     # 3. One mask after another: bool[H, nq, nk]
     def converted() -> Iterator[torch.Tensor]:
-        for index, mask in enumerate(masks.masks()):
+        for mask, of_rows in zip(masks, lengths, strict=True):
             if options.lut is None:
                 bits = _as_bits(mask, source)
             else:
-                bits = lut_bits(mask, None if lengths is None else lengths[index], options.lut, fitted.shape[1])
-            yield fitted.fit(bits, tail_dense)
+                bits = lut_bits(mask, of_rows, options.lut, blocks.shape[1])
+            yield blocks.fit(bits, tail_dense)
 
     layout = MaskLayout(grid, shape[-3], shape[-4] if len(shape) > 3 else None, groups, orders)
     write_masks(target, layout, converted(), packed=True)
@@ -237,44 +234,45 @@ def convert_recording(
     return layout
 
 
-def _named(arrays: Mapping[str, StoredArray], name: str, source: object, option: str) -> StoredArray:
-    if name not in arrays:
-        raise UserError(f"{source} has no tensor {name!r}; {option} can be one of {', '.join(arrays) or 'none'}")
-    return arrays[name]
+def _counts(tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source: object) -> torch.Tensor | None:
+    """Returns the lengths of lists of key blocks, by the name that is given or a usual one."""
+    name = options.counts or next((name for name in _COUNTS if name in tensors), None)
+    if name is not None and name not in tensors:
+        raise UserError(f"{source} has no tensor {name!r}; counts can be one of {', '.join(tensors)}")
+    return None if name is None else tensors[name]
 
 
 def _masks(
-    arrays: Mapping[str, StoredArray], options: ConvertOptions, source: object
-) -> tuple[StoredArray, str | None]:
-    """Finds the masks, [H, nq, nk] after up to two leading dimensions, and their name.
+    tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source: object
+) -> tuple[list[torch.Tensor], tuple[int, ...], str | None]:
+    """Finds the masks: each [H, nq, nk], the shape of all, [layers, …] or [groups, layers, …], and their name.
 
     Without one tensor of them, those of each layer are joined: of the list or mapping `key`, or all large ones.
     """
-    large = {name: array for name, array in arrays.items() if len(array.shape) >= 3}
-    names = {name.partition("/")[0] for name in large}
-    key = options.key or next((name for name in _MASKS if name in names), None)
-    if key is not None and key not in arrays:
-        large = {name: array for name, array in large.items() if name.startswith(f"{key}/")}
-    if key is not None and (key in arrays or not large):
-        masks = _named(arrays, key, source, "key")
-    else:
-        joined = next(iter(large.values())) if len(large) == 1 else by_layer(large)
-        if joined is None:
-            shapes = cut_short(", ".join(f"{name or '(unnamed)'} {list(a.shape)}" for name, a in arrays.items()))
-            raise UserError(
-                f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME, or stack the "
-                "masks of all layers: torch.stack(masks)"
-            )
-        masks = joined
-    shape = masks.shape
+    large = {name: tensor for name, tensor in tensors.items() if tensor.ndim >= 3}
+    key = options.key or next((key for key in _MASKS if any(name.partition("/")[0] == key for name in large)), None)
+    if key is not None and key in tensors:
+        large = {key: tensors[key]}
+    elif key is not None:
+        large = {name: tensor for name, tensor in large.items() if name.startswith(f"{key}/")}
+    if options.key and not large:
+        raise UserError(f"{source} has no tensor {key!r}; key can be one of {', '.join(tensors)}")
+    found = stacked(large)
+    if found is None:
+        shapes = cut_short(", ".join(f"{name or '(unnamed)'} {list(t.shape)}" for name, t in tensors.items()))
+        raise UserError(
+            f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME, or stack the "
+            "masks of all layers: torch.stack(masks)"
+        )
+    masks, shape = found
     if len(shape) not in (3, 4, 5) or 0 in shape:
         raise UserError(
             f"{source}: masks of shape {list(shape)}; expected [heads, rows, columns], [layers, heads, …] or "
             "[groups, layers, heads, …]"
         )
     if len(shape) == 5 and shape[0] == 1 and options.groups is None and options.steps is None:
-        masks = StoredArray(shape[1:], masks.parts)
-    return masks, key
+        shape = shape[1:]
+    return masks, shape, key
 
 
 def _as_bits(mask: torch.Tensor, source: object) -> torch.Tensor:
@@ -315,7 +313,7 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
     return groups
 
 
-def _token_orders(orders: str | None, arrays: Mapping[str, StoredArray], shape: Sequence[int]) -> tuple[Orders, ...]:
+def _token_orders(orders: str | None, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> tuple[Orders, ...]:
     """Returns the token orders of each mask [H, nq, nk], or one for all, by words or a plan's tensor 'permute'."""
     in_file = orders is not None and Path(orders).suffix in SUFFIXES
     if orders is not None and not in_file:
@@ -326,12 +324,12 @@ def _token_orders(orders: str | None, arrays: Mapping[str, StoredArray], shape: 
             raise UserError(f"orders names {len(names)} token orders, the masks have {shape[-3]} heads")
         return (one_or_each(names),)
     # 1. A table [H], [L, H] or [S, L, H]
-    plan = read_arrays(str(orders)) if in_file else arrays
+    plan = read_tensors(str(orders)) if in_file else tensors
     if not in_file and "permute" not in plan:
         return ((CANONICAL,),)
     if "permute" not in plan and len(plan) != 1:
         raise UserError(f"{orders} has no tensor 'permute' with token orders (it has {', '.join(plan)})")
-    table = plan.get("permute", next(iter(plan.values()))).read()
+    table = plan.get("permute", next(iter(plan.values())))
     # 2. Its numbers for each mask: [masks, H]
     leading = tuple(shape[:-2])
     if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:

@@ -1,4 +1,4 @@
-"""Arrays in other projects' files, which are never unpickled, and their blocks fitted to a grid of db-SP's."""
+"""Tensors in other projects' files, which are never unpickled, and their blocks fitted to a grid of db-SP's."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,82 +24,35 @@ from dbsp_core.utils.files import require_file, user_path
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
 
 
-@dataclass(frozen=True)
-class StoredArray:
-    """An array in a file, read when it is used, in equal parts along its leading dimensions."""
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Reads every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
 
-    shape: tuple[int, ...]
-    parts: tuple[Callable[[], torch.Tensor], ...]
-
-    def read(self) -> torch.Tensor:
-        return torch.stack([part() for part in self.parts]).reshape(self.shape)
-
-    def masks(self) -> Iterator[torch.Tensor]:
-        """Yields the masks [H, nq, nk] of an array […, H, nq, nk], with one part in memory at a time."""
-        for part in self.parts:
-            masks = part()
-            yield from (masks[index] for index in np.ndindex(masks.shape[:-3]))
-
-
-def read_arrays(path: str | os.PathLike[str]) -> dict[str, StoredArray]:
-    """Finds every array in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
-
-    Nothing is unpickled. Arrays of .npz are unpacked when they are used, others mapped from disk where possible.
+    Nothing is unpickled. Files are mapped from disk where their format allows it.
 
     Raises:
-        UserError: It is no such file, or has nothing to read in it.
+        UserError: The file is of another kind or damaged, or has no tensors that can be read.
     """
     path = user_path(path)
     require_file(path, "file", "give the path of a file with masks")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
-    with _readable(path):
-        if path.suffix == ".npz":
-            arrays = _zipped_arrays(path)
-        else:
-            tensors = dict(_named_tensors(_content(path)))
-            arrays = {name: StoredArray(tuple(t.shape), (partial(_plain, path, t),)) for name, t in tensors.items()}
-    if not arrays:
-        raise UserError(f"{path} has no tensors in it")
-    return arrays
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
     try:
-        yield
-    except UserError:
-        raise
+        tensors = dict(_named_tensors(_content(path)))
     except Exception as error:  # damaged files bring up every kind from the libraries that read them
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain tensors, in "
             "mappings at most: torch.save({'sparse': masks}, path)"
         ) from error
-
-
-def _zipped_arrays(path: Path) -> dict[str, StoredArray]:
-    """Finds the arrays of numbers in an .npz file by their headers. Raises ValueError if it has none."""
-
-    def read(name: str) -> torch.Tensor:
-        with _readable(path), np.load(path, allow_pickle=False) as archive:
-            return torch.from_numpy(archive[name])
-
-    arrays = {}
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            with archive.open(member) as file:
-                version = np.lib.format.read_magic(file)
-                header = "read_array_header_1_0" if version == (1, 0) else "read_array_header_2_0"
-                shape, _, dtype = getattr(np.lib.format, header)(file)
-                size = member.file_size - file.tell()
-            name = member.filename.removesuffix(".npy")
-            if dtype.kind == "O":
-                raise ValueError(f"{name} is an array of objects")
-            if size != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name} has {size} bytes, not those of shape {list(shape)}")
-            arrays[name] = StoredArray(shape, (partial(read, name),))
-    return arrays
+    for tensor in tensors.values():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            shape = list(tensor.shape)
+            raise UserError(
+                f"{path}: a tensor of shape {shape} is sparse or quantized; save it as .to_dense() makes it"
+            )
+    if not tensors:
+        raise UserError(f"{path} has no tensors in it")
+    return tensors
 
 
 def _content(path: Path) -> Any:
@@ -110,11 +61,14 @@ def _content(path: Path) -> Any:
         return load_file(path)
     if path.suffix == ".npy":
         return torch.from_numpy(np.load(path, allow_pickle=False, mmap_mode="c"))
-    mapped = zipfile.is_zipfile(path)  # older files are no archives, and cannot be mapped
-    if mapped:
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: torch.from_numpy(array) for name, array in archive.items() if array.dtype.kind in "biufc"}
+    can_map = zipfile.is_zipfile(path)  # older files are not archives
+    if can_map:
         with zipfile.ZipFile(path) as archive:
-            mapped = all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+            can_map = all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
 
 
 def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
@@ -126,30 +80,32 @@ def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Te
             yield from _named_tensors(value, f"{name}/{key}" if name else str(key))
 
 
-def _plain(path: Path, tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-        shape = list(tensor.shape)
-        raise UserError(f"{path}: a tensor of shape {shape} is sparse or quantized; save it as .to_dense() makes it")
-    return tensor
+def stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]] | None:
+    """Takes one tensor […, H, nq, nk] apart, or joins those of layers, [H, nq, nk] or [1, H, nq, nk].
 
+    The names of layers' tensors differ in one number, the layer's, from 0 to L − 1.
 
-def by_layer(arrays: Mapping[str, StoredArray]) -> StoredArray | None:
-    """Joins arrays [H, nq, nk], or [1, H, nq, nk], whose names differ in one number, the layer's, from 0 to L − 1.
-
-    Returns None where that is not so.
+    Returns:
+        Masks [H, nq, nk], and the shape of all together; None where it is not clear how tensors are joined.
     """
-    words, shapes = [re.split(r"(\d+)", name) for name in arrays], {array.shape for array in arrays.values()}
+    # 1. One tensor
+    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+    if len(tensors) == 1:
+        (tensor,), shape = tensors.values(), shapes.pop()
+        return [tensor[index] for index in np.ndindex(*shape[:-3])], shape
+    # 2. The part of several names in which they differ
+    words = [re.split(r"(\d+)", name) for name in tensors]
     if len({len(parts) for parts in words}) != 1 or len(shapes) != 1:
         return None
     differing = [column for column in zip(*words, strict=True) if len({*column}) > 1]
-    shape = shapes.pop()
-    if len(differing) != 1 or math.prod(shape[:-3]) != 1:
+    if len(differing) != 1 or not all(number.isdecimal() for number in differing[0]):
         return None
-    layers = {int(number): a for number, a in zip(differing[0], arrays.values(), strict=True) if number.isdecimal()}
-    if layers.keys() != set(range(len(arrays))):
+    # 3. Layers by this number
+    shape, numbers = shapes.pop(), [int(number) for number in differing[0]]
+    if sorted(numbers) != list(range(len(tensors))) or math.prod(shape[:-3]) != 1:
         return None
-    parts = [part for layer in range(len(arrays)) for part in layers[layer].parts]
-    return StoredArray((len(arrays), *shape[-3:]), tuple(parts))
+    layers = dict(zip(numbers, tensors.values(), strict=True))
+    return [layers[layer].reshape(shape[-3:]) for layer in range(len(layers))], (len(layers), *shape[-3:])
 
 
 @dataclass(frozen=True)
@@ -203,16 +159,20 @@ class ForeignBlocks:
         return f"{blocks}, those of text left out"
 
     @property
+    def left_out(self) -> tuple[int, int]:
+        """Rows and columns of text that the masks lack."""
+        text = 0 if self.text else self.grid.text_tokens
+        return -(-text // self.grid.block_q), -(-text // self.grid.block_k)
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
-        sizes = self.grid.block_q, self.grid.block_k
-        whole = [-(-self.grid.tokens // size) for size in sizes] if self.joined else block_counts(self.grid)
-        rows, columns = (count - self.left_out(size) for count, size in zip(whole, sizes, strict=True))
-        return rows, columns
-
-    def left_out(self, block: int) -> int:
-        """Returns the number of text rows or columns, in blocks of this size, that the masks lack."""
-        return 0 if self.text else -(-self.grid.text_tokens // block)
+        grid = self.grid
+        if self.joined:
+            rows, columns = -(-grid.tokens // grid.block_q), -(-grid.tokens // grid.block_k)
+        else:
+            rows, columns = block_counts(grid)
+        return rows - self.left_out[0], columns - self.left_out[1]
 
     def fit(self, bits: torch.Tensor, tail_dense: bool = False) -> torch.Tensor:
         """Fits bool[H, rows, columns] to the grid, as bool[H, nq, nk].
@@ -223,8 +183,7 @@ class ForeignBlocks:
         Args:
             tail_dense: True to make the last row and column dense if the last block is short.
         """
-        grid = self.grid
-        row, column = self.left_out(grid.block_q), self.left_out(grid.block_k)
+        grid, (row, column) = self.grid, self.left_out
         whole = torch.nn.functional.pad(bits, (column, 0, row, 0), value=True)
         counted = grid.tokens - (0 if self.joined else grid.text_tokens)
         if tail_dense and counted % grid.block_q:

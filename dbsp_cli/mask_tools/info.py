@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from statistics import fmean
 from typing import Any, cast
@@ -65,61 +65,15 @@ class MaskSeries:
         return self.get(self.steps[0], layer)
 
 
-@dataclass(frozen=True)
-class Balance:
-    """Plans of a strategy: means over sampled layers, and the largest ρ_s."""
-
-    strategy: str
-    rho_before: float
-    rho: float
-    rho_max: float
-    moved: float
-
-
-@dataclass(frozen=True)
-class Drift:
-    """Changes of a layer's mask from one recorded step to the next, between pairs of one shape."""
-
-    layer: int
-    steps: tuple[int, ...]  # The later one of each pair
-    iou: tuple[float, ...]  # Share of each pair's active blocks that both have
-    changed: tuple[float, ...]  # Share of each pair's blocks that differ
-    replans: int  # Plans that a run on Ulysses makes, the first included
-
-
-@dataclass(frozen=True, eq=False)
-class MaskInfo:
-    """Figures of masks. densities: float64[layers, H], of each layer's first mask by head."""
-
-    first: BlockMask
-    series: MaskSeries
-    densities: np.ndarray
-    balance: list[Balance]
-    drift: list[Drift]
-    warnings: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        grid, densities = self.first.grid, self.densities
-        layers = zip(self.series.layers, densities.tolist(), strict=True)
-        return {
-            **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
-            "heads": self.first.heads,
-            "orders": sorted(set(grid.orders)),
-            "steps": self.series.steps,
-            "branches": self.series.branches,
-            "density": {"min": densities.min(), "mean": densities.mean(), "max": densities.max()},
-            "layers": [{"layer": layer, "density": heads} for layer, heads in layers],
-            "balance": list(map(asdict, self.balance)),
-            "drift": list(map(asdict, self.drift)),
-            "warnings": self.warnings,
-        }
-
-
-def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
+def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
     """Examines masks, reading one at a time. Plans and changes are those of a few layers.
 
     Args:
         gpus: Ranks for which ρ_s is computed.
+
+    Returns:
+        What `dbsp masks info --json` prints: the grid, "density" of all and by head in "layers", "balance" for each
+        strategy, means over layers, "drift" of each layer, and "warnings".
     """
     # 1. Density of all layers, float64[layers, H]; H counts the heads of all batch items that have masks of their own
     rows = [mask.counts.rows.sum(axis=1) / mask.grid.pairs for mask in map(series.first, series.layers)]
@@ -134,8 +88,8 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
         for mask in masks:
             layout = usual_layout(_PLANNER, mask.grid.with_orders((CANONICAL,)), strategy)
             plans.append(make_plan(mask, strategy, _PLANNER, layout=layout))
-        before, rho, moved = (fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved"))
-        balance.append(Balance(str(strategy), before, rho, max(plan.rho for plan in plans), moved))
+        means = {name: fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved")}
+        balance.append({"strategy": str(strategy), **means, "rho_max": max(plan.rho for plan in plans)})
     # 3. Changes from step to step
     drift = [_drift(series, layer, gpus) for layer in sampled] if len(series.steps) > 1 else []
     # 4. Warnings
@@ -148,11 +102,28 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> MaskInfo:
     if len(empty):
         first = f"layer {series.layers[empty[0][0]]}, head {empty[0][1]}"
         warnings.append(f"{len(empty)} heads have no block at all, the first is {first}")
-    return MaskInfo(masks[0], series, densities, balance, [layer for layer in drift if layer.iou], warnings)
+    grid, by_layer = masks[0].grid, zip(series.layers, densities.tolist(), strict=True)
+    return {
+        **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
+        "heads": masks[0].heads,
+        "orders": sorted(set(grid.orders)),
+        "steps": series.steps,
+        "branches": series.branches,
+        "density": {"min": densities.min(), "mean": densities.mean(), "max": densities.max()},
+        "layers": [{"layer": layer, "density": heads} for layer, heads in by_layer],
+        "balance": balance,
+        "drift": [layer for layer in drift if layer["iou"]],
+        "warnings": warnings,
+    }
 
 
-def _drift(series: MaskSeries, layer: int, gpus: int) -> Drift:
-    """Compares all recorded steps of one layer, and counts the plans that a run on Ulysses makes."""
+def _drift(series: MaskSeries, layer: int, gpus: int) -> dict[str, Any]:
+    """Compares each step's mask of a layer with the one before, and counts the plans that a run on Ulysses makes.
+
+    Returns:
+        layer; and for each pair of one shape the later one's "steps", "iou", the share of active blocks that both
+        have, and "changed", the share of blocks that differ; and "replans", the first included.
+    """
     grid = series.first(layer).grid
 
     def plan(rows: np.ndarray, _current: Plan | None) -> Plan:
@@ -171,7 +142,7 @@ def _drift(series: MaskSeries, layer: int, gpus: int) -> Drift:
             changed.append(differ / mask.bits.numel())
         before = mask
     made = sum(use.new for use in replay(counts, DbspConfig.reuse, plan, lag=False))
-    return Drift(layer, tuple(steps), tuple(iou), tuple(changed), made)
+    return {"layer": layer, "steps": steps, "iou": iou, "changed": changed, "replans": made}
 
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
@@ -179,17 +150,17 @@ def spread_out(values: Sequence[int], count: int) -> list[int]:
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int))]
 
 
-def mask_picture(title: str, examined: MaskInfo) -> bytes:
+def mask_picture(title: str, series: MaskSeries, facts: Mapping[str, Any]) -> bytes:
     """Draws a PNG: a heat map of heads × layers, three heads' masks, and how masks change over steps where known."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    series, densities = examined.series, examined.densities
+    densities = np.array([layer["density"] for layer in facts["layers"]])
     by_density = np.argsort(densities, axis=None, kind="stable").tolist()
     places = [divmod(place, densities.shape[1]) for place in spread_out(by_density, 3)]
     drawn = [(series.layers[row], head) for row, head in places]
-    below = len(drawn) + bool(examined.drift)
+    below = len(drawn) + bool(facts["drift"])
     picture = BytesIO()
     with rc_context({**STYLE, "axes.grid": False}):
         figure = Figure(figsize=(max(9.0, 2.7 * below), 7.4), layout="constrained")
@@ -215,10 +186,10 @@ def mask_picture(title: str, examined: MaskInfo) -> bytes:
             axis.set_title(f"layer {layer}, head {head} ({names})\ndensity {bits.mean():.3f}", fontsize=10)
             axis.set(xlabel="key block", ylabel="query block")
         # 3. Change from step to step
-        for number, layer_drift in enumerate(examined.drift):
-            style = {"markersize": 3.5, "color": rank_colour(number), "label": f"layer {layer_drift.layer}"}
-            axes[-1].plot(layer_drift.steps, layer_drift.iou, "o-", **style)
-        if examined.drift:
+        for number, drift in enumerate(facts["drift"]):
+            style = {"markersize": 3.5, "color": rank_colour(number), "label": f"layer {drift['layer']}"}
+            axes[-1].plot(drift["steps"], drift["iou"], "o-", **style)
+        if facts["drift"]:
             axes[-1].set(xlabel="step", ylabel="IoU with the step before", ylim=(0, 1.03))
             axes[-1].set_title("How masks drift\nfrom step to step", fontsize=10)
             axes[-1].xaxis.get_major_locator().set_params(integer=True)

@@ -42,7 +42,7 @@ class Recording:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise UserError(
                 f"{folder} is no recording of masks ({type(error).__name__}: {error}); make one with "
-                "`dbsp masks record OUT -- COMMAND`"
+                "DBSP_RECORD=OUT in the environment of a run"
             ) from error
 
     @property

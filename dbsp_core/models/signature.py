@@ -74,8 +74,8 @@ class ModelSignature:
             return None
         if most == 0:
             return "makes videos from text alone; leave the image out"
-        wanted = {(0, 1): "at most one image", (1, 2): "an image, and maybe the last frame's"}
-        return f"needs {wanted.get((least, most), 'two images: of the first frame and of the last')}, got {count}"
+        number = most if least == most else f"{least} to {most}"
+        return f"takes {number} images, the first frame and then the last, got {count}; give each with --image FILE"
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:

@@ -187,14 +187,10 @@ class RunReport:
             totals[layer] = Totals.from_calls(CallColumns(**of_layer), self.seconds)
         return totals
 
-    def to_json(self) -> str:
-        """Returns the report as `read` reads it, with `totals` for other programs."""
-        content = {"format": FORMAT, **asdict(self), "totals": asdict(self.totals)}
-        return json.dumps(content, allow_nan=False) + "\n"
-
     def write(self, path: Path) -> None:
-        """Writes JSON, whole or not at all."""
-        write_atomically(path, self.to_json())
+        """Writes what `read` reads, with `totals` for other programs, whole or not at all."""
+        content = {"format": FORMAT, **asdict(self), "totals": asdict(self.totals)}
+        write_atomically(path, json.dumps(content, allow_nan=False) + "\n")
 
 
 def _mean(values: Sequence[float]) -> float:

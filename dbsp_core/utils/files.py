@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import os
 import re
 import secrets
@@ -109,7 +108,6 @@ def is_pointer(path: Path) -> bool:
 TEMPORARY = ".dbsp-"
 """Beginning of the names of temporary files and folders. Random letters follow, and no name of the user's: with one,
 they could be too long where that name is not."""
-_LONGEST_ADDITION = 128  # bytes that the name of a temporary folder, or of a file in a folder, adds to a path
 
 
 def require_folder_path(path: Path, what: str) -> None:
@@ -137,29 +135,20 @@ def require_path(path: Path, what: str) -> None:
 def _require_writable(path: Path, what: str, folder: Path) -> None:
     """Raises UserError unless `folder` can be made and written to, and `path` is a possible name.
 
-    The system finds a name too long only in a folder that exists; names in folders to be made are measured here.
+    It makes a folder whose name is as long as any that is to be made: neither permissions nor limits say all.
     """
-    try:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(path)
-        existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
-        longest_name, longest_path = (os.pathconf(existing, name) for name in ("PC_NAME_MAX", "PC_PATH_MAX"))
-        real = Path(os.path.realpath(path))
-        too_long = any(0 < longest_name < len(os.fsencode(part)) for part in real.parts)
-        if too_long or 0 < longest_path < len(os.fsencode(real)) + _LONGEST_ADDITION:
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-    except (OSError, ValueError) as error:
-        reason, shown = getattr(error, "strerror", None) or error, cut_short(str(path))
-        raise UserError(f"{what} {shown} cannot be written to ({reason}); give another path") from None
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not existing.is_dir():
         raise UserError(f"{what} {path}: {existing} is a file, not a folder; give another path")
-    try:  # permissions do not say all
-        if not os.access(existing, os.W_OK | os.X_OK):
-            raise PermissionError
-        os.rmdir(tempfile.mkdtemp(dir=existing, prefix=TEMPORARY))
-    except OSError as error:
+    try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)  # which raises for a path that is too long as a whole
+        longest = max(len(os.fsencode(part)) for part in Path(os.path.realpath(path)).parts)
+        os.rmdir(tempfile.mkdtemp(dir=existing, prefix=TEMPORARY.ljust(longest - 8, "_")))
+    except (OSError, ValueError) as error:
+        reason, shown = getattr(error, "strerror", None) or error, cut_short(str(path))
         raise UserError(
-            f"{what} {path}: folder {existing} cannot be written to; give another path, or make it writable"
+            f"{what} {shown} cannot be written to ({reason}); give another path, or make {existing} writable"
         ) from error
 
 

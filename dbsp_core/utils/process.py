@@ -89,10 +89,8 @@ def installed_version(name: str) -> str | None:
 @functools.cache
 def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the installed packages among `_PACKAGES`, by name."""
-    versions = {name: installed_version(name) for name in _PACKAGES}
-    return {"python": platform.python_version()} | {
-        name: installed for name, installed in versions.items() if installed is not None
-    }
+    versions = {"python": platform.python_version()} | {name: installed_version(name) for name in _PACKAGES}
+    return {name: installed for name, installed in versions.items() if installed is not None}
 
 
 def version_fingerprints(compare: bool) -> dict[str, int]:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path
 
-_EXPONENT = re.compile(r"[-+]?[\d.]+[eE][-+]?\d+")  # numbers that YAML takes for text without a point and a sign
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # numbers such as 1e9, which YAML takes for text
 _LARGEST = 2**63 - 1  # integer of PyTorch, NumPy and files
 
 
@@ -84,7 +84,7 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
             return value
         if option in (bool, int) and type(value) is option:
             return value
-        if option is float and type(value) in (int, float):
+        if option is float and (type(value) in (int, float) or (type(value) is str and _EXPONENT.fullmatch(value))):
             return float(value)
         if option is str and isinstance(value, (str, os.PathLike)):
             return os.fspath(value)
@@ -99,9 +99,7 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
         if origin is tuple and isinstance(value, (list, tuple)) and {*map(type, value)} <= {get_args(option)[0]}:
             return tuple(value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
-    misread = float in options and isinstance(value, str) and _EXPONENT.fullmatch(value)
-    hint = "; write 1.0e+9, not 1e9" if misread else ""
-    raise UserError(f"{name} must be {wanted}, got {in_short(value)}{hint}")
+    raise UserError(f"{name} must be {wanted}, got {in_short(value)}")
 
 
 def read_path(value: Any, name: str) -> str | None:

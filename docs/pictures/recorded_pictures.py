@@ -26,7 +26,7 @@ def main() -> None:
     layout = SequenceLayout.named("striped", masks[series.layers[0]].grid, Strategy.parse(STRATEGY))
     plans = {layer: make_plan(mask, STRATEGY, layout=layout) for layer, mask in masks.items()}
     pictures = {
-        (out or DOCS / "pictures") / "masks-info.png": mask_picture(RECORDED.name, examine_masks(series)),
+        (out or DOCS / "pictures") / "masks-info.png": mask_picture(RECORDED.name, series, examine_masks(series)),
         (out or DOCS) / "balance.png": balance_picture(plans),
     }
     for path, content in pictures.items():

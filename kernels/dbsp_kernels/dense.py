@@ -110,7 +110,7 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKer
     inputs = SDPAParams(q, q, q, None, 0.0, False, False)
     reasons = []
     with sdpa_kernel(list(SDPBackend.__members__.values())):  # independent of the caller's context
-        for kernel in _preferred(device):
+        for kernel in _PREFERRED.get(torch.cuda.get_device_capability(device), (FLASH, EFFICIENT)):
             try:
                 if kernel.supports(inputs):
                     kernel.run(q, q, q, 1.0)
@@ -122,11 +122,6 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKer
                 reasons.append(f"{kernel.name}: {' '.join(str(error).split())[:200]}")
     _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", dtype, head_dim, "; ".join(reasons))
     return None
-
-
-def _preferred(device: torch.device) -> tuple[FusedKernel, ...]:
-    """Returns the fused kernels for a GPU that are faster than the block kernel, the fastest first."""
-    return _PREFERRED.get(torch.cuda.get_device_capability(device), (FLASH, EFFICIENT))
 
 
 _NOT_OURS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
@@ -145,21 +140,14 @@ def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
     """Runs cuDNN, which compiles a graph per shape and strides, with queries padded to one of few numbers."""
-    queries = q.shape[2]
+    queries, keys = q.shape[2], k.shape[2]
     if len(q) == 1:  # strides of the batch would be those of all packed rows and blocks, which change with the plan
         q, k, v = (t[0][None] for t in (q, k, v))
-    padding = _graph_queries(queries, k.shape[2]) - queries
-    q = torch.nn.functional.pad(q, (0, 0, 0, padding)) if padding else q
+    step = max(64, 1 << max(0, queries.bit_length() - 5))
+    if queries != keys and queries % step:  # not a whole head: one of 16 sizes per power of two
+        q = torch.nn.functional.pad(q, (0, 0, 0, -queries % step))
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)
     return out[:, :, :queries], lse.reshape(q.shape[:3])[:, :, :queries]
-
-
-def _graph_queries(queries: int, keys: int) -> int:
-    """Returns the number of queries of the cuDNN graph: as many as keys, or one of 16 sizes per power of two."""
-    if queries == keys:  # a whole head
-        return queries
-    step = max(64, 1 << max(0, queries.bit_length() - 5))
-    return -(-queries // step) * step
 
 
 def _supports_cudnn(inputs: SDPAParams) -> bool:
@@ -176,4 +164,5 @@ _PREFERRED = {
     (10, 0): (CUDNN, FLASH, EFFICIENT),
     (10, 3): (CUDNN, FLASH, EFFICIENT),
 }
-"""Fused kernels by compute capability; everywhere else torch's own order, in which cuDNN comes after all others."""
+"""Fused kernels that are faster than the block kernel, the fastest first, by compute capability; everywhere else
+torch's own order, in which cuDNN comes after all others."""

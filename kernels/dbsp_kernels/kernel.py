@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -65,7 +68,7 @@ class Kernel:
     backward: Callable[[BackwardInputs], Gradients] | None = None
     dtypes: frozenset[torch.dtype] = FLOATS
     blocks: Mapping[int, frozenset[tuple[int, int]]] | None = None
-    head_dims: Container[int] = range(1, 1 << 20)
+    head_dims: Sequence[int] = range(1, 1 << 20)
     least_tokens: int = 1
     returns_lse: bool = True
     ragged_rows: bool = True
@@ -99,6 +102,8 @@ class Kernel:
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Returns why this kernel does not support such a plan on any computer, or None."""
+        heads = self.head_dims
+        dims = f"from {heads.start} to {heads.stop - 1}" if isinstance(heads, range) else " or ".join(map(str, heads))
         if needs.lse and not self.returns_lse:
             return "it returns no log-sum-exp, by which chunks of keys are merged; use a strategy UxR1"
         if needs.ragged_rows and not self.ragged_rows:
@@ -107,38 +112,40 @@ class Kernel:
             )
         if needs.backward and self.backward is None:
             return "it has no backward, and gradients are asked for"
-        if needs.head_dim is not None and needs.head_dim not in self.head_dims:
-            return f"it supports head dims {_listed(self.head_dims)}, not {needs.head_dim}"
+        if needs.head_dim is not None and needs.head_dim not in heads:
+            return f"it supports head dims {dims}, not {needs.head_dim}"
         if needs.tokens is not None and needs.tokens < self.least_tokens:
             return f"it supports heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
         return None
 
 
-def _listed(head_dims: Container[int]) -> str:
-    if isinstance(head_dims, range):
-        return f"from {head_dims.start} to {head_dims.stop - 1}"
-    return " or ".join(map(str, sorted(head_dims)))  # type: ignore[call-overload]
+def _of_triton(name: str) -> Callable[..., Any]:
+    """Returns a function of `dbsp_kernels.triton` that is imported when it runs: triton need not be installed."""
+    return lambda inputs: _imported(f"dbsp_kernels.triton.{name}")(inputs)
 
 
-def _triton(inputs: KernelInputs) -> PartialAttention:
-    from dbsp_kernels.triton.forward import triton_attention  # here: triton need not be installed
-
-    return triton_attention(inputs)
-
-
-def _triton_int8(inputs: KernelInputs) -> PartialAttention:
-    from dbsp_kernels.triton.forward import triton_int8_attention  # here: triton need not be installed
-
-    return triton_int8_attention(inputs)
-
-
-def _triton_backward(inputs: BackwardInputs) -> Gradients:
-    from dbsp_kernels.triton.backward import triton_attention_backward  # here: triton need not be installed
-
-    return triton_attention_backward(inputs)
-
-
+_imported = functools.cache(pkgutil.resolve_name)
 _CPU, _CUDA = frozenset({"cpu"}), frozenset({"cuda"})
+_TRITON = Kernel(
+    name="triton",
+    run=_of_triton("forward:triton_attention"),
+    backward=_of_triton("backward:triton_attention_backward"),
+    devices=_CUDA,
+    dtypes=FLOATS - {torch.float64},
+    head_dims=range(1, 257),
+    merges=True,
+    why_unavailable=why_unavailable,
+    interpreted=True,
+    auto_on=_CUDA,
+)
+_TRITON_INT8 = replace(
+    _TRITON,
+    name="triton-int8",
+    run=_of_triton("forward:triton_int8_attention"),
+    backward=None,
+    approximates=True,
+    auto_on=frozenset(),
+)
 _IN_ORDER = (
     Kernel(
         name="cpu",
@@ -148,18 +155,7 @@ _IN_ORDER = (
         why_unavailable=cpu.why_unavailable,
         auto_on=_CPU,
     ),
-    Kernel(
-        name="triton",
-        run=_triton,
-        backward=_triton_backward,
-        devices=_CUDA,
-        dtypes=FLOATS - {torch.float64},
-        head_dims=range(1, 257),
-        merges=True,
-        why_unavailable=why_unavailable,
-        interpreted=True,
-        auto_on=_CUDA,
-    ),
+    _TRITON,
     Kernel(
         name="reference",
         run=cpu.reference_attention,
@@ -173,7 +169,7 @@ _IN_ORDER = (
         devices=_CUDA,
         dtypes=HALVES,
         blocks=fa4.BLOCKS,
-        head_dims=frozenset({64, 96, 128}),
+        head_dims=(64, 96, 128),
         why_unavailable=fa4.why_unavailable,
     ),
     Kernel(
@@ -182,7 +178,7 @@ _IN_ORDER = (
         devices=_CUDA,
         dtypes=HALVES,
         blocks=flashinfer.BLOCKS,
-        head_dims=frozenset({128}),
+        head_dims=(128,),
         why_unavailable=flashinfer.why_unavailable,
     ),
     Kernel(
@@ -191,24 +187,14 @@ _IN_ORDER = (
         devices=_CUDA,
         dtypes=HALVES,
         blocks=sparge.BLOCKS,
-        head_dims=frozenset({64, 128}),
+        head_dims=(64, 128),
         least_tokens=128,  # which SpargeAttn asserts
         returns_lse=False,
         ragged_rows=False,
         approximates=True,
         why_unavailable=sparge.why_unavailable,
     ),
-    Kernel(
-        name="triton-int8",
-        run=_triton_int8,
-        devices=_CUDA,
-        dtypes=FLOATS - {torch.float64},
-        head_dims=range(1, 257),
-        approximates=True,
-        merges=True,
-        why_unavailable=why_unavailable,
-        interpreted=True,
-    ),
+    _TRITON_INT8,
 )
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}
 """Kernels by name, in order of preference."""
@@ -227,7 +213,7 @@ def require_kernel_name(name: str, source: str = "kernel") -> None:
         raise UserError(f"unknown {source} {name[:80]!r}; use one of auto, {', '.join(KERNELS)}")
 
 
-def _wanted(name: str) -> str:
+def _requested(name: str) -> str:
     """Returns `name`, or for "auto" $DBSP_KERNEL if set. Raises UserError if no kernel has that name."""
     from_environment = os.environ.get("DBSP_KERNEL") if name == "auto" else None
     require_kernel_name(from_environment or name, "DBSP_KERNEL" if from_environment else "kernel")
@@ -244,7 +230,7 @@ def choose_kernel(
     Raises:
         UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
     """
-    *_, wanted = asked = [_wanted(requested) for requested in name.split(",")]
+    *_, requested = asked = [_requested(each) for each in name.split(",")]
     reasons = {}
     of_auto = [kernel.name for kernel in KERNELS.values() if torch.device(device).type in kernel.auto_on]
     for kernel in (KERNELS[candidate] for first in asked for candidate in (of_auto if first == "auto" else [first])):
@@ -253,10 +239,10 @@ def choose_kernel(
             return kernel
         reasons[kernel.name] = reason
     instead = " or ".join(available(device, dtype, needs)) or "another dtype"
-    if wanted == "auto":
+    if requested == "auto":
         rejected = "; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "none runs on this device"
         raise UserError(f"kernel auto finds no kernel for {dtype} on {device} ({rejected}); use {instead}")
-    raise UserError(f"kernel {wanted!r} cannot be used here: {reasons[wanted]}; use {instead}")
+    raise UserError(f"kernel {requested!r} cannot be used here: {reasons[requested]}; use {instead}")
 
 
 def require_supported(name: str, needs: KernelRequirements) -> None:
@@ -264,14 +250,14 @@ def require_supported(name: str, needs: KernelRequirements) -> None:
 
     The result is the same on all ranks, so that all of them raise.
     """
-    wanted = _wanted(name)
-    reason = None if wanted == "auto" else KERNELS[wanted].why_unsupported_anywhere(needs)
+    requested = _requested(name)
+    reason = None if requested == "auto" else KERNELS[requested].why_unsupported_anywhere(needs)
     if reason is not None:
         instead = " or ".join(k.name for k in KERNELS.values() if k.why_unsupported_anywhere(needs) is None)
-        raise UserError(f"kernel {wanted!r} does not support this plan: {reason}; use {instead}")
+        raise UserError(f"kernel {requested!r} does not support this plan: {reason}; use {instead}")
 
 
 def supports(name: str, needs: KernelRequirements) -> bool:
     """Returns True if a kernel supports such a plan on some computer; "auto" does. Raises UserError if unknown."""
-    wanted = _wanted(name)
-    return wanted == "auto" or KERNELS[wanted].why_unsupported_anywhere(needs) is None
+    requested = _requested(name)
+    return requested == "auto" or KERNELS[requested].why_unsupported_anywhere(needs) is None

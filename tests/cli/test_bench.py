@@ -44,16 +44,16 @@ class TestFit:
 def test_exact_kernels_are_ordered_by_speed_and_their_rates_are_kept_by_blocks():
     exact = {"error": 1e-4, "exact": True}
     found = [
-        KernelResult("triton", (128, 64), **exact, speed=1.0, flops_per_s=1e14),
+        KernelResult("triton", (128, 64), **exact, flops_per_s=1e14),
         KernelResult("fa4", (128, 64), "it supports blocks of 128×128, not 128×64"),
-        KernelResult("triton", (128, 128), **exact, speed=1.0, flops_per_s=2e14),
-        KernelResult("fa4", (128, 128), **exact, speed=2.0, flops_per_s=4e14),
-        KernelResult("sparge", (128, 64), error=0.1, speed=4.0, flops_per_s=9e14),
-        KernelResult("sparge", (128, 128), **exact, speed=4.0, flops_per_s=8e14),
+        KernelResult("triton", (128, 128), **exact, flops_per_s=2e14),
+        KernelResult("fa4", (128, 128), **exact, flops_per_s=4e14),
+        KernelResult("sparge", (128, 64), error=0.1, flops_per_s=9e14),
+        KernelResult("sparge", (128, 128), **exact, flops_per_s=8e14),
     ]
     others = load_hardware("cpu-demo")
     work = KnownTimes(4, 16, 256, (128, 64), torch.float32, CPU, SequenceGroup.from_group())
-    hardware = Measured(found, 1.0, [], others.constants, {}).hardware("here", work, others)
+    hardware = Measured(others, others.constants, found).hardware("here", work)
     assert hardware.exact_kernels == ("fa4", "triton"), "sparge was wrong once"
     rates = {name: kernel.flops_by_blocks for name, kernel in hardware.kernels.items()}
     assert rates == {"triton": {"128x128": 2e14}, "fa4": {"128x128": 4e14}, "sparge": {"128x128": 8e14}}
@@ -126,7 +126,7 @@ class KnownTimes(Workload):
         if len(actions) == 3:  # attentions without active blocks, of all tokens, half and a quarter
             plans = [make_plan(self.mask(self.heads, 0.0, self.tokens // n), "U1R1", "contiguous") for n in (1, 2, 4)]
             bytes_a_second = replace(load_hardware("cpu-demo").constants, pack_bytes_per_s=1e9)
-            return np.array([bench._predict(self, plan, bytes_a_second).pack_s for plan in plans])
+            return np.array([self.predicted(plan, bytes_a_second).pack_s for plan in plans])
         rows = [
             action.func.__self__ for action in actions if isinstance(getattr(action.func, "__self__", 0), bench.Rows)
         ]
@@ -136,7 +136,7 @@ class KnownTimes(Workload):
 
 def test_rows_without_blocks_are_not_taken_for_rows_that_have_some():
     work = KnownTimes(4, 16, 256, (32, 16), torch.float32, CPU, SequenceGroup.from_group())
-    found = measure(work, load_hardware("cpu-demo").constants).constants
+    found = measure(work, load_hardware("cpu-demo")).constants
     assert found.row_s == pytest.approx(1e-3, rel=1e-3)
     assert found.pack_bytes_per_s == pytest.approx(1e9, rel=1e-3)
 
@@ -145,8 +145,8 @@ def measure_tiny(rank: int, world: int) -> dict[str, Any]:
     """Returns main numbers of a measurement on gloo ranks."""
     group = SequenceGroup.from_group()
     work = Workload(4, 16, 256, (32, 16), torch.float32, CPU, group, sizes=(12, 16), repeats=2)
-    found = measure(work, load_hardware("cpu-demo").constants)
-    runs = [(attention.strategy, attention.planner) for attention in found.attentions]
+    found = measure(work, load_hardware("cpu-demo"))
+    runs = [(run["strategy"], run["planner"]) for run in found.attentions]
     return {"runs": runs, "constants": vars(found.constants), "residual": found.residual}
 
 

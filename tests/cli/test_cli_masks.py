@@ -1,21 +1,23 @@
-"""`dbsp masks`: convert, record, info on real files."""
+"""`dbsp masks`: convert and info on real files and recordings."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
 import torch
 
 from dbsp_cli.mask_tools.recording import Recording, recordings_in
-from dbsp_core import BlockGrid, BlockMask, MaskFile, Strategy, make_plan, save_mask
+from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceGroup, Strategy, make_plan, save_mask
+from dbsp_core.config import DbspConfig
+from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import usual_layout
 from dbsp_core.reports.mask_recorder import MaskRecorder, RecordSettings
+from dbsp_core.reports.observer import observed_session
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from tests.support.generators import random_bits
 
@@ -160,42 +162,21 @@ class TestConvert:
         assert torch.equal(MaskFile(out).layer(2).bits, drifting(2, 10).bits)
 
 
-RUN = """
-import sys, torch
-from dbsp_core import SequenceGroup, Strategy
-from dbsp_core.config import DbspConfig
-from dbsp_core.masks.grid import Video
-from dbsp_core.reports.observer import observed_session
-config = DbspConfig.load({"mask": {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3, "drift": 0.2}})
-session = observed_session(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
-q = torch.randn(1, 4, 384, 8)
-for step in range(3):
-    session.begin(Video((3, 8, 16)), timestep=900.0 - step)
-    for layer in range(3):
-        session.attend(layer, q, q, q)
-open(sys.argv[1], "w").write("done")
-sys.exit(7)
-"""
-
-
-class TestRecord:
-    def test_a_command_is_recorded_and_its_exit_code_kept(self, dbsp, tmp_path, monkeypatch):
-        folder = tmp_path / "out"
-        for name, value in (("EVERY", "2"), ("LAYERS", "0,2"), ("LIMIT", "1MiB")):
-            monkeypatch.setenv(f"DBSP_RECORD_{name}", value)
-        code, out, err = dbsp("masks", "record", folder, "--", sys.executable, "-c", RUN, tmp_path / "end")
-        assert (code, out) == (7, "")
-        assert (tmp_path / "end").read_text() == "done"
-        assert "recorded 2 passes of 2 layers to" in err
-        recording = Recording.read(folder)
-        assert list(recording.passes) == [DenoisingStep(0), DenoisingStep(2)]
-        assert torch.equal(recording.mask(2, DenoisingStep(2)).bits, drifting(2, 2).bits)
-
-    def test_a_command_without_attention_leaves_nothing_and_that_is_said(self, dbsp, tmp_path):
-        code, _, err = dbsp("masks", "record", tmp_path / "out", "--", sys.executable, "-c", "")
-        assert code == 0
-        assert "nothing was recorded" in err
-        assert not (tmp_path / "out").exists()
+def test_a_run_is_recorded_where_the_environment_says(tmp_path, monkeypatch):
+    for name, value in (("", str(tmp_path / "out")), ("_EVERY", "2"), ("_LAYERS", "0,2"), ("_LIMIT", "1MiB")):
+        monkeypatch.setenv(f"DBSP_RECORD{name}", value)
+    mask = {"source": "synthetic", "block_q": 16, "block_k": 16, "density": 0.3, "drift": 0.2}
+    config = DbspConfig.load({"mask": mask})
+    session = observed_session(config, SequenceGroup(0, 1), Strategy(1, 1), heads=4, layers=3)
+    q = torch.randn(1, 4, 384, 8)
+    for step in range(3):
+        session.begin(Video(THW), timestep=900.0 - step)
+        for layer in range(3):
+            session.attend(layer, q, q, q)
+    recording = Recording.read(tmp_path / "out")
+    assert list(recording.passes) == [DenoisingStep(0), DenoisingStep(2)]
+    assert recording.recorded_layers == (0, 2)
+    assert torch.equal(recording.mask(2, DenoisingStep(2)).bits, drifting(2, 2).bits)
 
 
 MISTAKES = [
@@ -213,9 +194,6 @@ MISTAKES = [
     (["convert", "masks.pt", "out.safetensors", "thv=1,2,3"], "unknown key 'thv' in the settings"),
     (["convert", "masks.pt", "out.safetensors", "thw"], "'thw' is not of the form KEY=VALUE; for"),
     (["convert", "masks.pt", "out.safetensors", "steps=5", "steps=6"], "steps is given twice"),
-    (["record", "new"], "Missing argument"),
-    (["record", "RECORDING", "--", "true"], "is not an empty folder"),
-    (["record", "new", "--", "no-such-program"], "cannot run 'no-such-program'"),
 ]
 
 

@@ -144,8 +144,10 @@ def test_standard_streams_take_all_text_and_may_be_closed(tmp_path):
     done = start("masks", "info", mask_file, "--gpus", "2", "--picture", picture, closed=(0, 1))
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    child = "import os; os.fstat(1); os.write(1, b'said'); print('said')"
-    assert start("masks", "record", tmp_path / "r", "--", sys.executable, "-c", child, closed=(1,)).returncode == 0
+    child = "import os, subprocess, sys; subprocess.run([sys.executable, '-c', 'import os; os.fstat(1)'], check=True)"
+    opened = ["-c", f"from dbsp_cli.entry import _open_streams; _open_streams(); {child}"]
+    done = subprocess.run([sys.executable, *opened], env=child_environment(), preexec_fn=lambda: os.close(1))
+    assert done.returncode == 0, "the number is inherited"
 
 
 ESCAPES = "\x1b]0;title\x07\x1b[31m"

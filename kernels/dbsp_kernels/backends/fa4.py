@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -45,30 +44,21 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
     if kv_full is None or 0 in (len(q), len(inputs.k), inputs.kv_index.shape[1]):
         return triton_attention(replace(inputs, partial=None, out_dtype=None))
     from flash_attn.cute import flash_attn_func
-
-    with torch.cuda.device_of(q):  # it launches on the current device
-        out, lse = flash_attn_func(**_forward_arguments(inputs, kv_full))[:2]
-    partial = out.view(q.shape), lse.view(q.shape[:2])
-    return triton_attention(replace(inputs, partial=partial, out_dtype=None), short_only=True)
-
-
-def _forward_arguments(inputs: KernelInputs, kv_full: torch.Tensor) -> dict[str, Any]:
-    """Returns the arguments of `flash_attn_func`: one item of one head, and the full blocks that rows begin with."""
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    q, scale = inputs.positively_scaled()
+    # 1. One item of one head, and the full blocks that rows begin with
+    scaled, scale = inputs.positively_scaled()
     index, count = (t.reshape(1, 1, *t.shape).contiguous() for t in (inputs.kv_index, kv_full))
-    return {
-        "q": one_head(q),
-        "k": one_head(inputs.k),
-        "v": one_head(inputs.v),
-        "softmax_scale": scale,
-        "block_sparse_tensors": BlockSparseTensorsTorch(
-            mask_block_cnt=torch.zeros_like(count),  # blocks of which it would ask what is masked: none
-            mask_block_idx=index,
-            full_block_cnt=count,
-            full_block_idx=index,
-            block_size=(q.shape[1], inputs.k.shape[1]),
-        ),
-        "return_lse": True,
-    }
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(count),  # blocks of which it would ask what is masked: none
+        mask_block_idx=index,
+        full_block_cnt=count,
+        full_block_idx=index,
+        block_size=(q.shape[1], inputs.k.shape[1]),
+    )
+    heads = {name: one_head(t) for name, t in (("q", scaled), ("k", inputs.k), ("v", inputs.v))}
+    with torch.cuda.device_of(q):  # it launches on the current device
+        out, lse = flash_attn_func(**heads, softmax_scale=scale, block_sparse_tensors=blocks, return_lse=True)[:2]
+    # 2. Short blocks
+    partial = out.view(q.shape), lse.view(q.shape[:2])
+    return triton_attention(replace(inputs, partial=partial, out_dtype=None), short_only=True)

@@ -8,7 +8,7 @@ FlashInfer, 2025.)
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import pkgutil
 from pathlib import Path
 
 import torch
@@ -21,6 +21,12 @@ BLOCKS = dict.fromkeys((100, 103), frozenset({(128, 128)})) | dict.fromkeys((120
 
 On Hopper and older GPUs FlashInfer plans block sparsity on the host, and waits for the device to do so.
 """
+
+_FORWARD = {
+    128: "flashinfer.cute_dsl.sparse.bsa_attn_sm100_blk128:bsa_attn_sm100_blk128_fwd",
+    64: "flashinfer.cute_dsl.sparse.bsa_attn_sm120:bsa_attn_sm120_blk64_fwd",
+}
+"""Functions by the queries of a row: for Blackwell's data centre GPUs, and its others."""
 
 QUACK = "pip install --no-deps quack-kernels==0.6.4"
 """The version that FlashInfer asks for, without what it requires, which is older than what FlashInfer does."""
@@ -50,7 +56,7 @@ def flashinfer_attention(inputs: KernelInputs) -> PartialAttention:
     # 2. All rows as one head.
     scaled, scale = inputs.positively_scaled()
     with torch.cuda.device_of(q):  # it launches on the current device
-        out, lse = _forward_for(q.shape[1])(
+        out, lse = pkgutil.resolve_name(_FORWARD[q.shape[1]])(
             *(one_head(t) for t in (scaled, inputs.k, v)),
             q2k_block_index=inputs.kv_index[None, None].contiguous(),
             q2k_block_nums=count[None, None].contiguous(),
@@ -63,14 +69,3 @@ def flashinfer_attention(inputs: KernelInputs) -> PartialAttention:
     empty = (count == 0)[:, None]
     out = out.view(q.shape).masked_fill(empty[..., None], 0.0)
     return out, lse.view(q.shape[:2]).masked_fill(empty, -torch.inf)
-
-
-def _forward_for(block_q: int) -> Callable[..., PartialAttention]:
-    """Returns the function for Blackwell's data centre GPUs (rows of 128 queries) or its others (of 64)."""
-    if block_q == 128:
-        from flashinfer.cute_dsl.sparse.bsa_attn_sm100_blk128 import bsa_attn_sm100_blk128_fwd
-
-        return bsa_attn_sm100_blk128_fwd
-    from flashinfer.cute_dsl.sparse.bsa_attn_sm120 import bsa_attn_sm120_blk64_fwd
-
-    return bsa_attn_sm120_blk64_fwd

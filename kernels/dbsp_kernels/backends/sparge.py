@@ -46,7 +46,12 @@ def sparge_attention(inputs: KernelInputs) -> PartialAttention:
     q, scale = inputs.positively_scaled()
     count = len(q) // -(-tokens // q.shape[1])
     heads = [t.reshape(1, count, -1, t.shape[-1])[:, :, :tokens].contiguous() for t in (q, k, inputs.v)]
-    mask = _head_mask(inputs.kv_index, kv_count, count, len(k))
+    # int8[1, heads, nq, nk] from the rows' lists, whose entries beyond their counts go to a column that is dropped
+    per_head = len(k) // count
+    listed = torch.arange(inputs.kv_index.shape[1], device=q.device) < kv_count[:, None]
+    block = torch.where(listed, inputs.kv_index % per_head, per_head).long()
+    mask = torch.zeros(len(q), per_head + 1, dtype=torch.int8, device=q.device).scatter_(1, block, 1)
+    mask = mask[:, :per_head].reshape(1, count, -1, per_head).contiguous()
     with _default_stream(q.device):
         result = block_sparse_sage2_attn_cuda(
             *heads, mask_id=mask, scale=scale, tensor_layout="HND", output_dtype=q.dtype
@@ -70,15 +75,3 @@ def _default_stream(device: torch.device) -> Iterator[None]:
         with torch.cuda.stream(default):
             yield
         current.wait_stream(default)
-
-
-def _head_mask(kv_index: torch.Tensor, kv_count: torch.Tensor, heads: int, packed: int) -> torch.Tensor:
-    """Returns int8[1, heads, nq, nk] from the packed rows' lists."""
-    rows, width = kv_index.shape
-    per_head = packed // heads  # blocks of a head
-    column = torch.arange(width, device=kv_index.device) < kv_count[:, None]
-    block = torch.where(
-        column, kv_index % per_head, per_head
-    ).long()  # entries beyond the count go to a dropped column
-    mask = torch.zeros(rows, per_head + 1, dtype=torch.int8, device=kv_index.device)
-    return mask.scatter_(1, block, 1)[:, :per_head].reshape(1, heads, -1, per_head).contiguous()

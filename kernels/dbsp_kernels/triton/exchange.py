@@ -111,34 +111,14 @@ def triton_copy_segments(
     add: bool = False,
 ) -> None:
     """Implements the contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides."""
-    sources, segments = _with_segments(sources, segments)
-    if len(sources) > 1 and len({source.stride() for source in sources}) > 1:
-        for source, of_source in zip(sources, segments, strict=True):
-            _launch_copy([source], [destination], [of_source], add)
-        return
-    _launch_copy(sources, [destination], segments, add)
+    _copy([(source, destination, of_source) for source, of_source in zip(sources, segments, strict=True)], add=add)
 
 
 def triton_copy_to_both(
     source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]
 ) -> None:
     """Implements the contract of `dbsp_kernels.exchange.copy_to_both`: one launch for tokens of the same strides."""
-    destinations, segments = _with_segments(destinations, segments)
-    if len(destinations) > 1 and len({_strides(destination)[2:] for destination in destinations}) > 1:
-        for destination, of_destination in zip(destinations, segments, strict=True):
-            _launch_copy([source], [destination], [of_destination])
-        return
-    _launch_copy([source], destinations, segments)
-
-
-def _with_segments(
-    tensors: Sequence[torch.Tensor], segments: Sequence[CopySegments]
-) -> tuple[Sequence[torch.Tensor], Sequence[CopySegments]]:
-    """Leaves out tensors of which nothing is copied."""
-    if 0 not in [segment.count for segment in segments]:
-        return tensors, segments
-    both = [(tensor, of_tensor) for tensor, of_tensor in zip(tensors, segments, strict=True) if of_tensor.count]
-    return [tensor for tensor, _ in both], [of_tensor for _, of_tensor in both]
+    _copy([(source, to, of_destination) for to, of_destination in zip(destinations, segments, strict=True)], both=True)
 
 
 @functools.lru_cache(maxsize=256)  # the same at every attention of a plan
@@ -152,27 +132,35 @@ def _copy_grid(counts: tuple[int, ...], means: tuple[float, ...], head_dim: int)
     return sum([-(-count // per_program) for count in counts]), tokens, rows, tile_d
 
 
-def _launch_copy(
-    sources: Sequence[torch.Tensor],
-    destinations: Sequence[torch.Tensor],
-    segments: Sequence[CopySegments],
-    add: bool = False,
+def _copy(
+    copies: list[tuple[torch.Tensor, torch.Tensor, CopySegments]], add: bool = False, both: bool = False
 ) -> None:
-    """Launches the copies of one table for each source, or for each of two destinations."""
-    if not segments:
+    """Copies from up to three sources to one destination, or from one source to `both` destinations.
+
+    Those with segments take one launch if their strides are the same, otherwise one each.
+    """
+    copies = [copy for copy in copies if copy[2].count]
+    if len(copies) > 1 and len({(source.stride(), _strides(to)[2:]) for source, to, _ in copies}) > 1:
+        for copy in copies:
+            _copy([copy], add)
         return
-    source, to, second_to = sources[0], destinations[0], destinations[-1]
+    if not copies:
+        return
+    source, to, _ = copies[0]
+    second_to = copies[-1][1]
     batch = source.shape[0] if source.ndim == 4 else source.shape[1]
     if batch == 0:
         return
-    head_dim = source.shape[-1]
-    tables, counts = [segment.table for segment in segments], [segment.count for segment in segments]
-    programs, tokens, rows, tile_d = _copy_grid(tuple(counts), tuple([segment.mean for segment in segments]), head_dim)
+    head_dim, several = source.shape[-1], len(copies) > 1
+    counts, means = (tuple([getattr(segments, name) for _, _, segments in copies]) for name in ("count", "mean"))
+    programs, tokens, rows, tile_d = _copy_grid(counts, means, head_dim)
+    tables = [segments.table for _, _, segments in copies]
+    sources = [source] if both else [source for source, _, _ in copies]
     launch(
         copy_kernel, (programs, batch),
         *[*sources, source, source][:3], to, second_to, *[*tables, tables[0], tables[0]][:3], *[*counts, 0, 0][:3],
         *_strides(source), *_strides(to), *_strides(second_to)[:2],
-        SEVERAL=len(sources) > 1, BOTH=len(destinations) > 1, HEAD_DIM=head_dim, TOKENS=tokens, ROWS=rows,
+        SEVERAL=several and not both, BOTH=several and both, HEAD_DIM=head_dim, TOKENS=tokens, ROWS=rows,
         TILE_D=tile_d, ADD=add, num_warps=4,
     )  # fmt: skip
 

@@ -6,14 +6,11 @@ import importlib.util
 import re
 from pathlib import Path
 
-import imageio.v2 as imageio
-import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from dbsp_cli.generate.loras import Lora
-from dbsp_cli.generate.pipeline import Features
+from dbsp_cli.generate.inputs import Features, Lora
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
@@ -144,12 +141,16 @@ IMAGES = [
     (
         "tiny-wan-i2v",
         [],
-        "^tiny-wan-i2v needs an image, and maybe the last frame's, got 0; give one with --image FILE$",
+        "^tiny-wan-i2v takes 1 to 2 images, the first frame and then the last, got 0; give each",
     ),
     ("tiny-wan-i2v", ["gone.png"], "gone.png does not exist; name a file such as a PNG or JPEG"),
     ("tiny-wan", ["wide.png"], "tiny-wan makes videos from text alone; leave the image out"),
     ("tiny-wan-i2v", ["tall.png"], "64×160: more than half of it would be cut off in a video of 96×64"),
-    ("tiny-wan-vace", ["wide.png"], "got 1; give one with --image FILE twice: the first frame, then the last$"),
+    (
+        "tiny-wan-vace",
+        ["wide.png"],
+        "takes 2 images, the first frame and then the last, got 1; give",
+    ),
     ("tiny-wan-vace", ["wide.png"] * 3, "^--image is given 3 times; give the first frame, and maybe the last$"),
 ]
 REJECTED = [
@@ -166,11 +167,6 @@ REJECTED = [
         ({"videos": videos}, f"--videos {videos} must be at least 1, and all videos at most 100,000")
         for videos in (0, -1, 100_001)
     ),
-    ({"video": Path("gone.mp4")}, "--video gone.mp4 does not exist; give a video file, such as an mp4"),
-    (
-        {"config": None, "model": "tiny-wan2.2", "video": Path("from.mp4")},
-        "--video: tiny-wan2.2 does not start from a video; Wan text-to-video",
-    ),
     *(({"features": Features(**features)}, f"^{re.escape(said)}") for features, said in FEATURES),
     *(({"config": None, "model": model, "images": tuple(map(Path, images))}, said) for model, images, said in IMAGES),
     ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
@@ -181,7 +177,6 @@ REJECTED = [
     ({"config": "my.yaml"}, "my.yaml:2: report .*/file is a file; give the name of a folder"),
     # what is read, or another result
     ({"report": Path("v.mp4")}, "--out and --report are the same path"),
-    ({"video": Path("from.mp4"), "out": "from.mp4"}, "--out and --video are the same path"),
     ({"config": "c.yaml", "out": "link.mp4"}, "--out and --config are the same path"),
     (
         {"config": None, "model": "tiny-wan-i2v", "images": (Path("wide.png"),), "out": "first.mp4"},
@@ -206,7 +201,6 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, request_c
         file.truncate(1 << 40)  # no bytes on disk
     Path("folder.mp4").mkdir()
     Path("file").touch()
-    save_video("from.mp4")
     Path("my.yaml").write_text("model: tiny-wan\nreport: file\n", encoding="utf-8")
     Path("c.yaml").write_text("model: tiny-wan\n", encoding="utf-8")
     Path("link.mp4").symlink_to("c.yaml")
@@ -216,12 +210,6 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, request_c
     with pytest.raises(UserError, match=message) as caught:
         decided(tmp_path, **request_changes)
     assert "\n" not in str(caught.value)
-
-
-def save_video(path: str | Path, frames: int = 9, width: int = 96, height: int = 64, fps: int = 16) -> None:
-    """Saves a video whose frames grow brighter, one after another."""
-    pictures = [np.full((height, width, 3), 20 * number, dtype=np.uint8) for number in range(frames)]
-    imageio.mimwrite(path, pictures, fps=fps, macro_block_size=1)
 
 
 def test_features_with_numbers(tmp_path):

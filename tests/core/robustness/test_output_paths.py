@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +16,6 @@ from dbsp_core.utils.files import require_file_path
 COMMANDS = {
     "tiny": ("make_tiny", ["tiny", "wan", "PATH"], "FOLDER"),
     "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PATH", "tokens=64"], "OUT"),
-    "masks record": ("subprocess", ["masks", "record", "PATH", "--", "true"], "OUT"),
     "masks fit": ("fit_recording", ["masks", "fit", "PATH", "run"], "OUT"),
     "masks info": ("MaskSeries", ["masks", "info", "in.safetensors", "--picture", "PATH"], "--picture"),
 }
@@ -24,15 +25,21 @@ COMMANDS = {
 def test_unwritable_folder_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, command):
     name, line, option = COMMANDS[command]
     work = mock.Mock(side_effect=AssertionError("the work has begun"))
-    work.read = work.call = work
+    work.read = work
     monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{name}", work)
-    closed, real = tmp_path / "closed", Path
+    closed, make_folder = tmp_path / "closed", tempfile.mkdtemp
     closed.mkdir()
     target = closed / "new" / "result"
-    monkeypatch.setattr("os.access", lambda path, mode: real(path) != closed)  # root may write everywhere
+
+    def make_temporary(dir: Path, prefix: str) -> str:
+        if dir == closed:  # root may write everywhere
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return make_folder(dir=dir, prefix=prefix)
+
+    monkeypatch.setattr("tempfile.mkdtemp", make_temporary)
     code, _, err = dbsp(*[str(target) if part == "PATH" else part for part in line])
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"{option} {target}: folder {closed} cannot be written to; give another path, or make it writable" in err
+    assert f"{option} {target} cannot be written to (Permission denied); give another path, or make {closed} w" in err
     (tmp_path / "file").touch()
     code, _, err = dbsp(*[str(tmp_path / "file" / "result") if part == "PATH" else part for part in line])
     assert code == 2

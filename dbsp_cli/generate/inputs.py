@@ -1,29 +1,66 @@
-"""LoRA weights of `--lora`: the transformer that they are for, and whether they fit it, before weights are loaded."""
+"""Images, LoRA weights and features of diffusers that a video is made with, checked before weights are loaded."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 
 from dbsp_cli.tiny_models import MAKERS
+from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import model_title, tiny_architecture
 from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import expand_path, require_file
 
-if TYPE_CHECKING:
-    from torch import nn
-
 TRANSFORMERS = ("transformer", "transformer_2")
+OFFLOADS = ("model", "sequential")
+QUANTIZATIONS = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
+"""Weights' formats by name, each with the package that has it."""
+_CACHE = "first-block"
+_CACHE_THRESHOLD = 0.05
 _OPTION = re.compile(rf"(.+?)(?::({'|'.join(TRANSFORMERS)}))?(?:=([^=/]*))?")
 _KEY = re.compile(r"transformer\.(.+)\.(lora_A|lora_B|lora_down|lora_up|lora\.down|lora\.up)(?:\.\w+)?\.weight")
 _ADVICE = "give a file, a folder or a repository of LoRA weights"
+
+
+def fitted(path: Path, video: GenerateSettings) -> Any:
+    """Reads an image in the video's size: scaled, and cut off on both sides if it is too wide or too high.
+
+    Raises:
+        UserError: The file is not an image of 8 bits, is transparent, or more than half of it would be cut off.
+    """
+    from PIL import Image, ImageOps
+
+    advice = "name a file such as a PNG or JPEG"
+    require_file(path, "image", advice)
+    try:
+        image = ImageOps.exif_transpose(Image.open(path))
+        has_8_bits = not image.mode.startswith(("I", "F"))
+        transparent = has_8_bits and image.has_transparency_data
+        if transparent:
+            transparent = np.asarray(image.convert("RGBA"))[..., 3].min() < 255
+        pixels = image.convert("RGB")
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read as an image; {advice}") from error
+    if not has_8_bits:
+        raise UserError(f"{path} has values of more than 8 bits, and it is not clear which one is white; save 8 bits")
+    if transparent:
+        raise UserError(f"{path} has transparent parts, and a video has none; save it on a background")
+    width, height = video.width or image.width, video.height or image.height
+    if not 0.5 <= image.width * height / (image.height * width) <= 2:
+        raise UserError(
+            f"{path} is {image.width}×{image.height}: more than half of it would be cut off in a video of "
+            f"{width}×{height}; set generate.width and generate.height, or cut it yourself"
+        )
+    return ImageOps.fit(pixels, (width, height), Image.Resampling.LANCZOS)
 
 
 @dataclass(frozen=True)
@@ -61,6 +98,52 @@ class Lora:
         if not two and self.target == "transformer_2":
             raise UserError(f"--lora {self.source}: {title} has one transformer; leave out :transformer_2")
         return Lora(self.source, self.weight, self.target or "transformer")
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of diffusers that a pipeline is given in addition to db-SP: options of `dbsp generate`."""
+
+    lora: Sequence[str] = ()
+    offload: str | None = None
+    quantize: str | None = None
+    compile: bool = False
+    cache: str | None = None
+
+    def require_possible(self) -> None:
+        """Raises UserError for what does not exist, or cannot be had on this machine."""
+        if self.offload not in (None, *OFFLOADS):
+            raise UserError(f"--offload {self.offload}: use {', '.join(OFFLOADS)}")
+        if self.quantize not in (None, *QUANTIZATIONS):
+            raise UserError(f"--quantize {self.quantize}: use {', '.join(QUANTIZATIONS)}")
+        if self.offload is not None and not torch.accelerator.is_available():
+            raise UserError("--offload needs a GPU; without one, weights are in the host's memory already")
+        if self.quantize == "nf4" and not torch.accelerator.is_available():
+            raise UserError("--quantize nf4 needs a GPU, which bitsandbytes computes on; without one, use int8 or fp8")
+        lacking = [QUANTIZATIONS[self.quantize]] if self.quantize else []
+        lacking += ["peft"] if self.lora else []
+        for package in lacking:
+            if importlib.util.find_spec(package) is None:
+                raise UserError(f"{package} is not installed; pip install {package}")
+        self.loras()
+        self.cache_threshold()
+
+    def loras(self) -> list[Lora]:
+        """Returns the LoRA weights, some with the name of their transformer."""
+        return [Lora.parse(text) for text in self.lora]
+
+    def cache_threshold(self) -> float | None:
+        """Returns the relative change of the first block below which a step is not computed; None: no cache."""
+        if self.cache is None:
+            return None
+        name, _, number = self.cache.partition("=")
+        try:
+            threshold = float(number or _CACHE_THRESHOLD)
+        except ValueError:
+            threshold = 0.0
+        if name != _CACHE or not threshold > 0:
+            raise UserError(f"--cache {self.cache}: use {_CACHE}, or {_CACHE}=0.1 with a threshold above 0")
+        return threshold
 
 
 def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature) -> None:
@@ -111,7 +194,7 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
             )
 
 
-def _without_weights(model: str, name: str) -> nn.Module | None:
+def _without_weights(model: str, name: str) -> torch.nn.Module | None:
     """Returns a model's transformer, on the meta device or tiny; None where its configuration is not here."""
     import diffusers
 
@@ -120,7 +203,7 @@ def _without_weights(model: str, name: str) -> nn.Module | None:
     tiny = tiny_architecture(model)
     if tiny is not None:
         with torch.random.fork_rng(devices=[]):
-            transformer: nn.Module = getattr(MAKERS[tiny](), name)
+            transformer: torch.nn.Module = getattr(MAKERS[tiny](), name)
         return transformer
     checkpoint = local_checkpoint(model)
     config = {} if checkpoint is None else checkpoint.config(name)
