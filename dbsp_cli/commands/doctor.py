@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import ipaddress
 import platform
@@ -110,8 +111,8 @@ ENGINES = (
     ("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
 )
 """Serving engines that look for plug-ins themselves: name, group of entry points, and what db-SP's plug-in expects."""
-GLOO = "GLOO_SOCKET_IFNAME"
-"""Environment variable that names gloo's network interface to other nodes."""
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+"""Environment variables that name network interfaces to other nodes."""
 
 
 def run_checks() -> list[Check]:
@@ -124,7 +125,7 @@ def run_checks() -> list[Check]:
         *(Check(name, "ok", version) for name, version in versions),
         _accelerator(),
         _communication(),
-        _between_nodes(),
+        *_between_nodes(),
         *imported,
         *(_engine(*engine) for engine in ENGINES if installed_version(engine[2].package)),
         *_kernels(),
@@ -166,21 +167,36 @@ def _communication() -> Check:
     return Check("communication", "missing", "none", "install a torch with gloo or NCCL")
 
 
-def _between_nodes() -> Check:
-    """Checks that gloo listens where other nodes can reach it: at an interface that is named, or the host's name."""
-    interface, host = environment_value(GLOO), socket.gethostname()
-    if interface not in (None, "lo"):
-        return Check("gloo between nodes", "ok", f"{GLOO}={interface}")
+def _between_nodes() -> list[Check]:
+    """Checks the interfaces that gloo and NCCL are told to use, and without gloo's the address that it listens at."""
+    here, host = [name for _, name in socket.if_nameindex()], socket.gethostname()
+    example = next((name for name in here if not name.startswith(("docker", "virbr", "lo"))), "eth0")
+    fix = f"for several nodes, set {{}} on each to their common network's interface, such as {example}"
+    checks = []
+    # 1. Interfaces that are named: gloo's exactly; NCCL's by their beginnings, unless after "="
+    for backend, variable in (("gloo", GLOO), ("NCCL", NCCL)):
+        what, value = f"{backend} between nodes", environment_value(variable)
+        if value is None or (backend == "NCCL" and value.startswith("^")):  # interfaces to leave out
+            continue
+        names = value if backend == "gloo" else value[1:] if value[0] == "=" else value.replace(",", "*,") + "*"
+        unknown = [name for name in names.split(",") if not fnmatch.filter(here, name)]
+        state, detail = "ok", f"{variable}={value}"
+        if unknown:
+            state, detail = "missing", f"{detail} names {', '.join(unknown)}; here are {', '.join(here)}"
+        elif value in ("lo", "=lo"):
+            state, detail = "not here", f"{detail} is loopback"
+        checks.append(Check(what, state, detail, "" if state == "ok" else fix.format(variable)))
+    if environment_value(GLOO) is not None:
+        return checks
+    # 2. The address of the host's name, at which gloo listens
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         address = ""
-    if interface is None and address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return Check("gloo between nodes", "ok", f"gloo listens at {address}, the address of {host}")
-    names = [name for _, name in socket.if_nameindex() if not name.startswith(("docker", "virbr", "lo"))]
+    if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        return [Check("gloo between nodes", "ok", f"gloo listens at {address}, the address of {host}"), *checks]
     detail = f"the host name {host} is {address or 'unknown'}, so gloo listens on loopback"
-    fix = f"for several nodes, set {GLOO} on each to their common network's interface, such as {[*names, 'eth0'][0]}"
-    return Check("gloo between nodes", "not here", f"{GLOO}=lo is loopback" if interface else detail, fix)
+    return [Check("gloo between nodes", "not here", detail, fix.format(GLOO)), *checks]
 
 
 def _engine(what: str, group: str, expected: ExpectedHost) -> Check:

@@ -33,6 +33,7 @@ def generate_command(
     images: Annotated[
         list[Path] | None, typer.Option("--image", help="The first frame; given again, the last.", **PATH)
     ] = None,
+    video: Annotated[Path | None, typer.Option(help="A video to start from.", **PATH)] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of a prompt's first video.")] = None,
     videos: Annotated[int, typer.Option(help="Videos for each prompt.")] = 1,
     lora: Annotated[list[str] | None, typer.Option(help="LoRA, PATH[:transformer_2][=WEIGHT]; repeatable.")] = None,

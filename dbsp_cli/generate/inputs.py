@@ -1,4 +1,4 @@
-"""Images, LoRA weights and features of diffusers that a video is made with, checked before weights are loaded."""
+"""Images, videos, LoRA weights and features of diffusers for a video, checked before weights are loaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ import torch
 
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core.models.settings import GenerateSettings
-from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import model_title, tiny_architecture
-from dbsp_core.utils.errors import UserError, cut_short
+from dbsp_core.utils.errors import UserError, cut_short, in_number
 from dbsp_core.utils.files import expand_path, require_file
 
 TRANSFORMERS = ("transformer", "transformer_2")
@@ -54,13 +55,62 @@ def fitted(path: Path, video: GenerateSettings) -> Any:
         raise UserError(f"{path} has values of more than 8 bits, and it is not clear which one is white; save 8 bits")
     if transparent:
         raise UserError(f"{path} has transparent parts, and a video has none; save it on a background")
+    return _cut_to_size(pixels, str(path), video)
+
+
+def source_frames(path: Path, video: GenerateSettings, identity: ModelSignature) -> tuple[Any, ...]:
+    """Reads the frames of a video to start from, nearest in time to those of the new video, in its size.
+
+    Raises:
+        UserError: The model does not start from a video; or the file has no pictures, too few of them, or more than
+            half of each would be cut off.
+    """
+    import imageio_ffmpeg
+    from PIL import Image
+
+    # 1. The file and the model
+    advice, pipeline = "give a video file, such as an mp4", PIPELINES[identity.pipeline]
+    require_file(path, "--video", advice)
+    if pipeline.from_video is None or identity.variant:
+        able = " and ".join(pipeline.title for pipeline in PIPELINES.values() if pipeline.from_video)
+        raise UserError(f"--video: {model_title(identity)} does not start from a video; {able} models do")
+    # 2. Its pictures at the new video's frames a second; one picture may be several frames
+    shown, fps = f"--video {path}", video.fps or 16
+    try:
+        with closing(imageio_ffmpeg.read_frames(str(path.absolute()))) as pictures:
+            about = next(pictures)
+            wanted = [round(frame * about["fps"] / fps) for frame in range(video.num_frames or 1)]
+            images = {
+                number: _cut_to_size(Image.frombytes("RGB", about["size"], picture), shown, video)
+                for number, picture in zip(range(wanted[-1] + 1), pictures, strict=False)
+                if number in wanted
+            }
+    except UserError:
+        raise
+    except (OSError, RuntimeError, StopIteration, LookupError, AttributeError, ValueError) as error:
+        raise UserError(f"{shown} has no pictures that ffmpeg can read; {advice}") from error
+    frames = tuple(images[number] for number in wanted if number in images)
+    # 3. Their number
+    if len(frames) < len(wanted):
+        fewer = max(0, len(frames) - 1) // pipeline.frame_stride * pipeline.frame_stride + 1
+        raise UserError(
+            f"{shown} has too few frames: {in_number(len(frames), 'frame')} at {fps} a second, and the video has "
+            f"{len(wanted)}; set generate.num_frames={fewer}, or give a longer one"
+        )
+    return frames
+
+
+def _cut_to_size(image: Any, shown: str, video: GenerateSettings) -> Any:
+    """Scales an image, and cuts off both sides. Raises UserError if that would be more than half of it."""
+    from PIL import Image, ImageOps
+
     width, height = video.width or image.width, video.height or image.height
     if not 0.5 <= image.width * height / (image.height * width) <= 2:
         raise UserError(
-            f"{path} is {image.width}×{image.height}: more than half of it would be cut off in a video of "
+            f"{shown} is {image.width}×{image.height}: more than half of it would be cut off in a video of "
             f"{width}×{height}; set generate.width and generate.height, or cut it yourself"
         )
-    return ImageOps.fit(pixels, (width, height), Image.Resampling.LANCZOS)
+    return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dbsp_cli.generate.inputs import TRANSFORMERS, Features, fitted, require_fitting
+from dbsp_cli.generate.inputs import TRANSFORMERS, Features, fitted, require_fitting, source_frames
 from dbsp_cli.generate.outputs import Output, outputs_of, prompts_of, replaced_message
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart
@@ -63,6 +63,7 @@ class GenerationRequest:
     model: str | None = None
     prompt: str | None = None
     images: Sequence[Path] = ()
+    video: Path | None = None
     seed: int | None = None
     videos: int = 1
     changes: Sequence[str] = ()
@@ -80,7 +81,7 @@ class Generation:
         config: The settings, with the model's usual video filled in.
         settings: The settings as the user gave them, with the location of each.
         model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
-        frames: The first frame and the last, where it is made from them, in the video's size.
+        frames: The first frame and the last, or those of the video that it starts from, in the new video's size.
         report: Folder for reports; with several videos, each has a folder in it, named as its file.
     """
 
@@ -137,7 +138,10 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     video = _video(config, model, identity, settings)
     # 2. What the model takes, and this machine can do
     loaded = _require_loadable(request, config, model, identity, video, settings)
-    frames = _frames(video, settings)
+    if request.video is None:
+        frames = _images(video, settings)
+    else:
+        frames = source_frames(request.video, video, identity)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
     strategy = config.strategy or _default_strategy(rank_info, config)
@@ -241,7 +245,7 @@ def _require_mask_size(config: DbspConfig, signature: ModelSignature, video: Gen
                     part.grid(mask_request)
 
 
-def _frames(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
+def _images(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
     """Returns the images that a video is made from."""
     images = []
     for name in ("image", "last_image"):
@@ -302,6 +306,7 @@ def _require_results(generation: Generation, is_written_here: bool) -> None:
     inputs = {
         "--image": config.generate.image,
         "the last --image": config.generate.last_image,
+        "--video": request.video,
         "--config": origin if os.path.isfile(origin) else None,
     }
     written, read = ({k: Path(path) for k, path in paths.items() if path is not None} for paths in (folders, inputs))

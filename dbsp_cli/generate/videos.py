@@ -76,14 +76,14 @@ def _make_videos(
 
     # 1. The pipeline: db-SP comes after LoRA weights and offloading, and before compilation.
     settings = generation.config.generate
-    features = generation.request.features
-    pipe = load_pipeline(model, generation.identity, settings, features, device)
+    features, from_video = generation.request.features, generation.request.video is not None
+    pipe = load_pipeline(model, generation.identity, settings, features, device, from_video=from_video)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
     config = replace(generation.config, report=str(generation.report or unwanted))
     session = enable(pipe, config)
     speed_up(transformers_in(pipe), features)
     # 2. One video after another.
-    of_pipeline = arguments_of(pipe, settings, generation.frames)
+    of_pipeline = arguments_of(pipe, settings, generation.frames, from_video=from_video)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
     for number, output in enumerate(outputs, 1):
@@ -156,6 +156,8 @@ def load_pipeline(
     settings: GenerateSettings,
     features: Features,
     device: torch.device,
+    *,
+    from_video: bool = False,
 ) -> Any:
     """Loads a folder or repository on a device, with LoRA weights, quantized, or offloaded to the host.
 
@@ -170,6 +172,8 @@ def load_pipeline(
         options["torch_dtype"] = {"default": dtype, "vae": torch.float32}
     if features.quantize is not None:
         options["quantization_config"] = _quantization(features.quantize, identity)
+    if from_video:
+        options["cls"] = str(kind.from_video)
     pipe = load_stock_pipeline(
         model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
     )
@@ -212,18 +216,21 @@ def speed_up(transformers: Mapping[str, torch.nn.Module], features: Features) ->
             transformer.compile_repeated_blocks()  # type: ignore[operator]
 
 
-def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any]) -> dict[str, Any]:
+def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *, from_video: bool) -> dict[str, Any]:
     """Returns the arguments of a pipeline's call that only some have.
 
     Args:
-        frames: Images of the first frame and of the last, in the video's size.
+        frames: Images of the first frame and of the last, or of the video to start from, in the video's size.
     """
     from PIL import Image
 
     parameters = inspect.signature(type(pipe).__call__).parameters
-    arguments: dict[str, Any] = {"num_frames": settings.num_frames}
+    arguments: dict[str, Any] = {}
     if settings.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
         arguments["guidance_scale_2"] = settings.guidance_scale_2
+    if from_video:
+        return arguments | {"video": list(frames)}
+    arguments["num_frames"] = settings.num_frames
     if "reference_images" not in parameters:
         return arguments | dict(zip(("image", "last_image"), frames, strict=False))
     # VACE invents the frames between, as in xDiT

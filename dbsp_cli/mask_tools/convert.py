@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, read_tensors, stacked
+from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, StoredTensor, read_tensors, stacked
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.masks.mask_file import MaskFile, Orders, one_or_each
@@ -151,12 +152,12 @@ def convert_masks(
     # 1. Masks [H, nq, nk], or lists of key blocks [H, nq, width] and their lengths [H, nq]
     tensors, grid = read_tensors(source), options.grid
     counts = _counts(tensors, options, source) if options.lut else None
-    masks, shape, name = _masks({key: t for key, t in tensors.items() if t is not counts}, options, source)
+    stored, shape, name = _masks({key: t for key, t in tensors.items() if t is not counts}, options, source)
     if counts is not None and counts.shape != shape[:-1]:
         raise UserError(
             f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
         )
-    lengths = [None] * len(masks) if counts is None else counts.reshape(-1, *shape[-3:-1])
+    lengths = None if counts is None else counts.read().reshape(-1, *shape[-3:-1])
     # 2. Steps, token orders, and how blocks are counted
     groups, orders = _groups(shape, options), _token_orders(options.orders, tensors, shape)
     blocks = ForeignBlocks.find(shape[-2], None if options.lut else shape[-1], grid, options.joined_text)
@@ -164,11 +165,13 @@ def convert_masks(
 
     # 3. One mask after another: bool[H, nq, nk]
     def converted() -> Iterator[torch.Tensor]:
-        for mask, of_rows in zip(masks, lengths, strict=True):
+        read = (tensor.read() for tensor in stored)  # one at a time
+        masks = (tensor[index] for tensor in read for index in np.ndindex(tensor.shape[:-3]))
+        for number, mask in enumerate(masks):
             if options.lut is None:
                 bits = _as_bits(mask, source)
             else:
-                bits = lut_bits(mask, of_rows, options.lut, blocks.shape[1])
+                bits = lut_bits(mask, None if lengths is None else lengths[number], options.lut, blocks.shape[1])
             yield blocks.fit(bits, tail_dense)
 
     layout = MaskLayout(grid, shape[-3], shape[-4] if len(shape) > 3 else None, groups, orders)
@@ -234,7 +237,7 @@ def convert_recording(
     return layout
 
 
-def _counts(tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source: object) -> torch.Tensor | None:
+def _counts(tensors: Mapping[str, StoredTensor], options: ConvertOptions, source: object) -> StoredTensor | None:
     """Returns the lengths of lists of key blocks, by the name that is given or a usual one."""
     name = options.counts or next((name for name in _COUNTS if name in tensors), None)
     if name is not None and name not in tensors:
@@ -243,13 +246,13 @@ def _counts(tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source
 
 
 def _masks(
-    tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source: object
-) -> tuple[list[torch.Tensor], tuple[int, ...], str | None]:
-    """Finds the masks: each [H, nq, nk], the shape of all, [layers, …] or [groups, layers, …], and their name.
+    tensors: Mapping[str, StoredTensor], options: ConvertOptions, source: object
+) -> tuple[list[StoredTensor], tuple[int, ...], str | None]:
+    """Finds the masks: […, H, nq, nk], the shape of all, [layers, …] or [groups, layers, …], and their name.
 
     Without one tensor of them, those of each layer are joined: of the list or mapping `key`, or all large ones.
     """
-    large = {name: tensor for name, tensor in tensors.items() if tensor.ndim >= 3}
+    large = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) >= 3}
     key = options.key or next((key for key in _MASKS if any(name.partition("/")[0] == key for name in large)), None)
     if key is not None and key in tensors:
         large = {key: tensors[key]}
@@ -313,7 +316,7 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
     return groups
 
 
-def _token_orders(orders: str | None, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> tuple[Orders, ...]:
+def _token_orders(orders: str | None, tensors: Mapping[str, StoredTensor], shape: Sequence[int]) -> tuple[Orders, ...]:
     """Returns the token orders of each mask [H, nq, nk], or one for all, by words or a plan's tensor 'permute'."""
     in_file = orders is not None and Path(orders).suffix in SUFFIXES
     if orders is not None and not in_file:
@@ -329,11 +332,12 @@ def _token_orders(orders: str | None, tensors: Mapping[str, torch.Tensor], shape
         return ((CANONICAL,),)
     if "permute" not in plan and len(plan) != 1:
         raise UserError(f"{orders} has no tensor 'permute' with token orders (it has {', '.join(plan)})")
-    table = plan.get("permute", next(iter(plan.values())))
+    stored = plan.get("permute", next(iter(plan.values())))
     # 2. Its numbers for each mask: [masks, H]
     leading = tuple(shape[:-2])
-    if table.ndim == 0 or tuple(table.shape) != leading[len(leading) - table.ndim :]:
-        raise UserError(f"token orders of shape {list(table.shape)} do not fit masks of shape {list(shape)}")
+    if not stored.shape or stored.shape != leading[len(leading) - len(stored.shape) :]:
+        raise UserError(f"token orders of shape {list(stored.shape)} do not fit masks of shape {list(shape)}")
+    table = stored.read()
     if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
         raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
     rows = table.expand(leading).reshape(-1, leading[-1]).long().tolist()

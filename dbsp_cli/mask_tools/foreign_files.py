@@ -8,6 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,33 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file, user_path
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
+_PLAIN = "save plain tensors, in mappings at most: torch.save({'sparse': masks}, path)"
 
 
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Reads every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. Those of .npz files are unpacked when they are read, so that those not used never are."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    tensor: torch.Tensor | None = None  # None: in an .npz file
+
+    def read(self) -> torch.Tensor:
+        """Returns the tensor. Raises UserError if it is damaged, sparse or quantized."""
+        if self.tensor is None:
+            with _readable(self.path), np.load(self.path, allow_pickle=False) as archive:
+                return torch.from_numpy(archive[self.name])
+        if self.tensor.layout != torch.strided or self.tensor.is_quantized or self.tensor.device.type != "cpu":
+            shape = list(self.shape)
+            raise UserError(
+                f"{self.path}: a tensor of shape {shape} is sparse or quantized; save it as .to_dense() makes it"
+            )
+        return self.tensor
+
+
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    """Finds every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
 
     Nothing is unpickled. Files are mapped from disk where their format allows it.
 
@@ -36,22 +60,41 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     require_file(path, "file", "give the path of a file with masks")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
+    with _readable(path):
+        if path.suffix == ".npz":
+            tensors = _packed_tensors(path)
+        else:
+            named = _named_tensors(_content(path))
+            tensors = {name: StoredTensor(path, name, tuple(tensor.shape), tensor) for name, tensor in named}
+    if not tensors:
+        raise UserError(f"{path} has no tensors in it that can be read without unpickling objects; {_PLAIN}")
+    return tensors
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns an error of the libraries that read a file into a UserError."""
     try:
-        tensors = dict(_named_tensors(_content(path)))
-    except Exception as error:  # damaged files bring up every kind from the libraries that read them
+        yield
+    except Exception as error:  # damaged files bring up every kind
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"{path} cannot be read without unpickling objects, or is damaged ({reason}); save plain tensors, in "
-            "mappings at most: torch.save({'sparse': masks}, path)"
+            f"{path} cannot be read without unpickling objects, or is damaged ({reason}); {_PLAIN}"
         ) from error
-    for tensor in tensors.values():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            shape = list(tensor.shape)
-            raise UserError(
-                f"{path}: a tensor of shape {shape} is sparse or quantized; save it as .to_dense() makes it"
-            )
-    if not tensors:
-        raise UserError(f"{path} has no tensors in it")
+
+
+def _packed_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Finds the arrays of numbers in an .npz file by their headers, and unpacks nothing else."""
+    tensors = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.namelist():
+            with archive.open(member) as file:
+                is_first = np.lib.format.read_magic(file) == (1, 0)
+                read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(file)
+            if dtype.kind in "biufc":
+                name = member.removesuffix(".npy")
+                tensors[name] = StoredTensor(path, name, shape)
     return tensors
 
 
@@ -61,9 +104,6 @@ def _content(path: Path) -> Any:
         return load_file(path)
     if path.suffix == ".npy":
         return torch.from_numpy(np.load(path, allow_pickle=False, mmap_mode="c"))
-    if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: torch.from_numpy(array) for name, array in archive.items() if array.dtype.kind in "biufc"}
     can_map = zipfile.is_zipfile(path)  # older files are not archives
     if can_map:
         with zipfile.ZipFile(path) as archive:
@@ -80,19 +120,18 @@ def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Te
             yield from _named_tensors(value, f"{name}/{key}" if name else str(key))
 
 
-def stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]] | None:
-    """Takes one tensor […, H, nq, nk] apart, or joins those of layers, [H, nq, nk] or [1, H, nq, nk].
+def stacked(tensors: Mapping[str, StoredTensor]) -> tuple[list[StoredTensor], tuple[int, ...]] | None:
+    """Takes one tensor […, H, nq, nk], or joins those of layers, [H, nq, nk] or [1, H, nq, nk].
 
     The names of layers' tensors differ in one number, the layer's, from 0 to L − 1.
 
     Returns:
-        Masks [H, nq, nk], and the shape of all together; None where it is not clear how tensors are joined.
+        The tensors in order, and the shape of all together; None where it is not clear how tensors are joined.
     """
     # 1. One tensor
-    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
+    shapes = {tensor.shape for tensor in tensors.values()}
     if len(tensors) == 1:
-        (tensor,), shape = tensors.values(), shapes.pop()
-        return [tensor[index] for index in np.ndindex(*shape[:-3])], shape
+        return [*tensors.values()], shapes.pop()
     # 2. The part of several names in which they differ
     words = [re.split(r"(\d+)", name) for name in tensors]
     if len({len(parts) for parts in words}) != 1 or len(shapes) != 1:
@@ -105,7 +144,7 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tu
     if sorted(numbers) != list(range(len(tensors))) or math.prod(shape[:-3]) != 1:
         return None
     layers = dict(zip(numbers, tensors.values(), strict=True))
-    return [layers[layer].reshape(shape[-3:]) for layer in range(len(layers))], (len(layers), *shape[-3:])
+    return [layers[layer] for layer in range(len(layers))], (len(layers), *shape[-3:])
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,19 @@ class TestForms:
         assert (file.heads, file.packed, file.grid) == (3, True, GRID)
         assert holds(file, bits)
 
-    def test_text_beside_masks_in_an_npz_file_is_left_out(self, tmp_path):
+    def test_arrays_beside_masks_in_an_npz_file_are_not_unpacked(self, tmp_path):
+        """Text, objects, and an array of a terabyte that is not there: reading it would raise."""
         bits = bits_of(2, 3)
-        np.savez(tmp_path / "in.npz", mask=bits.numpy(), model=np.array(["wan"]))
+        objects = np.array([Evil()], dtype=object)
+        np.savez(tmp_path / "in.npz", mask=bits.numpy(), model=np.array(["wan"]), objects=objects)
+        with zipfile.ZipFile(tmp_path / "in.npz", "a") as archive:
+            archive.writestr("other.npy", npy_header(1 << 30, 2, 32, 16))
         convert_masks(tmp_path / "in.npz", tmp_path / "out.safetensors", OPTIONS)
         assert holds(MaskFile(tmp_path / "out.safetensors"), bits)
+
+    def test_a_sparse_tensor_beside_masks_is_left_out(self, tmp_path):
+        bits = bits_of(2, 3)
+        assert holds(convert(tmp_path, {"mask": bits, "other": bits.to_sparse()}), bits)
 
     @pytest.mark.parametrize("kind", TENSORS)
     def test_every_type_of_tensors(self, tmp_path, kind):
@@ -271,6 +279,13 @@ class Evil:
         return (exec, ("raise SystemExit('unpickled')",))
 
 
+def npy_header(*shape):
+    """Returns the start of an .npy file of bools."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "|b1", "fortran_order": False, "shape": shape})
+    return header.getvalue()
+
+
 def damaged(kind, path):
     """Writes a file whose objects would run a program, or whose header or indices are wrong."""
     if kind == "header":
@@ -278,10 +293,8 @@ def damaged(kind, path):
     elif kind == "torch":
         torch.save({"mask": Evil()}, path)
     elif kind == "size":
-        header = io.BytesIO()
-        np.lib.format.write_array_header_1_0(header, {"descr": "|b1", "fortran_order": False, "shape": (9, 3, 5, 5)})
         with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("mask.npy", header.getvalue() + bytes(150))
+            archive.writestr("mask.npy", npy_header(9, 3, 5, 5) + bytes(150))
     elif kind == "raw":
         path.write_bytes(pickle.dumps({"mask": Evil()}, protocol=2))
     elif path.suffix == ".npy":
@@ -322,7 +335,9 @@ class TestRejected:
     def test_pickles_are_not_run_and_damaged_files_are_rejected(self, tmp_path, kind, suffix):
         path = tmp_path / f"in{suffix}"
         damaged(kind, path)
-        assert_rejected(path, "cannot be read without unpickling objects, or is damaged")
+        only_objects = (kind, suffix) == ("numpy", ".npz")
+        message = "has no tensors in it that can be read" if only_objects else "cannot be read"
+        assert_rejected(path, f"{message} without unpickling objects.*; save plain tensors")
 
     @pytest.mark.parametrize(
         ("content", "changes", "message"),

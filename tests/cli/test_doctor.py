@@ -125,26 +125,31 @@ def test_an_extra_alone_brings_what_it_is_named_for():
 
 
 @pytest.mark.parametrize(
-    ("address", "interface", "state"),
+    ("address", "variables", "states"),
     [
-        ("10.0.0.7", "", "ok"),
-        ("127.0.1.1", "", "not here"),
-        ("::1", "", "not here"),
-        (None, "", "not here"),
-        (None, "eth0", "ok"),
-        ("10.0.0.7", "lo", "not here"),
+        ("10.0.0.7", {}, ["ok"]),
+        ("127.0.1.1", {}, ["not here"]),
+        ("::1", {}, ["not here"]),
+        (None, {}, ["not here"]),
+        (None, {doctor.GLOO: "eth0", doctor.NCCL: "=eth0"}, ["ok", "ok"]),
+        (None, {doctor.GLOO: "eth", doctor.NCCL: "eth"}, ["missing", "ok"]),
+        (None, {doctor.GLOO: "eth9", doctor.NCCL: "=eth"}, ["missing", "missing"]),
+        (None, {doctor.GLOO: "=eth0"}, ["missing"]),
+        ("10.0.0.7", {doctor.NCCL: "eth0,eth9"}, ["ok", "missing"]),
+        ("10.0.0.7", {doctor.GLOO: "lo", doctor.NCCL: "^docker"}, ["not here"]),
     ],
 )
-def test_an_interface_that_leads_to_no_other_node_is_reported(monkeypatch, address, interface, state):
+def test_an_interface_that_leads_to_no_other_node_is_reported(monkeypatch, address, variables, states):
     def resolve(*_: object, **__: object) -> list[tuple]:
         if address is None:
             raise OSError("unknown name")
         return [(None, None, None, "", (address, 0))]
 
-    monkeypatch.setenv(doctor.GLOO, interface)
+    for name in (doctor.GLOO, doctor.NCCL):
+        monkeypatch.setenv(name, variables.get(name, ""))
     monkeypatch.setattr("socket.gethostname", lambda: "node7")
     monkeypatch.setattr("socket.getaddrinfo", resolve)
     monkeypatch.setattr("socket.if_nameindex", lambda: list(enumerate(("lo", "docker0", "eth0", "ib0"))))
-    check = doctor._between_nodes()
-    assert check.state == state
-    assert check.ok or ("SOCKET_IFNAME on each" in check.fix and "such as eth0" in check.fix)
+    checks = doctor._between_nodes()
+    assert [check.state for check in checks] == states
+    assert all(check.ok or ("SOCKET_IFNAME on each" in check.fix and "such as eth0" in check.fix) for check in checks)

@@ -1,4 +1,4 @@
-"""Files that a video is made from, opened before weights are loaded: images, LoRA weights, checkpoints."""
+"""Files that a video is made from, opened before weights are loaded: images, videos, LoRA weights, checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from dbsp_cli.generate.inputs import Features, fitted
+from dbsp_cli.generate.inputs import Features, fitted, source_frames
 from dbsp_cli.generate.videos import make_videos
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.models.settings import GenerateSettings
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.models.table import MODEL_SPECS, TINY_MODELS
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.checkpoint import load_stock_pipeline, require_checkpoint
-from tests.cli.generate.test_requests import decided
+from tests.cli.generate.test_requests import decided, save_video
 
 VIDEO = GenerateSettings(width=96, height=64)
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -142,6 +142,46 @@ class TestLora:
         with_lora(tmp_path, "a.safetensors:transformer=0.5")
         with pytest.raises(UserError, match=r"^--lora a.safetensors: tiny-wan has one transformer; leave out :trans"):
             with_lora(tmp_path, "a.safetensors:transformer_2")
+
+
+class TestSourceVideo:
+    """A video's frames grow brighter by 20 from one to the next."""
+
+    @pytest.mark.parametrize(
+        ("changes", "taken"),
+        [
+            ({}, [0, 1, 2, 3, 4]),
+            ({"fps": 32}, [0, 2, 4, 6, 8]),
+            ({"fps": 24}, [0, 2, 3, 4, 6]),
+            ({"fps": 8}, [0, 0, 1, 2, 2]),
+            ({"width": 128}, [0, 1, 2, 3, 4]),
+        ],
+    )
+    def test_frames_are_the_nearest_in_time_in_the_new_size(self, tmp_path, changes, taken):
+        save_video(tmp_path / "a.mp4", **changes)
+        settings = GenerateSettings(width=96, height=64, num_frames=5, fps=16)
+        frames = source_frames(tmp_path / "a.mp4", settings, TINY_MODELS["wan"])
+        assert {frame.size for frame in frames} == {(96, 64)}
+        assert [round(np.asarray(frame)[20:40, 30:60].mean() / 20) for frame in frames] == taken
+
+    @pytest.mark.parametrize(
+        ("video", "message"),
+        [
+            ({"width": 64, "height": 128}, "is 64×128: more than half of it would be cut off in a video of 96×64"),
+            ({"frames": 6}, "too few frames: 6 frames at 16 a second, and the video has 9; set generate.num_frames=5"),
+            ({"frames": 9, "fps": 32}, "too few frames: 5 frames at 16 a second, .*; set generate.num_frames=5"),
+            (bytes(range(256)), "has no pictures"),
+            (POINTER.encode(), "is a pointer of Git LFS"),
+        ],
+    )
+    def test_what_does_not_fit_is_rejected_in_one_line(self, tmp_path, video, message):
+        if isinstance(video, bytes):
+            (tmp_path / "a.mp4").write_bytes(video)
+        else:
+            save_video(tmp_path / "a.mp4", **video)
+        with pytest.raises(UserError, match=rf"^--video .*a.mp4 .*{message}") as raised:
+            decided(tmp_path, video=tmp_path / "a.mp4")
+        assert "\n" not in str(raised.value)
 
 
 class TestCheckpoint:

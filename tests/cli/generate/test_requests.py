@@ -6,6 +6,8 @@ import importlib.util
 import re
 from pathlib import Path
 
+import imageio.v2 as imageio
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -167,6 +169,11 @@ REJECTED = [
         ({"videos": videos}, f"--videos {videos} must be at least 1, and all videos at most 100,000")
         for videos in (0, -1, 100_001)
     ),
+    ({"video": Path("gone.mp4")}, "--video gone.mp4 does not exist; give a video file, such as an mp4"),
+    (
+        {"config": None, "model": "tiny-wan2.2", "video": Path("from.mp4")},
+        "--video: tiny-wan2.2 does not start from a video; Wan text-to-video",
+    ),
     *(({"features": Features(**features)}, f"^{re.escape(said)}") for features, said in FEATURES),
     *(({"config": None, "model": model, "images": tuple(map(Path, images))}, said) for model, images, said in IMAGES),
     ({"out": "folder.mp4"}, "--out .*/folder.mp4 is a folder; give the name of a file"),
@@ -177,6 +184,7 @@ REJECTED = [
     ({"config": "my.yaml"}, "my.yaml:2: report .*/file is a file; give the name of a folder"),
     # what is read, or another result
     ({"report": Path("v.mp4")}, "--out and --report are the same path"),
+    ({"video": Path("from.mp4"), "out": "from.mp4"}, "--out and --video are the same path"),
     ({"config": "c.yaml", "out": "link.mp4"}, "--out and --config are the same path"),
     (
         {"config": None, "model": "tiny-wan-i2v", "images": (Path("wide.png"),), "out": "first.mp4"},
@@ -201,6 +209,7 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, request_c
         file.truncate(1 << 40)  # no bytes on disk
     Path("folder.mp4").mkdir()
     Path("file").touch()
+    save_video("from.mp4")
     Path("my.yaml").write_text("model: tiny-wan\nreport: file\n", encoding="utf-8")
     Path("c.yaml").write_text("model: tiny-wan\n", encoding="utf-8")
     Path("link.mp4").symlink_to("c.yaml")
@@ -210,6 +219,12 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, request_c
     with pytest.raises(UserError, match=message) as caught:
         decided(tmp_path, **request_changes)
     assert "\n" not in str(caught.value)
+
+
+def save_video(path: str | Path, frames: int = 9, width: int = 96, height: int = 64, fps: int = 16) -> None:
+    """Saves a video whose frames grow brighter, one after another."""
+    pictures = [np.full((height, width, 3), 20 * number, dtype=np.uint8) for number in range(frames)]
+    imageio.mimwrite(path, pictures, fps=fps, macro_block_size=1)
 
 
 def test_features_with_numbers(tmp_path):

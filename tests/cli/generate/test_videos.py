@@ -29,6 +29,7 @@ from dbsp_core.sources import DenseSource, MaskRequest
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
 from dbsp_diffusers import session_of
 from dbsp_diffusers.models.transformers import transformers_of
+from tests.cli.generate.test_requests import save_video
 from tests.support.single_process import attach_single_process
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("tiny-*.yaml"))}
@@ -101,6 +102,7 @@ def test_every_shipped_tiny_configuration_makes_a_video(tmp_path, name):
         "wan-vace",
         pytest.param("wan-i2v", marks=pytest.mark.long),
         pytest.param("wan2.2", marks=pytest.mark.long),
+        "wan from a video",
     ],
 )
 def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
@@ -111,14 +113,19 @@ def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
         pixels = np.random.RandomState(number).rand(70, 110, 3) * 255
         Image.fromarray(pixels.astype("uint8")).save(tmp_path / f"{number}.png")
         pictures.append(tmp_path / f"{number}.png")
+    video = tmp_path / "from.mp4" if model == "wan from a video" else None
+    if video is not None:
+        save_video(video, frames=SIZES["num_frames"])
     settings = tuple(f"mask.{key}={value}" for key, value in MASK.items())
     settings += (*SMALL, "generate.dtype=float32", "generate.flow_shift=3.0")
-    asked = {"config": None, "model": f"tiny-{model}", "images": pictures, "changes": settings}
+    name = model.partition(" ")[0]
+    asked = {"config": None, "model": f"tiny-{name}", "images": pictures, "video": video, "changes": settings}
     (did,) = make_videos(decided(tmp_path, report=tmp_path / "report", **asked)).values()
     assert movie(tmp_path / "ball.mp4") == ((SIZES["width"], SIZES["height"]), SIZES["num_frames"])
-    assert did.model == f"tiny-{model}" or did.model.startswith(f"tiny-{model}, layers")
+    assert did.model == f"tiny-{name}" or did.model.startswith(f"tiny-{name}, layers")
     # 2. As diffusers does.
-    pipe = diffusers.DiffusionPipeline.from_pretrained(make_tiny(model, tmp_path / "tiny"), local_files_only=True)
+    cls = diffusers.DiffusionPipeline if video is None else diffusers.WanVideoToVideoPipeline
+    pipe = cls.from_pretrained(make_tiny(name, tmp_path / "tiny"), local_files_only=True)
     pipe.set_progress_bar_config(disable=True)
     for transformer in transformers_of(pipe).values():
         attach_single_process(transformer, {"mask": MASK})
@@ -131,6 +138,9 @@ def test_what_it_starts_from_is_what_one_process_starts_from(tmp_path, model):
         call |= {"video": [fitted[0], *between, fitted[1]]}
         call |= {"mask": [Image.new("L", (96, 64), level) for level in (0, *[255] * count, 0)]}
         del call["image"], call["last_image"]
+    if video is not None:
+        call |= {"video": diffusers.utils.load_video(str(video))}
+        del call["num_frames"]
     generator = torch.Generator().manual_seed(7)
     expected = pipe(prompt=PROMPT, negative_prompt="", output_type="latent", generator=generator, **call).frames
     assert float((latents_of(tmp_path / "report") - expected).abs().max()) <= 1e-5
