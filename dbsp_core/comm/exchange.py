@@ -15,7 +15,7 @@ import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.planning.comm_dtype import MODEL, CommDtype
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype, Int8Format
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels.exchange import copy_segments, copy_to_both
 from dbsp_kernels.prediction import sum_tokens
@@ -107,9 +107,15 @@ class Exchange:
 
         `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
         """
-        first = tensors[0]
-        buffer = self.comm_dtype.empty(first, sum(self.sent), first.shape[0])
-        self.comm_dtype.write(tensors, buffer, self.pack, less)
+        first, slots, batch = tensors[0], sum(self.sent), tensors[0].shape[0]
+        if isinstance(self.comm_dtype, Int8Format):
+            buffer = self.comm_dtype.empty(first, slots, batch)
+            self.comm_dtype.write(tensors, buffer, self.pack, less)
+            return buffer
+        if less:
+            raise ValueError("tokens in the model's precision are sent as they are")
+        buffer = first.new_empty(slots, batch, first.shape[-1])
+        copy_segments(tensors, buffer, self.pack)
         return buffer
 
     def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:

@@ -18,7 +18,7 @@ class RowCounts:
     They are being copied to the host: nothing waits before `rows` is read, and the bits may be dropped at once.
     """
 
-    def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, *parts: torch.Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
         if not parts[0].is_cuda:
             widest = max(part.shape[2] for part in parts)
@@ -50,11 +50,7 @@ class MaskCounts:
     @cached_property
     def rows(self) -> np.ndarray:
         """int64[H, nq]: active blocks per (head, query block), the work of each row."""
-        return self.copy_rows().rows
-
-    def copy_rows(self) -> RowCounts:
-        """Starts to copy `rows` to the host, without waiting for a device."""
-        return RowCounts(self._parts)
+        return RowCounts(*self._parts).rows
 
     def columns_by_rank(self, q_owner: np.ndarray, world: int) -> np.ndarray:
         """Counts each rank's rows that need each (head, KV block): int32[world, H, nk], from rows' ranks int64[H, nq].

@@ -102,8 +102,8 @@ class Chunks:
         return self.keys == ALL or bool(self.sent.any(axis=0).all())
 
     def covers(self, owner: np.ndarray, mask: BlockMask) -> bool:
-        """Returns True if all keys that the rows of these owners need under a mask are sent."""
-        return self.keys == ALL or not (_needed(owner, len(self.sent), mask) & ~self.sent).any()
+        """Returns True if all keys that the rows of these owners need under a mask are sent. Reads its bits."""
+        return not (_needed(owner, len(self.sent), mask) & ~self.sent).any()
 
     @property
     def identity(self) -> tuple[Any, ...]:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from dbsp_core.utils.errors import UserError, did_you_mean
-from dbsp_kernels.exchange import copy_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.exchange import quantise_segments, restore_rows, row_words
 from dbsp_kernels.segments import CopySegments
 
 
 class CommDtype:
-    """Writes the tokens of a head in exchanges as the model has them. The output is always sent so.
+    """The tokens of a head are sent as the model has them. The output is always sent so.
 
     Attributes:
         name: Its value of the setting `precision`.
@@ -31,34 +31,9 @@ class CommDtype:
         """Returns the bytes of a token of one head of q, k or v whose numbers have `element_bytes` in the model."""
         return head_dim * element_bytes
 
-    def empty(self, like: torch.Tensor, *positions: int) -> torch.Tensor:
-        """Allocates room for written tokens, [*slots, W], of q, k or v `like` [..., D]."""
-        return like.new_empty(*positions, like.shape[-1])
-
-    def write(
-        self,
-        tensors: Sequence[torch.Tensor],
-        buffer: torch.Tensor,
-        segments: Sequence[CopySegments],
-        less: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Writes tokens of tensors [B, heads, n, D] into a buffer [slots, B, W].
-
-        Args:
-            segments: Segments of each tensor.
-            less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
-        """
-        if less:
-            raise ValueError("tokens in the model's precision are sent as they are")
-        copy_segments(tensors, buffer, segments)
-
-    def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Returns tokens [..., D] of contiguous [..., W], in the dtype and with the D of `like`."""
-        return written
-
 
 class Int8Format(CommDtype):
-    """Writes a token's numbers as int8, followed by its scale as float32: see `dbsp_kernels.exchange`."""
+    """A token's numbers are sent as int8, followed by its scale as float32: see `dbsp_kernels.exchange`."""
 
     name = "int8"
     centred = True
@@ -70,8 +45,9 @@ class Int8Format(CommDtype):
     def token_bytes(self, head_dim: int, element_bytes: int) -> int:
         return 4 * row_words(head_dim)
 
-    def empty(self, like: torch.Tensor, *positions: int) -> torch.Tensor:
-        return like.new_empty(*positions, row_words(like.shape[-1]), dtype=torch.int32)
+    def empty(self, like: torch.Tensor, *slots: int) -> torch.Tensor:
+        """Allocates room for written tokens, int32[*slots, W], of q, k or v `like` [..., D]."""
+        return like.new_empty(*slots, row_words(like.shape[-1]), dtype=torch.int32)
 
     def write(
         self,
@@ -80,10 +56,17 @@ class Int8Format(CommDtype):
         segments: Sequence[CopySegments],
         less: Sequence[torch.Tensor | None],
     ) -> None:
+        """Writes tokens of tensors [B, heads, n, D] into a buffer int32[slots, B, W].
+
+        Args:
+            segments: Segments of each tensor.
+            less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
+        """
         for tensor, of_tensor, mean in zip(tensors, segments, less or [None] * len(tensors), strict=True):
             quantise_segments(tensor, buffer, of_tensor, mean)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Returns tokens [..., D] of contiguous int32[..., W], in the dtype and with the D of `like`."""
         return restore_rows(written, like.shape[-1], like.dtype)
 
 

@@ -191,8 +191,9 @@ class Plan:
 
     def fits(self, mask: BlockMask) -> bool:
         """Returns True if a mask has as many heads, is on the same grid, and needs no keys that are not sent."""
-        same = (self.heads, self.grid) == (mask.heads, mask.grid)
-        return same and self.chunks.covers(self.owner, mask)
+        if (self.heads, self.grid) != (mask.heads, mask.grid):
+            return False
+        return self.chunks.keys == ALL or self.chunks.covers(self.owner, mask)
 
     def counted(self, counts: BlockMask | np.ndarray, *, compare: bool = True) -> Plan:
         """Returns the same plan with the numbers of other counts. Nothing is planned: `plan_ms` is 0.

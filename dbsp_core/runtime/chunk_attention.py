@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import ConcurrencyGuard, MeetingGroup, input_kind, raised_on_all
+from dbsp_core.comm.consistency import ConcurrencyGuard, InputKind, MeetingGroup, input_kind, raised_on_all
 from dbsp_core.comm.exchange import LocalKeys, mean_of_tokens
+from dbsp_core.planning.comm_dtype import Int8Format
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import ChunkTable
@@ -58,12 +59,13 @@ def attend(
     if len(prepared.plan.owner) != q.shape[1]:
         q, k, v = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v))
     kind = input_kind(q, k, v)
-    kernel = prepared.kernels.get(kind) or prepared.kernel_for(kind)
+    if kind not in prepared.kernels:
+        prepared.kernel_for(kind)  # raises before anything is sent
     if not kind[-1]:
-        return _forward(prepared, q, k, v, scale, kernel)
+        return _forward(prepared, q, k, v, scale, kind)
     if prepared.no_gradients is not None:
         raise UserError(prepared.no_gradients)
-    out: torch.Tensor = _Attention.apply(q, k, v, prepared, scale, kernel, check_gradient)
+    out: torch.Tensor = _Attention.apply(q, k, v, prepared, scale, kind, check_gradient)
     return out
 
 
@@ -78,13 +80,14 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         prepared: PreparedAttention,
         scale: float,
-        kernel: Kernel,
+        kind: InputKind,
         check_gradient: CheckGradient | None,
     ) -> torch.Tensor:
-        ctx.prepared, ctx.scale, ctx.kernel, ctx.check_gradient = prepared, scale, kernel, check_gradient
+        ctx.prepared, ctx.scale, ctx.kernel = prepared, scale, prepared.kernels[kind]
+        ctx.check_gradient = check_gradient
         local_kv = (k, v) if prepared.route.fetch_exchanges else ()
         return _forward(
-            prepared, q, k, v, scale, kernel, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *local_kv)
+            prepared, q, k, v, scale, kind, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *local_kv)
         )
 
     @staticmethod
@@ -108,40 +111,19 @@ def _forward(
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
-    kernel: Kernel,
+    kind: InputKind,
     keep: Keep | None = None,
 ) -> torch.Tensor:
     """Computes `attend` without gradients; `keep`, or None, is given what backward needs."""
-    out = [_at_owners(prepared, q, k, v, scale, kernel, keep)]
-    # 4. The output returns to where its queries came from.
-    local = prepared.route.combine(out.pop(), q, prepared.group)
-    if prepared.coarse is not None:
-        prepared.coarse.add_to(local)
-    return local
-
-
-def _at_owners(
-    prepared: PreparedAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    kernel: Kernel,
-    keep: Keep | None,
-) -> torch.Tensor:
-    """Returns [B, 1, Rq·Bq, D], the output of this rank's rows, and frees what they were computed from."""
-    route, group, comm_dtype, block_q = (
-        prepared.route,
-        prepared.group,
-        prepared.plan.comm_dtype,
-        prepared.plan.grid.block_q,
-    )
+    route, group, plan, kernel = prepared.route, prepared.group, prepared.plan, prepared.kernels[kind]
+    int8 = plan.comm_dtype if isinstance(plan.comm_dtype, Int8Format) else None
     batch, _, _, head_dim = q.shape
-    keys = LocalKeys(k, v, mean_of_tokens(k, prepared.layout, group) if comm_dtype.centred else None)
+    keys = LocalKeys(k, v, mean_of_tokens(k, prepared.layout, group) if plan.comm_dtype.centred else None)
     # 1. Queries go to the owners of rows, and with them the keys and values of the rank's own ring row.
     packed_q, chunk = route.dispatch(q, keys, group)
     first = [chunk]
-    rows = comm_dtype.read(packed_q, q).view(-1, block_q, head_dim)
+    rows = packed_q if int8 is None else int8.read(packed_q, q)
+    rows = rows.view(-1, plan.grid.block_q, head_dim)  # [B, 1, Rq·Bq, D] → [B·Rq, Bq, D]
     del packed_q, chunk  # free before the remaining chunks run
     kept = None if keep is None else first[0]
     # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
@@ -149,20 +131,35 @@ def _at_owners(
     # 3. The kernel runs once for each; results merge by log-sum-exp.
     head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(prepared.tables) > 1
     running, last = None, prepared.tables[-1]
-    kind = input_kind(q, k, v)
     check = kind not in prepared.attended or checks_values(q.device)
     for table in prepared.tables:
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
         running = _attend(
-            running, rows, comm_dtype.read(next(chunks), q), table, scale, kernel, head_tokens, dtype, lse, check=check
+            running,
+            rows,
+            next(chunks) if int8 is None else int8.read(next(chunks), q),
+            table,
+            scale,
+            kernel,
+            head_tokens,
+            dtype,
+            lse,
+            check=check,
         )
     prepared.attended.add(kind)
     if running is None:
         raise ValueError("attention needs at least one chunk of keys")
-    out, out_lse = running[0].to(q.dtype), running[1]
+    out = running[0].to(q.dtype)
     if keep is not None and kept is not None:
-        keep(rows, kept, out, out_lse)
-    return out.view(batch, 1, -1, head_dim)
+        keep(rows, kept, out, running[1])
+    # 4. The output returns to where its queries came from; what it was computed from is free before.
+    del rows, kept, chunks, running
+    at_owner = [out.view(batch, 1, -1, head_dim)]
+    del out
+    local = route.combine(at_owner.pop(), q, group)
+    if prepared.coarse is not None:
+        prepared.coarse.add_to(local)
+    return local
 
 
 def _attend(

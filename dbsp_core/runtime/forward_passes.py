@@ -22,6 +22,8 @@ _HOW = (
     "use transformer.enable_gradient_checkpointing() or torch's checkpoint_wrapper, which db-SP follows; or call "
     "backward() after each forward pass, drop retained graphs, and run passes without backward under torch.no_grad()"
 )
+_running_backward = torch._C._current_graph_task_id
+"""Returns a number of the backward that runs in this thread, or -1."""
 
 
 @dataclass(eq=False)
@@ -202,8 +204,3 @@ def _only(waiting: list[ForwardPass], parts: list[Any], what: str) -> ForwardPas
             f"and activation checkpointing recomputes {what} without saying for which; {_HOW}"
         )
     return waiting[-1]
-
-
-def _running_backward() -> int:
-    """Returns a number of the backward that runs in this thread, or -1."""
-    return torch._C._current_graph_task_id()

@@ -74,6 +74,7 @@ class PreparedAttention:
         Raises:
             UserError: If the mask does not fit the plan.
         """
+        plan.require_fit(mask)
         n_local = layout.shard if n_local is None else n_local
         route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
         tables = table_layout(plan, group.rank).to(device)
@@ -81,10 +82,11 @@ class PreparedAttention:
         return prepared.for_mask(plan, mask, fingerprint=fingerprint)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
-        """Returns the same for another mask under a plan with the same routes: only tables are new (`from_plan`)."""
-        if not plan.same_routes(self.plan):
-            raise ValueError("these routes were made for another plan")
-        plan.require_fit(mask)
+        """Returns the same for another mask: only tables are new (`from_plan`).
+
+        Args:
+            plan: A plan with the same routes (`Plan.same_routes`), which the mask fits.
+        """
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
         mask_fingerprint = mask.fingerprint if fingerprint else 0
         return replace(self, plan=plan, tables=tables, coarse=mask.coarse, mask_fingerprint=mask_fingerprint)

@@ -261,8 +261,7 @@ class AttentionSession:
             with raised_on_all(self.group) if compared else nullcontext(self.group) as group:
                 local = LocalQK(q, k, call.size.layout, group, scale, v, gate)
                 prepared, use = ready or self._prepare_predicted(call, slot, local)
-                if known is not None:
-                    slot.keep_known(known, prepared, use)
+                slot.keep(known, prepared, use)
                 call.size.keep_slot(slot)
                 for observer in self.observers:
                     observer.mask_used(layer, slot.key if known is None else known.key)
@@ -347,9 +346,7 @@ class AttentionSession:
         use = slot.plan_predicted(mask, make, self._provider.moment.generation)
         size.predicted_calls += 1
         # 3. The mask's tables, and a new plan's route, which one of the ranks may be unable to make.
-        prepared = size.prepare(slot, use.plan, mask, q.device, predicted=True)
-        slot.keep_predicted(prepared)
-        return prepared, use
+        return size.prepare(slot, use.plan, mask, q.device, predicted=True), use
 
     def _compare(
         self,

@@ -72,6 +72,12 @@ class KnownMask:
     prepared: PreparedAttention | None = None
     users: int = 0
 
+    def release(self) -> None:
+        """Takes one of its users away, and drops its tables after the last."""
+        self.users -= 1
+        if self.users == 0:
+            self.prepared = None
+
 
 @dataclass(eq=False)
 class Slot:
@@ -104,22 +110,13 @@ class Slot:
     def plan_known(self, known: KnownMask, mask: BlockMask, make: MakePlan) -> PlanUse:
         """Returns the plan for a mask that is known beforehand: the last one while it fits, else a new one.
 
-        Waits for the mask's counts. Nothing is kept before `keep_known`.
+        Waits for the mask's counts. Nothing is kept before `keep`.
         """
         last, rows = known.plan if known.shares_plan else self.counted(), mask.counts.rows
         if last is None or not last.fits(mask):
             plan = make(rows, last)
             return PlanUse(plan, True, plan)
         return known_use(last, rows, self.threshold, make, compare=self.compare)
-
-    def keep_known(self, known: KnownMask, prepared: PreparedAttention, use: PlanUse) -> None:
-        """Counts one more call, with a plan that has the numbers of the call's own mask."""
-        self._keep(known, prepared)
-        if known.shares_plan:
-            known.plan = use.plan
-        else:
-            self.use, self.counts, self.first = use, None, None
-        self.statistics.add(use)
 
     def plan_predicted(self, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
         """Returns the plan for one more call, with a mask that was predicted for this call alone.
@@ -134,17 +131,33 @@ class Slot:
         if last is not None and self.counts is not None and last.fits(mask):
             begins = generation != self.generation
             use, first = next_use(last, self.counts.rows, self.first, begins, self.threshold, make)
-        counts = mask.counts.copy_rows()  # read at the next call
+        counts = RowCounts(*(part.bits for part in mask.parts))  # read at the next call
         if use is None:
             use = PlanUse(make(counts.rows, last), True)
         self.use, self.counts, self.generation, self.first = use, counts, generation, first
         self.statistics.add(use)
         return use
 
-    def keep_predicted(self, prepared: PreparedAttention) -> None:
-        """Keeps what the call that was planned last is computed with."""
-        # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
-        self._keep(None, prepared if prepared.coarse is None else replace(prepared, coarse=None))
+    def keep(self, known: KnownMask | None, prepared: PreparedAttention, use: PlanUse) -> None:
+        """Keeps what a call is computed with, and counts a call whose mask is known (`plan_predicted` does others)."""
+        # 1. The plan in use. Its numbers are those of the call's own mask, if that is known.
+        if known is not None:
+            if known.shares_plan:
+                known.plan = use.plan
+            else:
+                self.use, self.counts, self.first = use, None, None
+            self.statistics.add(use)
+            known.prepared = prepared
+        elif prepared.coarse is not None:
+            # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
+            prepared = replace(prepared, coarse=None)
+        # 2. The mask, which drops its tables when no attention has it any longer.
+        if known is not self.known:
+            if known is not None:
+                known.users += 1
+            if self.known is not None:
+                self.known.release()
+        self.known, self.prepared = known, prepared
 
     def counted(self) -> Plan | None:
         """Returns the plan of the last call with a mask that changes, with that mask's numbers. Waits for them."""
@@ -171,17 +184,6 @@ class Slot:
     def close(self) -> None:
         """Reads the counts under way, and drops what no other attention uses."""
         self.counted()
-        self._keep(None, None)
-
-    def _keep(self, known: KnownMask | None, prepared: PreparedAttention | None) -> None:
-        last, self.known, self.prepared = self.known, known, prepared
-        if known is not None:
-            known.prepared = prepared
-        if known is last:
-            return
-        if known is not None:
-            known.users += 1
-        if last is not None:
-            last.users -= 1
-            if last.users == 0:
-                last.prepared = None
+        if self.known is not None:
+            self.known.release()
+        self.known = self.prepared = None

@@ -61,11 +61,9 @@ class KernelInputs:
         devices = {str(t.device) for t in (q, k, v, *tables.values())}
         if len(devices) > 1:
             raise ValueError(f"q, k, v and the tables must be on one device, got {', '.join(sorted(devices))}")
-        if self.partial is not None:
-            self._check_partial(*self.partial)
-
-    def _check_partial(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        q, wide = self.q, lse_dtype(self.q.dtype)
+        if self.partial is None:
+            return
+        (out, lse), wide = self.partial, lse_dtype(q.dtype)
         fits = (out.shape, lse.shape) == (q.shape, q.shape[:2]) and out.device == lse.device == q.device
         if not fits or lse.dtype != wide or not (out.is_contiguous() and lse.is_contiguous()):
             raise ValueError(

@@ -43,8 +43,10 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
         torch.index_select(k, 0, blocks.flatten(), out=keys)
         torch.index_select(v, 0, blocks.flatten(), out=values)
         bias = _tail_bias(kv_len[blocks], k.shape[1], q.dtype) if short else None
-        shape = (len(rows), -1, k.shape[2])
-        attended = _flash(q[rows].flatten(1, 2), keys.view(shape), values.view(shape), bias, inputs.scale)
+        queries, of_blocks = q[rows].flatten(1, 2)[:, None], (len(rows), 1, -1, k.shape[2])  # [s, 1, r·Bq, D]
+        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys.view(of_blocks), values.view(of_blocks), 0.0, False, attn_mask=bias, scale=inputs.scale
+        )
         out[rows], lse[rows] = attended[0].view(*rows.shape, *q.shape[1:]), attended[1].view(*rows.shape, -1)
     return out, lse
 
@@ -68,16 +70,6 @@ def _batches(inputs: KernelInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         else:
             for some in rows.split(max(1, together // count)):
                 yield some[:, None], inputs.kv_index[some, :count].long()
-
-
-def _flash(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
-) -> PartialAttention:
-    """Returns (out [R, Bq, D], lse [R, Bq]) of q [R, Bq, D] over k and v [R, m, D], with bias [R, 1, 1, m] or None."""
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q[:, None], k[:, None], v[:, None], 0.0, False, attn_mask=bias, scale=scale
-    )
-    return out[:, 0], lse[:, 0]
 
 
 def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:

@@ -25,7 +25,7 @@ PREDICTED = {
     "mask source": "dbsp_core.sources.sparge.SpargeSource.mask",
     "sums of blocks": "dbsp_core.comm.block_pooling.sum_tokens",
     "choice of blocks": "dbsp_core.sources.sparge.select_blocks",
-    "counts": "dbsp_core.masks.mask_counts.RowCounts",
+    "counts": f"{RUNTIME}.slot.RowCounts",
     "choice of a kernel": f"{RUNTIME}.size.choose_kernel",
 }
 KNOWN = {
@@ -45,7 +45,7 @@ BOTH = {
 }
 BACKWARD = {
     "backward kernel": f"{RUNTIME}.backward.block_attention_backward",
-    "gradient's buffer": "dbsp_core.comm.exchange.CommDtype.empty",
+    "gradient's buffer": "dbsp_core.comm.exchange_backward._packed",
 }
 ODD = threading.local()
 """`step` is what fails in this thread, which is a rank."""

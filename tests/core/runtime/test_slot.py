@@ -40,8 +40,8 @@ def plans_on(grid: BlockGrid, strategy: str, planner: str = "paper") -> MakePlan
 class LateCounts(RowCounts):
     """Counts whose copy is there only after a while, another one for each rank and call."""
 
-    def __init__(self, parts: tuple[torch.Tensor, ...]) -> None:
-        super().__init__(parts)
+    def __init__(self, *parts: torch.Tensor) -> None:
+        super().__init__(*parts)
         self.there_at = time.monotonic() + _DELAYS.pop(0)
 
     @cached_property
@@ -72,7 +72,7 @@ def plans_with_late_counts(rank: int, world: int, hasty: bool) -> list[int]:
     masks = [mask_of(*draws.integers(1, 60, 2 * world)) for _ in range(6)]
     _DELAYS[:] = [0.2 * ((rank + call) % 2) for call in range(6)]
     slot, make = new_slot(1.0, HastySlot if hasty else Slot), plans_on(GRID, f"U{world}R1", "snake")
-    with mock.patch("dbsp_core.masks.mask_counts.RowCounts", LateCounts):
+    with mock.patch("dbsp_core.runtime.slot.RowCounts", LateCounts):
         return [slot.plan_predicted(mask, make).plan.fingerprint for mask in masks]
 
 
@@ -152,7 +152,7 @@ def plan_known(slot, mask):
 def use_known(slot, mask):
     """Uses the plan of a mask that is known, which is made at once."""
     known, use = plan_known(slot, mask)
-    slot.keep_known(known, None, use)
+    slot.keep(known, None, use)
     return use
 
 
