@@ -247,8 +247,12 @@ class AttentionSession:
             if recomputed is not None:  # activation checkpointing, in backward
                 forward_pass = self.passes.now
                 call = _Call(forward_pass, forward_pass.known_size, layer, (q, k, v), scale)
-                self._compare(call, call.size.problem_of(call.qkv, recomputed.n_local), recomputed)
-                return attend(recomputed, q, k, v, scale, self._check_gradient).view(q.shape)
+                compared = self._compare(call, call.size.problem_of(call.qkv, recomputed.n_local), recomputed)
+                # After a reentrant checkpoint, gradients are new: ranks meet, as below.
+                is_first = compared and input_kind(q, k, v) not in recomputed.attended
+                with raised_on_all(self.group) if is_first else nullcontext(self.group) as group:
+                    run = replace(recomputed, group=group)
+                    return attend(run, q, k, v, scale, self._check_gradient).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
             # 1. What does not depend on q and k. Ranks compare what is new of it, and of q, k and v.

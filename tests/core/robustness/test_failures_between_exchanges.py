@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dbsp_core.masks.grid import Video
 from tests.support.outcomes import said
@@ -136,6 +137,24 @@ def test_failure_in_the_first_attention_is_raised_on_all_ranks(threads, settings
 def test_failure_of_a_new_plan_is_raised_on_all_ranks(threads, step, odd):
     settings = SPARGE | {"reuse": 1.0}  # a new plan at every call
     check(threads, step, {**PREDICTED, **BOTH}[step], settings, "U2R1", odd, 3)
+
+
+def recompute(rank: int, world: int, step: str, strategy: str, odd: int) -> str:
+    """Returns what backward says where a reentrant checkpoint's attention fails when it is computed again."""
+    session = session_of(WINDOW, strategy, HEADS)
+    layout = session.begin(Video(THW), timestep=900.0)
+    q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
+    out = checkpoint(session.attend, 0, q, q, q, use_reentrant=True)
+    with fault(step, rank, odd):
+        return said(lambda: out.square().sum().backward())
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("step", ["kernel", "return"])
+def test_failure_where_an_attention_is_first_computed_with_gradients_is_raised_on_all_ranks(threads, step, odd):
+    with failing(step, BOTH[step]):
+        answers = threads(2).run(recompute, step, "U1R2", odd)
+    assert answers == [f"ValueError: rank(s) [{odd}]: MemoryError: no room for {step}"] * 2
 
 
 @pytest.mark.parametrize("odd", [0, 1])
