@@ -263,8 +263,7 @@ class AttentionSession:
             ready, compared = self._prepare_known(call, slot, known)
             # 2. What is done for the first time may fail on one rank alone: then ranks meet before each exchange.
             with raised_on_all(self.group) if compared else nullcontext(self.group) as group:
-                local = LocalQK(q, k, call.size.layout, group, scale, v, gate)
-                prepared, use = ready or self._prepare_predicted(call, slot, local)
+                prepared, use = ready or self._prepare_predicted(call, slot, group, gate)
                 slot.keep(known, prepared, use)
                 call.size.keep_slot(slot)
                 for observer in self.observers:
@@ -338,11 +337,14 @@ class AttentionSession:
         return size.prepare(slot, use.plan, mask, q.device, predicted=False), use
 
     @torch.no_grad()  # to backward, predicted masks are constants
-    def _prepare_predicted(self, call: _Call, slot: Slot, local: LocalQK) -> _Ready:
-        """Prepares an attention whose mask is predicted from q and k, under the plan in use. Collective."""
-        size, q = call.size, local.q
+    def _prepare_predicted(self, call: _Call, slot: Slot, group: SequenceGroup, gate: torch.Tensor | None) -> _Ready:
+        """Prepares an attention whose mask is predicted from q and k, under the plan in use. Collective.
+
+        `group` carries the exchanges of the prediction.
+        """
+        size, (q, k, v) = call.size, call.qkv
         # 1. The mask, bitwise identical on all ranks, before q and k are sent.
-        mask = self._provider.mask(call.layer, local)
+        mask = self._provider.mask(call.layer, LocalQK(q, k, size.layout, group, call.scale, v, gate))
         for observer in self.observers:
             observer.mask_made(slot.key, call.layer, mask, False)
         # 2. The plan, by the counts of the last call; this mask's are read at the next. Ranks agree on a new one.
