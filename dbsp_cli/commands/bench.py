@@ -352,18 +352,27 @@ class Measured:
             if value is not None:
                 same = value == getattr(self.others.constants, key)
                 sources[key] = self.others.sources[key] if same else "assumed" if value == 0 else "measured"
-        # Rates by blocks of the exact kernels, but for those that the constants are fitted to
+        # Rates by blocks of the exact kernels, less what constants are fitted to; and over dense attention's
         rates: dict[str, dict[str, float]] = {}
-        for result in self.kernels:
-            if result.exact and (result.kernel, result.blocks) != (work.kernel, work.blocks):
-                rates.setdefault(result.kernel, {})["{}x{}".format(*result.blocks)] = result.flops_per_s
+        of_dense: dict[str, dict[str, float]] = {}
+        dense_flops_per_s = 4.0 * work.local_heads * work.tokens**2 * work.head_dim / self.dense_s
+        for result in filter(lambda result: result.exact, self.kernels):
+            blocks = "{}x{}".format(*result.blocks)
+            of_dense.setdefault(result.kernel, {})[f"{blocks}x{work.head_dim}"] = (
+                result.flops_per_s / dense_flops_per_s
+            )
+            if (result.kernel, result.blocks) != (work.kernel, work.blocks):
+                rates.setdefault(result.kernel, {})[blocks] = result.flops_per_s
         return Hardware(
             name,
             device_class(work.device),
             str(work.dtype).removeprefix("torch."),
             self.constants,
             sources,
-            kernels={key: KernelConstants("measured", flops_by_blocks=by_blocks) for key, by_blocks in rates.items()},
+            kernels={
+                key: KernelConstants("measured", flops_by_blocks=rates.get(key, {}), of_dense=by_sizes)
+                for key, by_sizes in of_dense.items()
+            },
             exact_kernels=self.exact_kernels,
         )
 

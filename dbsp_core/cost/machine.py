@@ -46,6 +46,9 @@ class Constants:
     serial_s: float = 0.0  # Time for each video of what one device does alone (text encoder, VAE)
     network_latency_s: float | None = None  # What crosses nodes in exchanges and chunks. None: not known
     network_bytes_per_s: float | None = None  # A rank's share of its node's adapters
+    predict_s: float | None = (
+        None  # Time to predict a mask, for each token and head of a rank's share. None: not known
+    )
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -67,6 +70,7 @@ class KernelConstants:
     score_s: float | None = None
     launch_s: float | None = None
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # See `Hardware`
+    of_dense: Mapping[str, float] = field(default_factory=dict)  # See `Hardware`
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class Hardware:
     kernels: Mapping[str, KernelConstants] = field(default_factory=dict)  # What differs, by a kernel's name
     exact_kernels: tuple[str, ...] = ()  # That were exact on this device, the fastest first; empty: not measured
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # Rates on blocks of QUERIESxKEYS tokens
+    of_dense: Mapping[str, float] = field(default_factory=dict)
+    """Rates on active blocks over that of torch's dense attention, by blocks and head size, QUERIESxKEYSxHEAD_DIM."""
 
     def __post_init__(self) -> None:
         fits = self.gpus_per_node is None or self.gpus_per_node >= 1
@@ -95,7 +101,7 @@ class Hardware:
     @property
     def fingerprint(self) -> int:
         """63 bits that differ between constants, to compare ranks by."""
-        return fingerprint_of((self.constants, sorted(self.flops_by_blocks.items())))
+        return fingerprint_of((self.constants, sorted(self.flops_by_blocks.items()), sorted(self.of_dense.items())))
 
     def with_kernel(self, name: str) -> Hardware:
         """Returns this machine with a kernel's constants, or as it is if none are known; "auto": the fastest's."""
@@ -110,12 +116,28 @@ class Hardware:
             constants=replace(self.constants, **changed),
             sources={**self.sources, **dict.fromkeys(changed, kernel.source)},
             flops_by_blocks=kernel.flops_by_blocks,
+            of_dense=kernel.of_dense,
         )
 
     def at_blocks(self, block_q: int, block_k: int) -> Constants:
         """Returns the constants with the kernel's rate on blocks of so many queries and keys."""
         rate = self.flops_by_blocks.get(f"{block_q}x{block_k}")
         return self.constants if rate is None else replace(self.constants, flops_per_s=rate)
+
+    def break_even(self, block_q: int, block_k: int, head_dim: int, tokens: int) -> float | None:
+        """Returns the density from which dense attention takes less time than predicting a mask and computing it.
+
+        Per pair of tokens of one head, dense attention takes 4·D / rate seconds, sparse attention density · 4·D / rate
+        of its kernel, and predicting the mask predict_s / tokens. Ranks share all three, so their number cancels.
+
+        Returns:
+            A density below 1, or None if the kernel's rate over dense attention's is not known at these sizes.
+        """
+        of_dense = self.of_dense.get(f"{block_q}x{block_k}x{head_dim}")
+        if of_dense is None:
+            return None
+        products_s = 4 * head_dim / self.at_blocks(block_q, block_k).flops_per_s  # of one pair, on active blocks
+        return of_dense - (self.constants.predict_s or 0.0) / tokens / products_s
 
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:

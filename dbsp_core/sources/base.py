@@ -156,12 +156,14 @@ class PredictedSource(BlockSizes):
         attention_sink: True if the first key block is active in every row.
         dense_text: True if rows and columns of text are dense.
         token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
+        approximates_dense: True if models are not trained with these masks, so that dense attention may replace them.
     """
 
     attention_sink: bool = field(default=False, kw_only=True)
     dense_text: bool = field(default=True, kw_only=True)
     token_order: str = field(default=CANONICAL, kw_only=True)
     changes: ClassVar[Changes] = "per_call"
+    approximates_dense: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

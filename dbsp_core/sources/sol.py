@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class SolSource(PredictedSource):
 
     tau: float = 1.0
     thresh_type: Literal["diag", "exact"] = "diag"
+    approximates_dense: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

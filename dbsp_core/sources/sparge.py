@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -64,6 +65,7 @@ class SpargeSource(LikeliestBlocks):
 
     similarity: float = 0.3
     crossing: bool = False
+    approximates_dense: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -53,10 +53,14 @@ def test_exact_kernels_are_ordered_by_speed_and_their_rates_are_kept_by_blocks()
     ]
     others = load_hardware("cpu-demo")
     work = KnownTimes(4, 16, 256, (128, 64), torch.float32, CPU, SequenceGroup.from_group())
-    hardware = Measured(others, others.constants, found).hardware("here", work)
+    dense_s = 4 * 4 * 256**2 * 16 / 5e14  # 5e14 FLOP/s
+    hardware = Measured(others, others.constants, found, dense_s).hardware("here", work)
     assert hardware.exact_kernels == ("fa4", "triton"), "sparge was wrong once"
     rates = {name: kernel.flops_by_blocks for name, kernel in hardware.kernels.items()}
     assert rates == {"triton": {"128x128": 2e14}, "fa4": {"128x128": 4e14}, "sparge": {"128x128": 8e14}}
+    of_dense = {name: dict(kernel.of_dense) for name, kernel in hardware.kernels.items()}
+    assert of_dense["triton"] == pytest.approx({"128x64x16": 0.2, "128x128x16": 0.4})
+    assert [*of_dense["fa4"].values(), *of_dense["sparge"].values()] == pytest.approx([0.8, 1.6])
     assert {kernel.source for kernel in hardware.kernels.values()} == {"measured"}
     assert hardware.sources["flops_per_s"] == others.sources["flops_per_s"]
 

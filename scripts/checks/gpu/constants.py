@@ -46,8 +46,10 @@ def bench(setting: Setting) -> Iterator[Row]:
         if hardware["sources"].get(name) == "measured":
             yield Row(name, value)
     for kernel, rates in hardware["kernels"].items():
-        for blocks, flops_per_s in rates["flops_by_blocks"].items():
+        for blocks, flops_per_s in rates.get("flops_by_blocks", {}).items():
             yield Row(f"{kernel} {blocks} flops_per_s", flops_per_s)
+        for sizes, ratio in rates.get("of_dense", {}).items():
+            yield Row(f"{kernel} {sizes} of dense", ratio)
     for part, residual in hardware["residuals"].items():
         yield Row(f"largest relative error of the fit of {part}", residual)
     for attention in found["attentions"]:

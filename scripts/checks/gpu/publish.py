@@ -132,19 +132,22 @@ def write_hardware(published: Published) -> Path:
     measured = {row.what: float(f"{row.value:.3e}") for row in rows if row.what in names}
     constants = replace(before.constants, **measured)
     sources = {**before.sources, **dict.fromkeys(measured, "measured")}
-    # 2. Rates of kernels by blocks.
-    by_kernel: dict[str, dict[str, float]] = {}
+    # 2. Rates of kernels by blocks, and over dense attention's.
+    by_kernel: dict[str, dict[str, dict[str, float]]] = {}
     for row in rows:
-        if kernel := re.fullmatch(r"(\S+) (\d+x\d+) flops_per_s", row.what):
-            by_kernel.setdefault(kernel[1], {})[kernel[2]] = float(f"{row.value:.3e}")
-    rates = {name: KernelConstants("measured", flops_by_blocks=blocks) for name, blocks in by_kernel.items()}
+        if found := re.fullmatch(r"(\S+) (\d+x\d+|\d+x\d+x\d+) (flops_per_s|of dense)", row.what):
+            kind = "flops_by_blocks" if found[3] == "flops_per_s" else "of_dense"
+            by_kernel.setdefault(found[1], {}).setdefault(kind, {})[found[2]] = float(f"{row.value:.3e}")
+    kernels = dict(before.kernels)
+    for name, measured_rates in by_kernel.items():
+        kernels[name] = replace(kernels.get(name, KernelConstants("measured")), source="measured", **measured_rates)
     hardware: Hardware = replace(
         before,
         name=published.name,
         device=published.device,
         constants=constants,
         sources=sources,
-        kernels={**before.kernels, **rates},
+        kernels=kernels,
     )
     earlier = str(read_settings(path, "hardware file").values.get("notes", "")) if path.is_file() else ""
     others = re.sub(r"^Measured on .*? The others: ", "", earlier, flags=re.DOTALL)

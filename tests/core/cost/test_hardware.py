@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import yaml
@@ -115,3 +117,45 @@ def test_rate_of_a_kernel_depends_on_its_blocks(tmp_path):
     assert slow > fast
     slow, fast = (sequence_cost(LayerSize(2, 64, 1e6), one, 64, 64).block_s for one in (fa4, hardware))
     assert slow > fast
+
+
+SIZES = {"64x64x128": 0.912, "128x64x128": 0.887}
+
+
+@pytest.mark.parametrize("tokens", [6_000, 75_600])
+def test_break_even_is_where_both_ways_take_as_long(tmp_path, tokens):
+    """Adds up seconds of one head: prediction and active blocks, and all blocks on the dense kernel."""
+    given = {"kernels": {"triton": {"of_dense": SIZES, "flops_by_blocks": {"64x64": 5.7e14}, "source": "measured"}}}
+    path = changed(tmp_path, given | constants(predict_s=2.76e-9), "h100")
+    hardware = load_hardware(path).with_kernel("triton")
+    for (block_q, rate), of_dense in zip(((64, 5.7e14), (128, 3.55e14)), SIZES.values(), strict=True):
+        density = hardware.break_even(block_q, 64, 128, tokens)
+        flops = 4 * 128 * tokens**2
+        dense_s = flops / (rate / of_dense)
+        assert dense_s == pytest.approx(density * flops / rate + 2.76e-9 * tokens)
+        assert 0.3 < density < of_dense
+    assert hardware.break_even(64, 64, 64, tokens) is None, "not known at this head size"
+    assert load_hardware(path).break_even(64, 64, 128, tokens) is None, "it is another kernel's"
+
+
+IN_USE = {"64×64": "scale_first, 64 queries", "128×64": "scale_first, 64 queries", "128×128": "plain, 128 queries"}
+"""The variant of the block kernel that runs on Hopper's, by blocks (docs/kernels-inside.md)."""
+
+
+def test_rates_over_dense_attention_of_the_h200_are_measured_ones():
+    table = Path(__file__).parents[3] / "docs" / "results" / "gpu-h200.csv"
+    with table.open() as lines:
+        rows = {(row["case"], row["what"]): row["value"] for row in csv.DictReader(lines)}
+    kernels = load_hardware("h200").kernels
+    for blocks, variant in IN_USE.items():
+        case, sizes = f"14B, {blocks}, D 128, bfloat16", blocks.replace("×", "x") + "x128"
+        dense = float(rows[case, "dense, cudnn, beside density 1.0"])
+        for kernel, what in {"triton": variant, "triton-int8": "triton-int8"}.items():
+            ratio = float(rows[case, f"{what}, density 1.0"]) / dense
+            assert kernels[kernel].of_dense[sizes] == pytest.approx(ratio, abs=1e-3)
+    for video, heads, tokens in (
+        ("Wan2.1-14B, 81 frames of 1280 × 720", 5, 75_600),
+        ("Wan2.1-1.3B, 81 frames of 832 × 480", 1.5, 32_760),
+    ):
+        measured_s = float(rows[f"{video}, U8R1, predicted", "of it prediction"]) / 1e3
+        assert load_hardware("h200").constants.predict_s * heads * tokens == pytest.approx(measured_s, rel=0.02)
