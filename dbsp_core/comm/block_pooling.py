@@ -1,4 +1,4 @@
-"""Means of the queries, keys or values of each block, of all ranks' tokens, brought to the ranks that ask for a head.
+"""Means of all ranks' tokens: of the blocks of queries, keys or values, brought to who asks for a head; and of all.
 
 A block that is complete on one rank is sent as its mean and similarity; if it straddles ranks, each sends its sums.
 """
@@ -17,10 +17,14 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid
 from dbsp_kernels.prediction import pool_rows, sum_tokens
+from dbsp_kernels.rounding import MEAN_UNIT
 from dbsp_kernels.segments import to_device
 
 ROWS_OF_SUMS = 4
 """Rows of a block's mean that its sums take the room of."""
+
+SUMMED_AT_ONCE = 256
+"""Tokens of the mean of all, so that a GPU has work for all of its multiprocessors."""
 
 
 def pool_heads(
@@ -166,3 +170,30 @@ def exchange_heads(
         return rows.view(-1, head_dim)
     received = [shares[group.rank] * batch * count for count in blocks]
     return group.all_to_all(rows.view(-1, head_dim), received, [share * batch * local_blocks for share in shares])
+
+
+def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
+    """Returns float32[B, H, D], the mean over all tokens of a layout, from a rank's [B, H, n_local, D]. Collective.
+
+    Padding does not count. Sums are of integers: no order, and no number of ranks, changes them. What is not finite,
+    and magnitudes beyond 2^15, count as `sum_tokens` has them.
+    """
+    local_tokens = _own_tokens(layout, group.rank, tokens.device)
+    head_dim = tokens.shape[-1]
+    sums = sum_tokens(tokens, *local_tokens)[..., :head_dim].sum(dim=2)  # [H, B, D]
+    gathered = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
+    mean = gathered.to(torch.float64) * (MEAN_UNIT / layout.tokens)
+    return mean.to(torch.float32).transpose(0, 1).contiguous()
+
+
+def mean_bytes(batch: int, heads: int, head_dim: int, ranks: int) -> int:
+    """Bytes that a rank sends to others for one mean."""
+    return 8 * batch * heads * head_dim * (ranks - 1)
+
+
+@functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the rank's slots with a token, in blocks: `position` and `first` of `sum_tokens`."""
+    target = layout.tokens_at(rank)[1]
+    first = np.append(np.arange(0, len(target), SUMMED_AT_ONCE), len(target))
+    return to_device(target, device), to_device(first, device)

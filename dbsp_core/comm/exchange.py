@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,44 +13,10 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
-from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, Int8Format
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels.exchange import copy_segments, copy_to_both
-from dbsp_kernels.prediction import sum_tokens
-from dbsp_kernels.rounding import MEAN_UNIT
-from dbsp_kernels.segments import CopySegments, to_device
-
-BLOCK = 256
-"""Tokens that are summed at a time, so that a GPU has work for all of its multiprocessors."""
-
-
-def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
-    """Returns float32[B, H, D], the mean over all tokens of a layout, from a rank's [B, H, n_local, D]. Collective.
-
-    Padding does not count. Sums are of integers: no order, and no number of ranks, changes them. What is not finite,
-    and magnitudes beyond 2^15, count as `sum_tokens` has them.
-    """
-    local_tokens = _own_tokens(layout, group.rank, tokens.device)
-    head_dim = tokens.shape[-1]
-    sums = sum_tokens(tokens, *local_tokens)[..., :head_dim].sum(dim=2)  # [H, B, D]
-    gathered = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
-    mean = gathered.to(torch.float64) * (MEAN_UNIT / layout.tokens)
-    return mean.to(torch.float32).transpose(0, 1).contiguous()
-
-
-def mean_bytes(batch: int, heads: int, head_dim: int, ranks: int) -> int:
-    """Bytes that a rank sends to others for one mean."""
-    return 8 * batch * heads * head_dim * (ranks - 1)
-
-
-@functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rank's slots with a token, in blocks: `position` and `first` of `sum_tokens`."""
-    target = layout.tokens_at(rank)[1]
-    first = np.append(np.arange(0, len(target), BLOCK), len(target))
-    return to_device(target, device), to_device(first, device)
-
+from dbsp_kernels.segments import CopySegments
 
 CHUNKS_IN_FLIGHT = 2
 """Chunks of keys and values that a rank holds or awaits at a time: the one that its kernel reads, and the next."""
@@ -118,12 +83,8 @@ class Exchange:
         copy_segments(tensors, buffer, self.pack)
         return buffer
 
-    def run(self, buffer: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """Exchanges a send buffer for [tokens received, B, W]. Collective."""
-        return group.all_to_all(buffer, self.received, self.sent)
-
     def start(self, buffer: torch.Tensor, group: SequenceGroup) -> PendingTransfer:
-        """Starts what `run` does. Collective."""
+        """Starts to exchange a send buffer for [tokens received, B, W]. Collective."""
         return group.start_all_to_all(buffer, self.received, self.sent)
 
     def deliver(self, came: torch.Tensor, *tensors: torch.Tensor) -> None:
@@ -140,17 +101,22 @@ class LocalKeys(NamedTuple):
     """A rank's keys and values, [B, H, n_local, D] of any strides, outside attention.
 
     Attributes:
-        mean: float32[B, H, D], what is subtracted from keys before they are sent, equal on all ranks, or None.
+        less: float32[B, H, D] to be subtracted from all keys before they are sent, equal on all ranks, and the same
+            for values, or None; () for nothing.
     """
 
     k: torch.Tensor
     v: torch.Tensor
-    mean: torch.Tensor | None = None
+    less: tuple[torch.Tensor | None, ...] = ()
 
-    @property
-    def less(self) -> tuple[torch.Tensor | None, ...]:
-        """Tensors to subtract from keys and from values; () for nothing."""
-        return () if self.mean is None else (self.mean, None)
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Dispatch:
+    """One attention's q [B, H, n_local, D], keys and values, on their way to the owners of rows."""
+
+    q: torch.Tensor
+    keys: LocalKeys
+    coming: list[PendingTransfer]  # One, which is taken out: what was sent and received is not kept alive here
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -158,10 +124,11 @@ class Route:
     """The exchanges that take one rank's tensors from their source ranks to the owners of rows, and the output back.
 
     Attributes:
-        dispatch_exchanges: One for q, k and v; or one for q, then one for k and v.
+        dispatch_exchanges: One for q, k and v; or one for k and v, then one for q.
         q_slots: Rq·Bq, tokens and the padding of short blocks; kv_slots, Ck·Bk, likewise.
         fetch_exchanges: For the k and v of chunks after the first; each brings so many `fetched_blocks`.
-        packed_identically: True if this rank sends the same keys in each of them, from one send buffer.
+        packed_again: By fetch exchange, True if this rank sends the same keys as in the one before, from its send
+            buffer.
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
@@ -171,7 +138,7 @@ class Route:
     block_k: int
     fetch_exchanges: tuple[Exchange, ...] = ()
     fetched_blocks: tuple[int, ...] = ()
-    packed_identically: bool = False
+    packed_again: tuple[bool, ...] = ()
 
     def to(self, device: torch.device) -> Route:
         """Returns a copy with its tables on a device."""
@@ -188,29 +155,38 @@ class Route:
         dispatched, fetched, combined = (sum(exchange.to_others(rank) for exchange in stage) for stage in stages)
         return dispatched, fetched, combined
 
-    def dispatch(self, q: torch.Tensor, keys: LocalKeys, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Brings q [B, H, n_local, D] of any strides, and keys and values, to their owners. Collective.
+    def start(self, q: torch.Tensor, keys: LocalKeys, group: SequenceGroup) -> Dispatch:
+        """Sends q [B, H, n_local, D] of any strides, and keys and values, to the owners of rows. Collective.
+
+        If queries are exchanged separately, they leave later, in `arrive`.
+        """
+        first, *second = self.dispatch_exchanges
+        if second:
+            buffer = first.send_buffer(keys.k, keys.v, less=keys.less)
+        else:
+            buffer = first.send_buffer(q, keys.k, keys.v, less=(None, *keys.less) if keys.less else ())
+        return Dispatch(q, keys, [first.start(buffer, group)])
+
+    def arrive(self, dispatch: Dispatch, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits for what `start` sent, once. Collective.
 
         Returns:
             Packed q [B, 1, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the
             way; zero beyond short blocks.
         """
-        (k, v, _), (first, *second), batch = keys, self.dispatch_exchanges, q.shape[0]
+        (first, *second), q = self.dispatch_exchanges, dispatch.q
+        came, blocks = dispatch.coming.pop().wait(), self.kv_slots // self.block_k
         if second:
-            came = first.run(first.send_buffer(q), group)
-        else:
-            came = first.run(first.send_buffer(q, k, v, less=(None, *keys.less) if keys.less else ()), group)
-        packed_q = came.new_empty(batch, 1, self.q_slots, came.shape[-1])
+            chunk = self._arrived(came, first, blocks)
+            del came  # before queries are exchanged
+            came = second[0].start(second[0].send_buffer(q), group).wait()
+        packed_q = came.new_empty(len(q), 1, self.q_slots, came.shape[-1])
         if second:
-            first.deliver(came, packed_q)
-            del came  # before keys and values are exchanged
-            came = second[0].run(second[0].send_buffer(k, v, less=keys.less), group)
-        packed_kv = came.new_empty(2, batch, self.kv_slots, came.shape[-1])
-        if second:
-            second[0].deliver(came, packed_kv.transpose(0, 1))
-        else:
-            first.deliver(came, packed_q, packed_kv.transpose(0, 1))
-        return packed_q, packed_kv.view(2, batch, -1, self.block_k, came.shape[-1])
+            second[0].deliver(came, packed_q)
+            return packed_q, chunk
+        packed_kv = came.new_empty(2, len(q), self.kv_slots, came.shape[-1])
+        first.deliver(came, packed_q, packed_kv.transpose(0, 1))
+        return packed_q, packed_kv.view(2, len(q), blocks, self.block_k, came.shape[-1])
 
     def chunks(self, first: list[torch.Tensor], keys: LocalKeys, group: SequenceGroup) -> Iterator[torch.Tensor]:
         """Yields chunks of keys and values [2, B, Ck, Bk, W], as they are written on the way. Collective.
@@ -222,21 +198,22 @@ class Route:
             first: The first chunk, which is taken out of the list.
             keys: All ranks' k and v.
         """
-        to_come = zip(self.fetch_exchanges, self.fetched_blocks, strict=True)
+        to_come = zip(self.fetch_exchanges, self.fetched_blocks, self.packed_again, strict=True)
         coming: deque[tuple[PendingTransfer, Exchange, int]] = deque()
         buffer = None
         while first:
-            for exchange, blocks in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
-                if buffer is None or not self.packed_identically:
+            for exchange, blocks, again in islice(to_come, CHUNKS_IN_FLIGHT - 1 - len(coming)):
+                if buffer is None or not again:
                     buffer = exchange.send_buffer(keys.k, keys.v, less=keys.less)
                 coming.append((exchange.start(buffer, group), exchange, blocks))
             yield first.pop()  # popped: what has been yielded is not kept alive here
             if coming:
-                first.append(self._arrived(*coming.popleft()))
+                transfer, exchange, blocks = coming.popleft()
+                first.append(self._arrived(transfer.wait(), exchange, blocks))
+                del transfer
 
-    def _arrived(self, transfer: PendingTransfer, exchange: Exchange, blocks: int) -> torch.Tensor:
-        """Waits for a chunk, and returns it as [2, B, Ck, Bk, W], zero beyond short blocks."""
-        came = transfer.wait()
+    def _arrived(self, came: torch.Tensor, exchange: Exchange, blocks: int) -> torch.Tensor:
+        """Unpacks a chunk that came by itself to [2, B, Ck, Bk, W], zero beyond short blocks."""
         _, batch, head_dim = came.shape
         if exchange.in_order and batch == 1:
             return came.view(2, batch, blocks, self.block_k, head_dim)
@@ -248,7 +225,7 @@ class Route:
         """Returns the packed output [B, 1, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
         buffer = self.combine_exchange.send_buffer(out)
         del out  # before the receive buffer is allocated
-        came = self.combine_exchange.run(buffer, group)
+        came = self.combine_exchange.start(buffer, group).wait()
         del buffer
         local = torch.empty_like(like, dtype=came.dtype)
         self.combine_exchange.deliver(came, local)
@@ -262,7 +239,7 @@ def _on_device(segments: tuple[CopySegments, ...], device: torch.device) -> tupl
 
 
 def exchange_q_separately(plan: Plan) -> bool:
-    """Returns True if queries are exchanged and unpacked before keys and values, which lowers the peak.
+    """Returns True if queries are exchanged when keys and values are unpacked, which lowers the peak.
 
     Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
     whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the

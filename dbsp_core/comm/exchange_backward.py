@@ -56,8 +56,8 @@ class LocalGradients:
         packed, local = (dq[:, None], _packed(dkv)), (self.dq, self.dk, self.dv)
         first, *second = (exchange.backward for exchange in self.route.dispatch_exchanges)
         if second:
-            _exchange(first, packed[:1], local[:1], self.group)
-            _exchange(second[0], packed[1:], local[1:], self.group)
+            _exchange(first, packed[1:], local[1:], self.group)
+            _exchange(second[0], packed[:1], local[:1], self.group)
         else:
             _exchange(first, packed, local, self.group)
         return local
@@ -74,7 +74,7 @@ def _exchange(
     exchange: Exchange, packed: tuple[torch.Tensor, ...], local: tuple[torch.Tensor, ...], group: SequenceGroup
 ) -> None:
     """Sends gradients, and adds those received to `local`; all [B, heads, slots, D]. Collective."""
-    exchange.deliver(exchange.run(exchange.send_buffer(*packed), group), *local)
+    exchange.deliver(exchange.start(exchange.send_buffer(*packed), group).wait(), *local)
 
 
 def _packed(dkv: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
     # 2. The exchanges of q, and of k and v, or of all together.
     of_q, of_kv = ([local_q], [q_packed]), _of_keys(local_kvs[0], kv_packed)
-    parts = [[of_q], [of_kv]] if exchange_q_separately(plan) else [[of_q, of_kv]]
+    parts = [[of_kv], [of_q]] if exchange_q_separately(plan) else [[of_q, of_kv]]
     dispatch = [_exchange(world, part, device, comm_dtype) for part in parts]
     # 3. Each further chunk of keys has an exchange of its own.
     fetch = tuple(
@@ -39,17 +40,14 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     # 4. The output returns the way the queries came, with zeros at padding.
     combine = _exchange(world, [([q_packed], [local_q])], device, zeros=_padding(layout, rank, n_local, plan.heads))
     slots = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
-    return Route(tuple(dispatch), combine, *slots, grid.block_k, fetch, fetched_blocks, _packed_identically(fetch))
+    return Route(tuple(dispatch), combine, *slots, grid.block_k, fetch, fetched_blocks, _packed_again(fetch))
 
 
-def _packed_identically(exchanges: Sequence[Exchange]) -> bool:
-    """Returns True if all pack the same tokens in the same order, for any destination."""
-    first = [segments.table for exchange in exchanges[:1] for segments in exchange.pack]
-    return all(
-        segments.table.shape == table.shape and torch.equal(segments.table, table)
-        for exchange in exchanges
-        for segments, table in zip(exchange.pack, first, strict=True)
-    )
+def _packed_again(exchanges: Sequence[Exchange]) -> tuple[bool, ...]:
+    """Returns by exchange whether it packs the tokens of the one before in the same order, for any destination."""
+    tables = [[segments.table for segments in exchange.pack] for exchange in exchanges]
+    of_pairs = (zip(*pair, strict=True) for pair in pairwise(tables))
+    return (False,) * len(tables[:1]) + tuple(all(torch.equal(a, b) for a, b in pair) for pair in of_pairs)
 
 
 def _of_keys(here: _Slots, there: _Slots) -> _Part:

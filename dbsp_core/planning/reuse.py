@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.planning.plan import Plan
 
 MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
@@ -29,43 +30,33 @@ class PlanUse:
     plan: Plan  # The plan. Its numbers are those of the mask that it was made for or counted for last.
     new: bool  # True if the plan was made for this call
     counted: Plan | None = None  # The plan with the numbers of the call's own mask, or None until they are known
-
-
-def kept_or_new(counted: Plan, rows: np.ndarray, threshold: float, make: MakePlan) -> Plan:
-    """Returns the plan for the next call: `counted` itself while its ρ_s is at most P_s, else a new one.
-
-    Args:
-        counted: The plan in use, with the numbers of `rows`.
-        rows: int64[H, nq], active blocks of each row.
-        threshold: P_s, the largest ρ_s up to which a plan is kept.
-    """
-    return counted if counted.rho <= threshold else make(rows, counted)
+    counts: RowCounts | None = None  # Those of a mask that was predicted: a copy from the device, perhaps under way
+    generation: int = 0  # Its number
+    first: Plan | None = None  # The plan with which the next generation begins, or None if this call begins one
 
 
 def known_use(last: Plan, rows: np.ndarray, threshold: float, make: MakePlan, *, compare: bool = False) -> PlanUse:
     """Returns an attention's next call where its own row counts are known before it: the last plan's, or a new one."""
     before = last.counted(rows, compare=compare)
-    plan = kept_or_new(before, rows, threshold, make)
+    plan = before if before.rho <= threshold else make(rows, before)
     return PlanUse(plan, plan is not before, plan)
 
 
-def next_use(
-    counted: Plan, rows: np.ndarray, first: Plan | None, begins: bool, threshold: float, make: MakePlan
-) -> tuple[PlanUse, Plan | None]:
-    """Returns an attention's next call, and the plan with which the generation after that call's begins.
+def next_use(last: PlanUse, rows: np.ndarray, generation: int, threshold: float, make: MakePlan) -> PlanUse:
+    """Returns the call after an attention's last one, before its mask is predicted.
 
     Args:
-        counted: The plan of the last call, with the numbers of `rows`.
+        last: The last call, with its numbers.
         rows: int64[H, nq], active blocks of each row in the last call.
-        first: The plan with which the next generation begins, or None if the last call began a generation.
-        begins: True if the next call begins a generation; then its own counts decide, and the plan returned is None.
+        generation: Number of the generation that the call is in.
         threshold: P_s.
     """
-    if begins and first is not None:
-        return PlanUse(first, False), None
-    plan = kept_or_new(counted, rows, threshold, make)
-    following = plan if first is None else first
-    return PlanUse(plan, plan is not counted), None if begins else following
+    begins = generation != last.generation
+    if begins and last.first is not None:
+        return PlanUse(last.first, False, generation=generation)
+    before = last.counted or last.plan
+    plan = before if before.rho <= threshold else make(rows, before)
+    return PlanUse(plan, plan is not before, generation=generation, first=None if begins else last.first or plan)
 
 
 def replay(
@@ -81,14 +72,12 @@ def replay(
             the paper and for masks that are known beforehand.
     """
     uses: list[PlanUse] = []
-    first: Plan | None = None
     for call, rows in enumerate(counts):
         before = (uses[-1].counted or uses[-1].plan) if uses else None
         if before is None or before.owner.shape != rows.shape:
-            use, first = PlanUse(make(rows, None), True), None
+            use = PlanUse(make(rows, None), True, generation=call // steps if steps else 0)
         elif lag:
-            begins = steps is not None and call % steps == 0
-            use, first = next_use(before, counts[call - 1], first, begins, threshold, make)
+            use = next_use(uses[-1], counts[call - 1], call // steps if steps else 0, threshold, make)
         else:
             use = known_use(before, rows, threshold, make)
         use.counted = use.counted or use.plan.counted(rows, compare=False)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from dbsp_core.comm.block_pooling import mean_bytes
 from dbsp_core.comm.consistency import gather_texts
-from dbsp_core.comm.exchange import mean_bytes
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.prediction import AttentionShape

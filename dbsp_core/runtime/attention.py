@@ -106,9 +106,8 @@ class DualBalancedAttention:
             plan.require_fit(mask)
             if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
-            return PreparedAttention.from_plan(
-                plan, mask, layout, group, kernel, device=torch.device(device), n_local=slots, fingerprint=debug
-            )
+            made = PreparedAttention.from_plan(plan, layout, group, kernel, device=torch.device(device), n_local=slots)
+            return made.for_mask(plan, mask, fingerprint=debug)
 
         prepared, problem = attempt(prepare)
         fingerprints = {

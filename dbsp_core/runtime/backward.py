@@ -26,14 +26,14 @@ def attention_backward(
     """
     rows, first, out, lse, *local_kv = saved
     route, group, wide = prepared.route, prepared.group, lse.dtype
-    keys = LocalKeys(*local_kv) if local_kv else LocalKeys(dout, dout)  # no later chunks are made of it
+    k, v = local_kv or (dout, dout)  # if there are no later chunks, none are made of it
     # 1. dOut to the owners of rows, as queries came to them.
     dout_rows = gradient_to_owners(route, dout, group).view(rows.shape)
     # 2. All chunks again: dQ is added up; dK and dV of each are sent back while the kernel runs on the next.
     at_owner = _AtOwner(prepared, kernel, rows, out, lse, dout_rows, scale)
     dq, dkv = torch.zeros_like(rows, dtype=wide), []
     gradients = LocalGradients.zeros(route, group, dout.shape, lse)
-    for number, chunk in enumerate(route.chunks([first], keys, group)):
+    for number, chunk in enumerate(route.chunks([first], LocalKeys(k, v), group)):
         dq_part, here = at_owner.chunk(number, chunk)
         del chunk  # before another comes
         dq += dq_part

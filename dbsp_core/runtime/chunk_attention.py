@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from dbsp_core.comm.block_pooling import mean_of_tokens
 from dbsp_core.comm.consistency import ConcurrencyGuard, InputKind, MeetingGroup, input_kind, raised_on_all
-from dbsp_core.comm.exchange import LocalKeys, mean_of_tokens
+from dbsp_core.comm.exchange import Dispatch, LocalKeys
 from dbsp_core.planning.comm_dtype import Int8Format
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
@@ -42,12 +43,14 @@ def attend(
     v: torch.Tensor,
     scale: float,
     check_gradient: CheckGradient | None = None,
+    dispatch: Dispatch | None = None,
 ) -> torch.Tensor:
     """Computes attention under a prepared plan and mask. Collective, backward too.
 
     Args:
         q, k, v: [B, H, n_local, D], which all ranks have checked.
         check_gradient: Called in backward, or None.
+        dispatch: The same q, k and v on their way (`start_dispatch`), or None.
 
     Returns:
         [B, H, n_local, D]; if each item of the batch has a mask of its own, its items are folded into heads:
@@ -56,17 +59,25 @@ def attend(
     Raises:
         UserError: If gradients are needed and not supported, or no kernel supports the inputs.
     """
-    if len(prepared.plan.owner) != q.shape[1]:
-        q, k, v = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v))
     kind = input_kind(q, k, v)
     if kind not in prepared.kernels:
         prepared.kernel_for(kind)  # raises before anything is sent
-    if not kind[-1]:
-        return _forward(prepared, q, k, v, scale, kind)
-    if prepared.no_gradients is not None:
+    if kind[-1] and prepared.no_gradients is not None:
         raise UserError(prepared.no_gradients)
-    out: torch.Tensor = _Attention.apply(q, k, v, prepared, scale, kind, check_gradient)
+    dispatch = dispatch or start_dispatch(prepared, q, k, v)
+    if not kind[-1]:
+        return _forward(prepared, dispatch, scale, kind)
+    out: torch.Tensor = _Attention.apply(q, k, v, dispatch, prepared, scale, kind, check_gradient)
     return out
+
+
+@torch.no_grad()
+def start_dispatch(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dispatch:
+    """Sends q, k and v of an `attend` to come. Of its mask, nothing is needed but the plan. Collective."""
+    if len(prepared.plan.owner) != q.shape[1]:
+        q, k, v = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v))
+    less = (mean_of_tokens(k, prepared.layout, prepared.group), None) if prepared.plan.comm_dtype.centred else ()
+    return prepared.route.start(q, LocalKeys(k, v, less), prepared.group)
 
 
 class _Attention(torch.autograd.Function):
@@ -78,16 +89,17 @@ class _Attention(torch.autograd.Function):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        dispatch: Dispatch,
         prepared: PreparedAttention,
         scale: float,
         kind: InputKind,
         check_gradient: CheckGradient | None,
     ) -> torch.Tensor:
         ctx.prepared, ctx.scale, ctx.kernel = prepared, scale, prepared.kernels[kind]
-        ctx.check_gradient = check_gradient
-        local_kv = (k, v) if prepared.route.fetch_exchanges else ()
+        ctx.check_gradient, ctx.shape = check_gradient, q.shape
+        local_kv = dispatch.keys[:2] if prepared.route.fetch_exchanges else ()
         return _forward(
-            prepared, q, k, v, scale, kind, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *local_kv)
+            prepared, dispatch, scale, kind, keep=lambda *at_owner: ctx.save_for_backward(*at_owner, *local_kv)
         )
 
     @staticmethod
@@ -102,14 +114,12 @@ class _Attention(torch.autograd.Function):
                     grads = attention_backward(replace(prepared, group=group), saved, dout, ctx.scale, ctx.kernel)
             else:
                 grads = attention_backward(prepared, saved, dout, ctx.scale, ctx.kernel)
-        return (*grads, None, None, None, None)
+        return (*(grad.view(ctx.shape) for grad in grads), None, None, None, None, None)
 
 
 def _forward(
     prepared: PreparedAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    dispatch: Dispatch,
     scale: float,
     kind: InputKind,
     keep: Keep | None = None,
@@ -117,17 +127,16 @@ def _forward(
     """Computes `attend` without gradients; `keep`, or None, is given what backward needs."""
     route, group, plan, kernel = prepared.route, prepared.group, prepared.plan, prepared.kernels[kind]
     int8 = plan.comm_dtype if isinstance(plan.comm_dtype, Int8Format) else None
-    batch, _, _, head_dim = q.shape
-    keys = LocalKeys(k, v, mean_of_tokens(k, prepared.layout, group) if plan.comm_dtype.centred else None)
-    # 1. Queries go to the owners of rows, and with them the keys and values of the rank's own ring row.
-    packed_q, chunk = route.dispatch(q, keys, group)
+    q, (batch, _, _, head_dim) = dispatch.q, dispatch.q.shape
+    # 1. Queries come to the owners of rows, and with them the keys and values of the rank's own ring row.
+    packed_q, chunk = route.arrive(dispatch, group)
     first = [chunk]
     rows = packed_q if int8 is None else int8.read(packed_q, q)
     rows = rows.view(-1, plan.grid.block_q, head_dim)  # [B, 1, Rq·Bq, D] → [B·Rq, Bq, D]
     del packed_q, chunk  # free before the remaining chunks run
     kept = None if keep is None else first[0]
     # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
-    chunks = route.chunks(first, keys, group)
+    chunks = route.chunks(first, dispatch.keys, group)
     # 3. The kernel runs once for each; results merge by log-sum-exp.
     head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(prepared.tables) > 1
     running, last = None, prepared.tables[-1]

@@ -55,37 +55,32 @@ class PreparedAttention:
     def from_plan(
         cls,
         plan: Plan,
-        mask: BlockMask,
         layout: SequenceLayout,
         group: SequenceGroup,
         kernel: str,
         *,
         device: torch.device,
         n_local: int | None = None,
-        fingerprint: bool = False,
     ) -> PreparedAttention:
-        """Makes this rank's route and tables on the host, and copies them to the device. Not collective.
+        """Makes what does not depend on a mask, on the host, and copies it to the device. Not collective.
+
+        `for_mask` adds the tables of a mask.
 
         Args:
             plan: Made for `layout`.
             n_local: Default: with the padding at the end.
-            fingerprint: True if ranks will compare masks, whose bits are read back for it.
-
-        Raises:
-            UserError: If the mask does not fit the plan.
         """
-        plan.require_fit(mask)
         n_local = layout.shard if n_local is None else n_local
         route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
         tables = table_layout(plan, group.rank).to(device)
-        prepared = cls(plan, layout, group, device, n_local, route, tables, (), kernel, None)
-        return prepared.for_mask(plan, mask, fingerprint=fingerprint)
+        return cls(plan, layout, group, device, n_local, route, tables, (), kernel, None)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
-        """Returns the same for another mask: only tables are new (`from_plan`).
+        """Returns the same for a mask, or for another one: only its tables are new.
 
         Args:
             plan: A plan with the same routes (`Plan.same_routes`), which the mask fits.
+            fingerprint: True if ranks will compare masks, whose bits are read back for it.
         """
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
         mask_fingerprint = mask.fingerprint if fingerprint else 0

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from dbsp_core.comm.consistency import (
     input_kind,
     raised_on_all,
 )
+from dbsp_core.comm.exchange import Dispatch
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -26,7 +28,7 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.reuse import PlanUse
-from dbsp_core.runtime.chunk_attention import CheckGradient, attend
+from dbsp_core.runtime.chunk_attention import CheckGradient, attend, start_dispatch
 from dbsp_core.runtime.consistency_checks import (
     LAYERS_DIFFER,
     LAYOUTS_DIFFER,
@@ -50,8 +52,13 @@ from dbsp_core.utils.process import not_compiled, outside_inference
 MOST_SIZES = 4
 """Sizes of video (with text) whose plans are kept: the passes of guidance may have texts of two lengths."""
 
-_Ready = tuple[PreparedAttention, PlanUse]
-"""What computes an attention, and its use of a plan."""
+
+class _Ready(NamedTuple):
+    """What computes an attention: its plan and mask, its use of the plan; and q, k and v, if they are on their way."""
+
+    prepared: PreparedAttention
+    use: PlanUse
+    dispatch: Dispatch | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,19 +270,20 @@ class AttentionSession:
             ready, compared = self._prepare_known(call, slot, known)
             # 2. What is done for the first time may fail on one rank alone: then ranks meet before each exchange.
             with raised_on_all(self.group) if compared else nullcontext(self.group) as group:
-                prepared, use = ready or self._prepare_predicted(call, slot, group, gate)
-                slot.keep(known, prepared, use)
-                call.size.keep_slot(slot)
+                prepared, use, dispatch = ready or self._prepare_predicted(call, slot, group, gate)
                 for observer in self.observers:
                     observer.mask_used(layer, slot.key if known is None else known.key)
                 # 3. Rows to their owners, y chunks of keys, the kernel, and the output back.
                 run = prepared if group is self.group else replace(prepared, group=group)
                 if known is None and self.config.debug:
                     check_prepared(run, q, k, v)
-                out = attend(run, q, k, v, scale, self._check_gradient)
+                out = attend(run, q, k, v, scale, self._check_gradient, dispatch)
                 forward_pass.keep(layer, prepared, out)
                 for observer in self.observers:
                     observer.attention_ends(self.first_layer + layer, prepared, q, use)
+            # 4. What is kept of it: after a failure that ranks met about, on none.
+            slot.keep(known, prepared, use)
+            call.size.keep_slot(slot)
             return out.view(q.shape)
 
     def flush(self) -> None:
@@ -320,12 +328,12 @@ class AttentionSession:
         ready, new, device = None, {}, call.qkv[0].device
         problem: Exception | None = call.size.problem_of(call.qkv, call.size.layout.shard)
         if known is not None and known.prepared is not None and known.prepared.device == device:
-            ready = known.prepared, PlanUse(known.prepared.plan, False, known.prepared.plan)
+            ready = _Ready(known.prepared, PlanUse(known.prepared.plan, False, known.prepared.plan))
         elif known is not None:
             if problem is None:
                 ready, problem = attempt(partial(self._prepare_new, call, slot, known))
-            new = {NEW_MASK_DIFFERS.format(call.layer): ready[0].mask_fingerprint if ready else 0}
-        return ready, self._compare(call, problem, ready and ready[0], new)
+            new = {NEW_MASK_DIFFERS.format(call.layer): ready.prepared.mask_fingerprint if ready else 0}
+        return ready, self._compare(call, problem, ready and ready.prepared, new)
 
     @torch.no_grad()
     def _prepare_new(self, call: _Call, slot: Slot, known: KnownMask) -> _Ready:
@@ -333,8 +341,9 @@ class AttentionSession:
         size, q, mask = call.size, call.qkv[0], self._provider.mask(call.layer)
         for observer in self.observers:
             observer.mask_made(known.key, call.layer, mask, True)
-        use = slot.plan_known(known, mask, partial(size.plan, mask, q, predicted=False))
-        return size.prepare(slot, use.plan, mask, q.device, predicted=False), use
+        use = slot.plan_known(known, mask, partial(size.plan_known, mask, q))
+        prepared = size.route(slot, use.plan, q.device, predicted=False).for_mask(use.plan, mask, fingerprint=True)
+        return _Ready(prepared, use)
 
     @torch.no_grad()  # to backward, predicted masks are constants
     def _prepare_predicted(self, call: _Call, slot: Slot, group: SequenceGroup, gate: torch.Tensor | None) -> _Ready:
@@ -342,17 +351,26 @@ class AttentionSession:
 
         `group` carries the exchanges of the prediction.
         """
-        size, (q, k, v) = call.size, call.qkv
-        # 1. The mask, bitwise identical on all ranks, before q and k are sent.
+        size, (q, k, v), debug = call.size, call.qkv, self.config.debug
+        plan, generation, dispatch = partial(size.plan_predicted, q), self._provider.moment.generation, None
+        # 1. The plan, by the counts of the last call, and its route, which one of the ranks may be unable to make.
+        next_use = slot.next_use(q, generation, plan)
+        if next_use is not None:
+            prepared = size.route(slot, next_use.plan, q.device, predicted=True)
+            # 2. q, k and v leave, so that they travel while the mask is predicted; not while ranks meet or compare.
+            if group is self.group and not debug:
+                dispatch = start_dispatch(prepared, q, k, v)
+        # 3. The mask, bitwise identical on all ranks. Its counts are read at the next call.
         mask = self._provider.mask(call.layer, LocalQK(q, k, size.layout, group, call.scale, v, gate))
         for observer in self.observers:
             observer.mask_made(slot.key, call.layer, mask, False)
-        # 2. The plan, by the counts of the last call; this mask's are read at the next. Ranks agree on a new one.
-        make = partial(size.plan, mask, q, predicted=True)
-        use = slot.plan_predicted(mask, make, self._provider.moment.generation)
-        size.predicted_calls += 1
-        # 3. The mask's tables, and a new plan's route, which one of the ranks may be unable to make.
-        return size.prepare(slot, use.plan, mask, q.device, predicted=True), use
+        use = slot.use_predicted(mask, next_use, partial(plan, grid=mask.grid), generation)
+        if use is not next_use:
+            if dispatch is not None:  # q, k and v left under a plan that does not fit the mask
+                dispatch.coming.pop().wait()
+            prepared, dispatch = size.route(slot, use.plan, q.device, predicted=True), None
+        # 4. Its tables.
+        return _Ready(prepared.for_mask(use.plan, mask, fingerprint=debug), use, dispatch)
 
     def _compare(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidat
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import Video
+from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import MOST_PASSES
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
 from dbsp_core.runtime.consistency_checks import (
@@ -143,50 +143,54 @@ class Size:
     def keep_slot(self, slot: Slot) -> None:
         """Remembers a slot after its call, and drops those that were used longest ago."""
         _, layer, cfg_pass = slot.key
+        self.predicted_calls += slot.known is None
         self.slots[layer, cfg_pass] = slot
         self.slots.move_to_end((layer, cfg_pass))
         while len(self.slots) > self.layers * MOST_PASSES:
             self.slots.popitem(last=False)[1].close()
 
-    def plan(
-        self, mask: BlockMask, q: torch.Tensor, rows: np.ndarray, current: Plan | None, *, predicted: bool
+    def plan_known(self, mask: BlockMask, q: torch.Tensor, rows: np.ndarray, current: Plan | None) -> Plan:
+        """Makes a plan for a mask that is known, by its own row counts; keys may be sent as its rows need them."""
+        return self._plan(partial(make_plan, mask, keys=self.config.keys), q, mask.heads, current)
+
+    def plan_predicted(
+        self, q: torch.Tensor, rows: np.ndarray, current: Plan | None, grid: BlockGrid | None = None
     ) -> Plan:
+        """Makes a plan by row counts int64[H, nq] of a predicted mask on a grid. Ranks agree on it; collective.
+
+        The grid is by default that of the plan in use.
+        """
+        grid = grid or (self.grid if current is None else current.grid)
+        make = partial(self._plan, partial(plan_from_counts, rows, grid), q, len(rows), current)
+        return run_consistently(self.group.control(), make, lambda plan: plan.fingerprint, "the plan")
+
+    def _plan(self, make: Callable[..., Plan], q: torch.Tensor, heads: int, current: Plan | None) -> Plan:
         """Makes a plan, of the strategy that is predicted to be fastest if none is set.
 
         Args:
-            rows: int64[H, nq], active blocks of each row by which a predicted mask is planned. A mask that is known is
-                planned by its own, and keys may be sent as its rows need them.
+            make: Takes a strategy, and the options of `make_plan`.
+            heads: Those of the mask.
             current: The plan in use, if any.
-            predicted: True if the mask is predicted. Then ranks agree on the plan here; collective.
         """
         config = self.config
-        make: partial[Plan] = partial(make_plan, mask, keys=config.keys)
-        if predicted:
-            make = partial(plan_from_counts, rows, mask.grid)
         options = {"planner": config.planner, "layout": self.layout, "precision": config.precision}
         make = partial(make, **options, compare=self.compare)
         if self.selector is None:
-            chosen = partial(make, self.strategy)
-        else:
-            shape = AttentionShape.from_q(q, mask.heads)
-            chosen = partial(self.selector.choose, make, shape, None if current is None else current.strategy)
-        if not predicted:
-            return chosen()
-        return run_consistently(self.group.control(), chosen, lambda plan: plan.fingerprint, "the plan")
+            return make(self.strategy)
+        return self.selector.choose(
+            make, AttentionShape.from_q(q, heads), None if current is None else current.strategy
+        )
 
-    def prepare(
-        self, slot: Slot, plan: Plan, mask: BlockMask, device: torch.device, *, predicted: bool
-    ) -> PreparedAttention:
-        """Makes the tables of a mask, and a route unless the attention's last call had the plan's.
+    def route(self, slot: Slot, plan: Plan, device: torch.device, *, predicted: bool) -> PreparedAttention:
+        """Returns an attention under a plan, before its mask: the last call's if that had the same route.
 
         Args:
             predicted: True if the mask is predicted. Then ranks agree here that each could make its route; collective.
         """
-        before, fingerprint = slot.prepared, self.config.debug or not predicted
+        before = slot.prepared
         if before is not None and before.device == device and plan.same_routes(before.plan):
-            return before.for_mask(plan, mask, fingerprint=fingerprint)
-        where = self.layout, self.group, self.kernel
-        make = partial(PreparedAttention.from_plan, plan, mask, *where, device=device, fingerprint=fingerprint)
+            return before
+        make = partial(PreparedAttention.from_plan, plan, self.layout, self.group, self.kernel, device=device)
         return run_consistently(self.group.control(), make) if predicted else make()
 
     def problem_of(self, qkv: QKV, tokens: int) -> UserError | None:

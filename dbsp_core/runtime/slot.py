@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
+import torch
+
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.mask_counts import RowCounts
@@ -91,9 +93,6 @@ class Slot:
         known: The mask of its last call, if that was known without q and k.
         prepared: What its last call was computed with.
         use: Its last call with a mask that changes.
-        counts: Row counts of that mask if it was predicted: a copy from the device that may be under way.
-        generation: Number of that call's generation.
-        first: The plan with which the next generation begins, or None if that call began one.
     """
 
     key: tuple[tuple[Video, ...], int, int]
@@ -103,9 +102,6 @@ class Slot:
     known: KnownMask | None = None
     prepared: PreparedAttention | None = None
     use: PlanUse | None = None
-    counts: RowCounts | None = None
-    generation: int = 0
-    first: Plan | None = None
 
     def plan_known(self, known: KnownMask, mask: BlockMask, make: MakePlan) -> PlanUse:
         """Returns the plan for a mask that is known beforehand: the last one while it fits, else a new one.
@@ -118,39 +114,44 @@ class Slot:
             return PlanUse(plan, True, plan)
         return known_use(last, rows, self.threshold, make, compare=self.compare)
 
-    def plan_predicted(self, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
-        """Returns the plan for one more call, with a mask that was predicted for this call alone.
+    def next_use(self, q: torch.Tensor, generation: int, make: MakePlan) -> PlanUse | None:
+        """Returns the next call's plan before its mask is predicted; None if only that mask's own counts tell.
 
-        Waits for the counts of the last call. Only if there are none, or their plan does not fit the mask, the call
-        plans at once and waits for its own counts.
+        Waits for the counts of the last call. Nothing is kept before `keep`.
 
         Args:
+            q: [B, H, n_local, D]. A plan is for all items of a batch, or for each item's heads.
             generation: Number of the generation that the call is in.
         """
-        use, first, last = None, None, self.counted()
-        if last is not None and self.counts is not None and last.fits(mask):
-            begins = generation != self.generation
-            use, first = next_use(last, self.counts.rows, self.first, begins, self.threshold, make)
-        counts = RowCounts(*(part.bits for part in mask.parts))  # read at the next call
-        if use is None:
-            use = PlanUse(make(counts.rows, last), True)
-        self.use, self.counts, self.generation, self.first = use, counts, generation, first
-        self.statistics.add(use)
+        last, heads = self.counted(), (q.shape[1], q.shape[0] * q.shape[1])
+        if last is None or self.use is None or self.use.counts is None or last.heads not in heads:
+            return None
+        return next_use(self.use, self.use.counts.rows, generation, self.threshold, make)
+
+    def use_predicted(self, mask: BlockMask, use: PlanUse | None, make: MakePlan, generation: int) -> PlanUse:
+        """Returns `next_use` with its mask, whose counts are read at the next call.
+
+        Only if there was none, or its plan does not fit the mask, the call plans now and waits for its own counts.
+        """
+        counts = RowCounts(*(part.bits for part in mask.parts))
+        if use is None or not use.plan.fits(mask):
+            use = PlanUse(make(counts.rows, self.counted()), True, generation=generation)
+        use.counts = counts
         return use
 
     def keep(self, known: KnownMask | None, prepared: PreparedAttention, use: PlanUse) -> None:
-        """Keeps what a call is computed with, and counts a call whose mask is known (`plan_predicted` does others)."""
+        """Keeps what a call was computed with."""
         # 1. The plan in use. Its numbers are those of the call's own mask, if that is known.
+        self.statistics.add(use)
         if known is not None:
-            if known.shares_plan:
-                known.plan = use.plan
-            else:
-                self.use, self.counts, self.first = use, None, None
-            self.statistics.add(use)
             known.prepared = prepared
         elif prepared.coarse is not None:
             # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
             prepared = replace(prepared, coarse=None)
+        if known is not None and known.shares_plan:
+            known.plan = use.plan
+        else:
+            self.use = use
         # 2. The mask, which drops its tables when no attention has it any longer.
         if known is not self.known:
             if known is not None:
@@ -164,8 +165,8 @@ class Slot:
         use = self.use
         if use is None:
             return None
-        if use.counted is None and self.counts is not None:
-            use.counted = use.plan.counted(self.counts.rows, compare=self.compare)
+        if use.counted is None and use.counts is not None:
+            use.counted = use.plan.counted(use.counts.rows, compare=self.compare)
             self.statistics.count(use.counted)
         return use.counted or use.plan
 
@@ -176,10 +177,12 @@ class Slot:
         return self.prepared.plan
 
     def restart(self) -> None:
-        """Drops the plan of a predicted mask: the next call plans at once."""
+        """Drops the plan and the tables of a predicted mask: the next call plans at once."""
         self.counted()
-        if self.counts is not None:
-            self.use = self.counts = self.first = None
+        if self.use is not None and self.use.counts is not None:
+            self.use = None
+        if self.known is None:
+            self.prepared = None
 
     def close(self) -> None:
         """Reads the counts under way, and drops what no other attention uses."""

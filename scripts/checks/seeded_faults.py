@@ -196,7 +196,7 @@ means of blocks on two ranks come from both: dbsp_core/comm/block_pooling.py
 tests/core/sources/predicted/test_sparge.py -k every_number
 
 keys that differ by destination are packed again: dbsp_core/comm/exchange.py
-- if buffer is None or not self.packed_identically:
+- if buffer is None or not again:
 + if buffer is None:
 tests/core/comm/test_distributed.py -k "dense_attention and 4-U1R4"
 

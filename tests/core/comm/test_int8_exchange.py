@@ -130,7 +130,7 @@ def rejected_gradients(rank: int, world: int, whose: int | None) -> None:
     for tensor in given.local:
         tensor.requires_grad_(whose in (None, rank))
     sent = mock.Mock(side_effect=AssertionError("q, k or v was sent"))
-    attend.prepared.route.dispatch_exchanges[0].__dict__["run"] = sent
+    attend.prepared.route.dispatch_exchanges[0].__dict__["start"] = sent
     attend(*given.local)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_core import BlockGrid, BlockMask, SequenceGroup
+from dbsp_core.comm.exchange import Exchange
 from dbsp_core.comm.groups import CommunicationError
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES
@@ -115,12 +116,12 @@ def computed_again_after_another_size(rank: int, world: int, debug: bool) -> lis
     return [largest_difference(one, found[0]) for one in found]
 
 
-def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, list[float]]:
+def an_attention_that_breaks_off(rank: int, world: int, odd: int, reuse: float) -> tuple[int, list[float]]:
     """Fails in the exchange of outputs on all ranks, except one that fails before the mask is predicted.
 
     Returns plans in use afterwards, and the errors of the next generation.
     """
-    session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
+    session = Session(PREDICTED | {"reuse": reuse}, f"U{world}R1")
     for step in range(3):
         session.attend(900.0 - step)
     gone, group = CommunicationError("a rank has gone"), session.inner.group
@@ -128,11 +129,40 @@ def an_attention_that_breaks_off(rank: int, world: int, odd: int) -> tuple[int, 
     left = session.inner.passes.last.size.predicted_calls
     with mock.patch.object(*target, side_effect=gone), pytest.raises(CommunicationError):
         session.attend(890.0)
-    if rank != odd:  # as if these had gone on to the exchange of outputs
-        session.inner.passes.last.size.predicted_calls += 1
+    size = session.inner.passes.last.size
+    if rank != odd:  # as if these had gone on to the end, with the route that the next call needs
+        size.predicted_calls += 1
+    else:
+        (slot,) = size.slots.values()
+        slot.prepared = None
     dist.barrier(group.group)
     errors = [session.attend(900.0 - step) for step in range(3)]
-    return session.inner.passes.last.size.predicted_calls - left, errors
+    return size.predicted_calls - left, errors
+
+
+def order_of_steps(rank: int, world: int, debug: bool, batches: Sequence[int]) -> list[tuple[str, float]]:
+    """Runs a step with each batch. Returns by step what was done in which order, and the error.
+
+    "s", an exchange started: of q, k and v, of a chunk, of the output;  "m", the mask was predicted
+    """
+    session = Session(PREDICTED | {"reuse": 100.0, "debug": debug}, f"U1R{world}")
+    start, predict, done, found = Exchange.start, MaskProvider.mask, [], []
+
+    def watched_start(*given: Any) -> Any:
+        done.append("s")
+        return start(*given)
+
+    def watched_predict(provider: MaskProvider, *given: Any) -> BlockMask:
+        if provider is session.inner._provider:
+            done.append("m")
+        return predict(provider, *given)
+
+    with mock.patch.object(Exchange, "start", watched_start), mock.patch.object(MaskProvider, "mask", watched_predict):
+        for step, batch in enumerate(batches):
+            error = session.attend(900.0 - step, batch=batch)
+            found.append(("".join(done), error))
+            done.clear()
+    return found
 
 
 @dataclass(frozen=True)
@@ -267,9 +297,21 @@ class TestInputs:
         assert threads(2).run(computed_again_after_another_size, debug) == [[0.0, 0.0]] * 2
 
 
-@pytest.mark.parametrize("odd", [0, 2])
-def test_plans_are_dropped_after_a_pass_that_ranks_left_at_different_calls(pool, odd):
-    """Guards against decisions by the counts of different calls."""
-    for calls, errors in pool(3).run(an_attention_that_breaks_off, odd):
+@pytest.mark.parametrize(("odd", "reuse"), [(0, 1.0), (2, 1.0), (2, 100.0)])
+def test_plans_are_dropped_after_a_pass_that_ranks_left_at_different_calls(pool, odd, reuse):
+    """Guards against decisions by the counts of different calls, and by routes that only some ranks have."""
+    for calls, errors in pool(3).run(an_attention_that_breaks_off, odd, reuse):
         assert calls == 0, "as many calls as before the failure, since all plans were dropped"
         assert max(errors) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("debug", "orders"),
+    [(False, ["msss", "smss", "smss", "smsss", "smss", "msss", "smss"]), (True, ["msss"] * 7)],
+    ids=["steady", "debug"],
+)
+def test_q_k_and_v_leave_before_a_mask_is_predicted(pool, debug, orders):
+    """But in the first call, under debug, and where the batch had other heads; one more leaves the first in vain."""
+    for found in pool(2).run(order_of_steps, debug, [1, 1, 1, 2, 2, 1, 1]):
+        assert [order for order, _ in found] == orders
+        assert max(error for _, error in found) <= 1e-5

@@ -57,10 +57,19 @@ def new_slot(threshold: float = 1.25, kind: type[Slot] = Slot) -> Slot:
 class HastySlot(Slot):
     """A slot that keeps a plan if its counts are not there yet: a negative control."""
 
-    def plan_predicted(self, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
-        if self.use is not None and isinstance(self.counts, LateCounts) and self.counts.there_at > time.monotonic():
+    def next_use(self, q: torch.Tensor, generation: int, make: MakePlan) -> PlanUse | None:
+        counts = None if self.use is None else self.use.counts
+        if isinstance(counts, LateCounts) and counts.there_at > time.monotonic():
             return self.use
-        return super().plan_predicted(mask, make, generation)
+        return super().next_use(q, generation, make)
+
+
+def use_predicted(slot: Slot, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
+    """Makes a call with a predicted mask, of one item."""
+    ahead = slot.next_use(torch.empty(1, mask.heads, 0, 0), generation, make)
+    use = slot.use_predicted(mask, ahead, make, generation)
+    slot.keep(None, mock.Mock(coarse=None), use)
+    return use
 
 
 _DELAYS: list[float] = []
@@ -73,7 +82,7 @@ def plans_with_late_counts(rank: int, world: int, hasty: bool) -> list[int]:
     _DELAYS[:] = [0.2 * ((rank + call) % 2) for call in range(6)]
     slot, make = new_slot(1.0, HastySlot if hasty else Slot), plans_on(GRID, f"U{world}R1", "snake")
     with mock.patch("dbsp_core.runtime.slot.RowCounts", LateCounts):
-        return [slot.plan_predicted(mask, make).plan.fingerprint for mask in masks]
+        return [use_predicted(slot, mask, make).plan.fingerprint for mask in masks]
 
 
 def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[str]:
@@ -175,7 +184,7 @@ class TestPredictedMasks:
 
     @staticmethod
     def plans(slot, masks):
-        return [slot.plan_predicted(mask, plans_on(mask.grid, "U2R1")).plan.fingerprint for mask in masks]
+        return [use_predicted(slot, mask, plans_on(mask.grid, "U2R1")).plan.fingerprint for mask in masks]
 
     @pytest.mark.parametrize(
         ("masks", "steps", "plans", "new"),
@@ -191,7 +200,7 @@ class TestPredictedMasks:
     def test_plans_are_those_that_the_counts_before_settled(self, slot, masks, steps, plans, new):
         """Begins a generation with the plan after the last one's first mask, which is no new plan."""
         make = plans_on(GRID, "U2R1")
-        uses = [slot.plan_predicted(mask, make, call // steps) for call, mask in enumerate(masks)]
+        uses = [use_predicted(slot, mask, make, call // steps) for call, mask in enumerate(masks)]
         slot.counted()
         replayed = replay([mask.counts.rows for mask in masks], 1.25, make, steps=steps)
         found, again = ([(use.plan.fingerprint, use.new) for use in each] for each in (uses, replayed))
@@ -204,7 +213,7 @@ class TestPredictedMasks:
     def test_call_with_other_heads_plans_at_once(self, slot):
         """Switches guidance off between two calls, while counts of more heads are being copied."""
         self.plans(slot, [FIRST, ABOVE])
-        use = slot.plan_predicted(mask_of(6, 4), plans_on(GRID, "U2R1"))
+        use = use_predicted(slot, mask_of(6, 4), plans_on(GRID, "U2R1"))
         assert (use.plan.heads, use.new) == (2, True)
         slot.counted()
         assert slot.statistics.counted == 3
@@ -212,7 +221,7 @@ class TestPredictedMasks:
     def test_error_in_planning_keeps_the_plan_before(self, slot):
         self.plans(slot, [FIRST, ABOVE])
         with pytest.raises(ZeroDivisionError):
-            slot.plan_predicted(ABOVE, planner_that_raises)
+            use_predicted(slot, ABOVE, planner_that_raises)
         assert self.plans(slot, [ABOVE]) == [NEW]
 
 
