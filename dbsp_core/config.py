@@ -103,6 +103,8 @@ class DbspConfig:
             heads).
         precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
             per token and head; without gradients. The output is always sent in the model's dtype.
+        plan: What predicted masks are planned by. `lagged`: the counts of the calls before, without waiting.
+            `current`: each call's own counts, as in the paper; the host waits for them once a call.
         reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
             1.10; see docs/results/even.md for what each value costs and gives.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
@@ -129,6 +131,7 @@ class DbspConfig:
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     planner: str = "dbsp"
     precision: str = MODEL.name
+    plan: Literal["lagged", "current"] = "lagged"
     reuse: float = 1.02
     kernel: str = "auto"
     machine: str | None = field(default=None, metadata={"read": read_path})

@@ -1,26 +1,29 @@
 """When an attention's plan is kept (paper, §4.2.1): while it is balanced enough under its next mask.
 
 Plans lag predicted masks by one call. The row counts of a predicted mask are copied to the host while the call
-computes, and are read at the attention's next call. Then ρ_s in use is known, and the plan is kept while ρ_s ≤ P_s,
-else a new one is made from these counts. All ranks have equal counts and read them at the same call, so all decide the
-same, whenever the copies arrive.
-
-Masks change a lot between the last and the first step, so a new generation starts with the plan of the previous
-generation's first step.
+computes, and are read at the attention's next call. Then ρ_s in use is known, and the counts of the next mask are
+expected to be these, changed as they usually change from that step to this one (`UsualCounts`). The plan is kept while
+its ρ_s on the expected counts is at most P_s, else a new one is made from them. All ranks have equal counts and read
+them at the same call, so all decide the same, whenever the copies arrive.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from dbsp_core.masks.mask_counts import RowCounts
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan
 
 MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
 """Returns a new plan for row counts int64[H, nq], given the plan in use, or None if there is none."""
+MOST_BYTES = 8 << 20
+"""Memory of one attention's `UsualCounts` on the host: 88 steps of Wan2.1-14B at 720p, whose steps have 95 kB each."""
+MOST_GENERATIONS = 8
+"""Generations that a mean counts in full; each further one replaces an eighth of it."""
 
 
 @dataclass(eq=False)
@@ -31,32 +34,60 @@ class PlanUse:
     new: bool  # True if the plan was made for this call
     counted: Plan | None = None  # The plan with the numbers of the call's own mask, or None until they are known
     counts: RowCounts | None = None  # Those of a mask that was predicted: a copy from the device, perhaps under way
-    generation: int = 0  # Its number
-    first: Plan | None = None  # The plan with which the next generation begins, or None if this call begins one
+    moment: DenoisingStep = field(default_factory=DenoisingStep)  # Its step, and the number of its generation
 
 
-def known_use(last: Plan, rows: np.ndarray, threshold: float, make: MakePlan, *, compare: bool = False) -> PlanUse:
-    """Returns an attention's next call where its own row counts are known before it: the last plan's, or a new one."""
-    before = last.counted(rows, compare=compare)
-    plan = before if before.rho <= threshold else make(rows, before)
-    return PlanUse(plan, plan is not before, plan)
+@dataclass(eq=False)
+class UsualCounts:
+    """An attention's mean row counts at each step of a generation, over the generations so far.
+
+    One step's counts differ between prompts as much as from step to step, but the change from one step to the next is
+    much the same for all prompts. A generation's first call has none before it: its step's mean counts are expected.
+    """
+
+    by_step: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
+    """Number of generations, at most `MOST_GENERATIONS`, and their mean float32[H, nq], by step."""
+
+    def expected(self, rows: np.ndarray, last: DenoisingStep, now: DenoisingStep) -> np.ndarray:
+        """Returns the row counts int64[H, nq] that a call is expected to have.
+
+        Args:
+            rows: int64[H, nq], the counts of the attention's last call, at step `last`; they are not added yet.
+        """
+        _, here = self.by_step.get(now.step, (0, None))
+        _, before = self.by_step.get(last.step, (0, None))
+        if here is None or here.shape != rows.shape:
+            return rows
+        if now.generation != last.generation:
+            return np.rint(here).astype(np.int64)
+        if before is None or before.shape != rows.shape:
+            return rows
+        return np.rint(rows + (here - before)).clip(0).astype(np.int64)
+
+    def add(self, rows: np.ndarray, step: int) -> None:
+        """Adds the counts int64[H, nq] of a call at a step; beyond `MOST_BYTES`, only those of known steps."""
+        generations, mean = self.by_step.get(step, (0, None))
+        added = rows.astype(np.float32)
+        if mean is None and len(self.by_step) * added.nbytes >= MOST_BYTES:
+            return
+        if mean is None or mean.shape != rows.shape:
+            self.by_step[step] = 1, added
+            return
+        generations = min(generations + 1, MOST_GENERATIONS)
+        self.by_step[step] = generations, mean + (added - mean) / np.float32(generations)
 
 
-def next_use(last: PlanUse, rows: np.ndarray, generation: int, threshold: float, make: MakePlan) -> PlanUse:
-    """Returns the call after an attention's last one, before its mask is predicted.
+def next_use(counted: Plan, rows: np.ndarray, threshold: float, make: MakePlan) -> PlanUse:
+    """Returns an attention's next call: with the plan in use while its ρ_s is at most P_s, else with a new one.
 
     Args:
-        last: The last call, with its numbers.
-        rows: int64[H, nq], active blocks of each row in the last call.
-        generation: Number of the generation that the call is in.
-        threshold: P_s.
+        counted: The plan in use, with the numbers of `rows`.
+        rows: int64[H, nq], active blocks of each row: those of the call's mask if they are known, else as expected.
+        threshold: P_s, the largest ρ_s up to which a plan is kept.
     """
-    begins = generation != last.generation
-    if begins and last.first is not None:
-        return PlanUse(last.first, False, generation=generation)
-    before = last.counted or last.plan
-    plan = before if before.rho <= threshold else make(rows, before)
-    return PlanUse(plan, plan is not before, generation=generation, first=None if begins else last.first or plan)
+    if counted.rho <= threshold:
+        return PlanUse(counted, False)
+    return PlanUse(make(rows, counted), True)
 
 
 def replay(
@@ -72,14 +103,17 @@ def replay(
             the paper and for masks that are known beforehand.
     """
     uses: list[PlanUse] = []
+    usual, last = UsualCounts(), DenoisingStep()
     for call, rows in enumerate(counts):
-        before = (uses[-1].counted or uses[-1].plan) if uses else None
+        before = uses[-1].counted if uses else None
+        now = DenoisingStep(step=call % (steps or len(counts)), generation=call // (steps or len(counts)))
         if before is None or before.owner.shape != rows.shape:
-            use = PlanUse(make(rows, None), True, generation=call // steps if steps else 0)
-        elif lag:
-            use = next_use(uses[-1], counts[call - 1], call // steps if steps else 0, threshold, make)
+            use = PlanUse(make(rows, None), True)
         else:
-            use = known_use(before, rows, threshold, make)
-        use.counted = use.counted or use.plan.counted(rows, compare=False)
+            judged = usual.expected(counts[call - 1], last, now) if lag else rows
+            use = next_use(before.counted(judged, compare=False), judged, threshold, make)
+            usual.add(counts[call - 1], last.step)
+        use.counted = use.plan.counted(rows, compare=False)
+        last = now
         uses.append(use)
     return uses

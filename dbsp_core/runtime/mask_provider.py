@@ -26,6 +26,7 @@ class MaskProvider:
     Attributes:
         steps: Returns the number of denoising steps, if a framework knows it.
         count_steps: True to keep `moment` also if no mask depends on it.
+        predicts: True if masks are predicted from q and k, at every call.
         moment: Denoising step and CFG pass of the current forward pass.
     """
 
@@ -36,14 +37,13 @@ class MaskProvider:
     steps: Callable[[], int | None] = lambda: None
     count_steps: bool = False
     clock: StepClock = field(default_factory=StepClock)
+    predicts: bool = field(init=False)
     moment: DenoisingStep = field(default_factory=DenoisingStep)
     _videos: tuple[Video, ...] = ()
     """Videos of the current forward pass: several are packed, in this order, and none attends to another."""
 
-    @property
-    def predicts(self) -> bool:
-        """True if masks are predicted from q and k, at every call."""
-        return self.source.changes == "per_call"
+    def __post_init__(self) -> None:
+        self.predicts = self.source.changes == "per_call"
 
     @property
     def by_step(self) -> bool:

@@ -352,9 +352,9 @@ class AttentionSession:
         `group` carries the exchanges of the prediction.
         """
         size, (q, k, v), debug = call.size, call.qkv, self.config.debug
-        plan, generation, dispatch = partial(size.plan_predicted, q), self._provider.moment.generation, None
+        plan, now, dispatch = partial(size.plan_predicted, q), self._provider.moment, None
         # 1. The plan, by the counts of the last call, and its route, which one of the ranks may be unable to make.
-        next_use = slot.next_use(q, generation, plan)
+        next_use = slot.next_use(q, now, plan)
         if next_use is not None:
             prepared = size.route(slot, next_use.plan, q.device, predicted=True)
             # 2. q, k and v leave, so that they travel while the mask is predicted; not while ranks meet or compare.
@@ -364,7 +364,7 @@ class AttentionSession:
         mask = self._provider.mask(call.layer, LocalQK(q, k, size.layout, group, call.scale, v, gate))
         for observer in self.observers:
             observer.mask_made(slot.key, call.layer, mask, False)
-        use = slot.use_predicted(mask, next_use, partial(plan, grid=mask.grid), generation)
+        use = slot.use_predicted(mask, next_use, partial(plan, grid=mask.grid), now)
         if use is not next_use:
             if dispatch is not None:  # q, k and v left under a plan that does not fit the mask
                 dispatch.coming.pop().wait()

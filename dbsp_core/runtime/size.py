@@ -138,7 +138,10 @@ class Size:
     def slot(self, layer: int, cfg_pass: int) -> Slot:
         """Returns an attention's slot, a new one at its first call."""
         slot = self.slots.get((layer, cfg_pass))
-        return slot or Slot((self.key[0], layer, cfg_pass), self.config.reuse, self.compare, self.statistics)
+        if slot is not None:
+            return slot
+        lags = self.config.plan == "lagged"
+        return Slot((self.key[0], layer, cfg_pass), self.config.reuse, lags, self.compare, self.statistics)
 
     def keep_slot(self, slot: Slot) -> None:
         """Remembers a slot after its call, and drops those that were used longest ago."""

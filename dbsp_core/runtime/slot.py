@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.mask_counts import RowCounts
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.reuse import MakePlan, PlanUse, known_use, next_use
+from dbsp_core.planning.reuse import MakePlan, PlanUse, UsualCounts, next_use
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.utils.errors import in_number
 
@@ -26,6 +29,9 @@ class ReuseStatistics:
     rho_sum: float = 0.0  # Sum of ρ_s in use over these calls; `worst_rho`, its maximum
     worst_rho: float = 1.0
     dense: int = 0  # Number of these calls whose masks leave nothing out
+    waits: int = 0  # Calls with a predicted mask whose own counts were waited for
+    wait_s: float = 0.0  # Seconds of these waits
+    plan_s: float = 0.0  # Seconds of planning by these counts, in which ranks agree
 
     @property
     def mean_rho(self) -> float:
@@ -34,14 +40,16 @@ class ReuseStatistics:
 
     def __str__(self) -> str:
         rho = f", ρ_s {self.mean_rho:.3f}" if self.counted else ""
-        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}"
+        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}{self.price}"
 
-    def add(self, use: PlanUse) -> None:
-        """Adds a call; what its mask's counts say of the plan may come later, by `count`."""
-        self.calls += 1
-        self.plans += use.new
-        if use.counted is not None:
-            self.count(use.counted)
+    @property
+    def price(self) -> str:
+        """What plans by each call's own counts cost, in words; "" if few calls had such plans."""
+        if 2 * self.waits <= self.calls:
+            return ""
+        wait_ms, plan_ms = (1e3 * seconds / self.calls for seconds in (self.wait_s, self.plan_s))
+        waits = f"{self.waits / self.calls:.2f} host waits a call"
+        return f"; plan current: {waits} of {wait_ms:.2f} ms, and planning of {plan_ms:.2f} ms"
 
     def count(self, plan: Plan) -> None:
         """Adds the plan of a call that was added, with the numbers of the call's own mask."""
@@ -49,6 +57,12 @@ class ReuseStatistics:
         self.rho_sum += plan.rho
         self.worst_rho = max(self.worst_rho, plan.rho)
         self.dense += plan.density == 1
+
+    def waited(self, wait_s: float, plan_s: float) -> None:
+        """Adds a host wait for a call's own counts, and the time of planning by them."""
+        self.waits += 1
+        self.wait_s += wait_s
+        self.plan_s += plan_s
 
 
 @dataclass(eq=False)
@@ -88,8 +102,10 @@ class Slot:
     Attributes:
         key: The videos, the layer and the CFG pass.
         threshold: P_s, the largest ρ_s up to which a plan is kept; see `dbsp_core.planning.reuse`.
+        lags: True if predicted masks have plans by the counts before them; False: by their own, which are waited for.
         compare: True if plans are compared with the contiguous plan; see `make_plan`.
         statistics: Sums over the calls of a session.
+        usual: Mean counts of its predicted masks, by step.
         known: The mask of its last call, if that was known without q and k.
         prepared: What its last call was computed with.
         use: Its last call with a mask that changes.
@@ -97,8 +113,10 @@ class Slot:
 
     key: tuple[tuple[Video, ...], int, int]
     threshold: float
+    lags: bool
     compare: bool
     statistics: ReuseStatistics
+    usual: UsualCounts = field(default_factory=UsualCounts)
     known: KnownMask | None = None
     prepared: PreparedAttention | None = None
     use: PlanUse | None = None
@@ -108,41 +126,57 @@ class Slot:
 
         Waits for the mask's counts. Nothing is kept before `keep`.
         """
-        last, rows = known.plan if known.shares_plan else self.counted(), mask.counts.rows
-        if last is None or not last.fits(mask):
-            plan = make(rows, last)
-            return PlanUse(plan, True, plan)
-        return known_use(last, rows, self.threshold, make, compare=self.compare)
+        last = known.plan if known.shares_plan else self.counted()
+        return self._use_by_own_counts(last, mask, mask.counts.rows, make)
 
-    def next_use(self, q: torch.Tensor, generation: int, make: MakePlan) -> PlanUse | None:
-        """Returns the next call's plan before its mask is predicted; None if only that mask's own counts tell.
+    def next_use(self, q: torch.Tensor, now: DenoisingStep, make: MakePlan) -> PlanUse | None:
+        """Returns the next call's plan before its mask is predicted; None if that mask's own counts decide.
 
         Waits for the counts of the last call. Nothing is kept before `keep`.
 
         Args:
             q: [B, H, n_local, D]. A plan is for all items of a batch, or for each item's heads.
-            generation: Number of the generation that the call is in.
+            now: The call's step and generation.
         """
-        last, heads = self.counted(), (q.shape[1], q.shape[0] * q.shape[1])
-        if last is None or self.use is None or self.use.counts is None or last.heads not in heads:
+        counted, use, heads = self.counted(), self.use, (q.shape[1], q.shape[0] * q.shape[1])
+        if not self.lags or counted is None or use is None or use.counts is None or counted.heads not in heads:
             return None
-        return next_use(self.use, self.use.counts.rows, generation, self.threshold, make)
+        rows = use.counts.rows
+        expected = self.usual.expected(rows, use.moment, now)
+        if expected is not rows:
+            counted = counted.counted(expected, compare=False)
+        return next_use(counted, expected, self.threshold, make)
 
-    def use_predicted(self, mask: BlockMask, use: PlanUse | None, make: MakePlan, generation: int) -> PlanUse:
+    def use_predicted(self, mask: BlockMask, use: PlanUse | None, make: MakePlan, now: DenoisingStep) -> PlanUse:
         """Returns `next_use` with its mask, whose counts are read at the next call.
 
-        Only if there was none, or its plan does not fit the mask, the call plans now and waits for its own counts.
+        If there was none, or its plan does not fit the mask, the call's own counts decide, and are waited for.
         """
         counts = RowCounts(*(part.bits for part in mask.parts))
         if use is None or not use.plan.fits(mask):
-            use = PlanUse(make(counts.rows, self.counted()), True, generation=generation)
-        use.counts = counts
+            last, start = self.counted(), time.perf_counter()
+            rows, arrived = counts.rows, time.perf_counter()
+            use = self._use_by_own_counts(last, mask, rows, make)
+            self.statistics.waited(arrived - start, time.perf_counter() - arrived)
+        use.counts, use.moment = counts, now
+        return use
+
+    def _use_by_own_counts(self, last: Plan | None, mask: BlockMask, rows: np.ndarray, make: MakePlan) -> PlanUse:
+        """Returns a call with a mask of known counts int64[H, nq]: the last plan while it is balanced, or another."""
+        if last is None or not last.fits(mask):
+            use = PlanUse(make(rows, last), True)
+        else:
+            use = next_use(last.counted(rows, compare=self.compare), rows, self.threshold, make)
+        use.counted = use.plan
         return use
 
     def keep(self, known: KnownMask | None, prepared: PreparedAttention, use: PlanUse) -> None:
         """Keeps what a call was computed with."""
         # 1. The plan in use. Its numbers are those of the call's own mask, if that is known.
-        self.statistics.add(use)
+        self.statistics.calls += 1
+        self.statistics.plans += use.new
+        if use.counted is not None:
+            self.statistics.count(use.counted)
         if known is not None:
             known.prepared = prepared
         elif prepared.coarse is not None:
@@ -151,6 +185,8 @@ class Slot:
         if known is not None and known.shares_plan:
             known.plan = use.plan
         else:
+            if self.use is not None and self.use.counts is not None:
+                self.usual.add(self.use.counts.rows, self.use.moment.step)
             self.use = use
         # 2. The mask, which drops its tables when no attention has it any longer.
         if known is not self.known:
@@ -177,12 +213,13 @@ class Slot:
         return self.prepared.plan
 
     def restart(self) -> None:
-        """Drops the plan and the tables of a predicted mask: the next call plans at once."""
+        """Drops the plan and the tables of a predicted mask, and what was usual: the next call plans at once."""
         self.counted()
         if self.use is not None and self.use.counts is not None:
             self.use = None
         if self.known is None:
             self.prepared = None
+        self.usual = UsualCounts()
 
     def close(self) -> None:
         """Reads the counts under way, and drops what no other attention uses."""

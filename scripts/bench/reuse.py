@@ -3,7 +3,7 @@
     python -m scripts.bench.reuse
 
 Row counts of each series are replayed by the rule that sessions use (`dbsp_core.planning.reuse.replay`): a call
-has the plan that was settled by the counts of the calls before it. Nothing is timed.
+has the plan that was settled by the counts of the calls before it, and of earlier videos. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from scripts.results.figures import imbalance_axis, legend_below, panels
 from scripts.results.result import Result
 from scripts.training.trained_model.demo import PREDICTED
 from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
+from scripts.training.world import Scene
 
 STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
 THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.10)
 SETTLED = 2
-"""Calls of a series after which its worst ρ_s is looked for: the first has no counts before it."""
-VIDEOS = 3  # of few steps, one after another
-DRIFT, TRAINED = "slow drift, 50 steps", "trained model, 50 steps"
+"""Calls of a single video after which its worst ρ_s is looked for: the first has no counts before it."""
+VIDEOS = ((50, 4), (8, 10), (4, 10))  # steps, and number of videos one after another, each of another prompt
+DRIFT = "slow drift, 50 steps"
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,9 @@ class Row:
 
     Attributes:
         plans: Made by one attention in the whole series, the first included.
-        rho: Mean ρ_s in use; rho_worst: the largest of any layer after the first `SETTLED` calls.
+        rho: Mean ρ_s in use; rho_worst: the largest of any layer. Of several videos, from the second on; of one,
+            rho_worst is looked for after the first `SETTLED` calls.
+        rho_last, worst_last: The same if plans were judged by the last call's counts alone.
         rho_fresh: Mean ρ_s if each call had a plan made from its own counts.
     """
 
@@ -52,6 +55,8 @@ class Row:
     plans: float
     rho: float
     rho_worst: float
+    rho_last: float
+    worst_last: float
     rho_fresh: float
     label: str = "counted"
 
@@ -80,7 +85,8 @@ def trained(steps: int, videos: int, name: str) -> Iterator[Series]:
     """Masks that SpargeAttn's predictor finds in videos of the small trained model, without guidance."""
     pipeline = load_pipeline()
     by_layer: dict[int, list[BlockMask]] = {}
-    for seed, prompt in enumerate(PROMPTS[:videos]):
+    others = [Scene.draw(0, index).caption for index in range(videos - len(PROMPTS))]
+    for seed, prompt in enumerate((*PROMPTS, *others)[:videos]):
         _, watched = generate(pipeline, prompt, seed, steps, PREDICTED, keep=True, guidance=1.0)
         for at in sorted(watched.masks, key=lambda at: at.step):
             by_layer.setdefault(at.layer, []).append(watched.masks[at])
@@ -96,29 +102,45 @@ def measure(series: Series, strategy: str) -> list[Row]:
         return plan_from_counts(rows, grid, parsed, layout=layout, compare=False)
 
     counts = [mask.counts.rows for mask in series.masks]
-    fresh = float(np.mean([make(rows).rho for rows in counts]))
+    videos = len(counts) // series.steps
+    first, settled = (series.steps,) * 2 if videos > 1 else (0, SETTLED)
+    fresh = float(np.mean([make(rows).rho for rows in counts[first:]]))
     rows_by_threshold = []
     for threshold in THRESHOLDS:
         uses = replay(counts, threshold, make, steps=series.steps)
-        rho = [use.counted.rho for use in uses if use.counted is not None]
-        plans = sum(use.new for use in uses)
+        by_last_call = replay(counts, threshold, make)  # as one long video, of whose steps none comes again
+        rho, rho_last = ([use.counted.rho for use in each if use.counted is not None] for each in (uses, by_last_call))
         rows_by_threshold.append(
-            Row(series.name, strategy, threshold, plans, float(np.mean(rho)), max(rho[SETTLED:]), fresh)
+            Row(
+                series=series.name,
+                strategy=strategy,
+                threshold=threshold,
+                plans=sum(use.new for use in uses),
+                rho=float(np.mean(rho[first:])),
+                rho_worst=max(rho[settled:]),
+                rho_last=float(np.mean(rho_last[first:])),
+                worst_last=max(rho_last[settled:]),
+                rho_fresh=fresh,
+            )
         )
     return rows_by_threshold
 
 
 def over_layers(rows: list[Row]) -> Row:
     """Returns the mean of rows that differ by layer alone, and the worst of their worst."""
-    plans, rho, fresh = np.mean([(row.plans, row.rho, row.rho_fresh) for row in rows], axis=0).tolist()
-    return replace(rows[0], plans=plans, rho=rho, rho_fresh=fresh, rho_worst=max(row.rho_worst for row in rows))
+    means = {
+        name: float(np.mean([getattr(row, name) for row in rows]))
+        for name in ("plans", "rho", "rho_last", "rho_fresh")
+    }
+    worst = {name: max(getattr(row, name) for row in rows) for name in ("rho_worst", "worst_last")}
+    return replace(rows[0], **means, **worst)
 
 
 def all_rows(options: argparse.Namespace) -> list[Row]:
     """Returns a row for each kind of series, strategy and threshold."""
     by_kind: dict[tuple[str, str, float], list[Row]] = {}
-    kinds = [drifting(options), trained(50, 1, TRAINED)]
-    kinds += [trained(steps, VIDEOS, f"trained model, {VIDEOS} videos of {steps} steps") for steps in (8, 4)]
+    kinds = [drifting(options)]
+    kinds += [trained(steps, videos, f"trained model, {videos} videos of {steps} steps") for steps, videos in VIDEOS]
     for series in chain.from_iterable(kinds):
         for strategy in STRATEGIES:
             for row in measure(series, strategy):

@@ -88,7 +88,9 @@ def test_comparisons_make_no_host_wait(gpu_node: GpuNode) -> None:
     gpu_node.run(2, comparisons)
 
 
-def steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str, launches: int, operators: int) -> None:
+def steady_step(
+    rank: int, world: int, settings: dict[str, Any], strategy: str, launches: int, operators: int, waits: int = 0
+) -> None:
     """Checks the forward pass of one layer after three others, with inputs that are on the device already."""
     device, heads, video = own_device(rank), 4, Video((3, 3, 5))
     config, chosen = DbspConfig.load(settings), Strategy.parse(strategy)
@@ -106,8 +108,9 @@ def steady_step(rank: int, world: int, settings: dict[str, Any], strategy: str, 
         session.begin(video, timestep=897.0, device=device)
         session.attend(0, *qkv)
     session.flush()
-    assert found.waits == {}
-    assert found.past_waits == (settings["mask"]["source"] == "sparge"), (
+    assert sum(found.waits.values()) == waits * world, found.waits
+    assert all("mask_counts.py" in line for line in found.waits), found.waits
+    assert found.past_waits == (settings["mask"]["source"] == "sparge" and not waits), (
         "but for row counts, whose copy began one step ago"
     )
     assert (found.launches <= launches, found.operators <= operators) == (True, True), found
@@ -147,6 +150,11 @@ Short segments are copied several at a time, by powers of four of a table's mean
 )
 def test_steady_step_makes_no_host_wait_and_few_launches(gpu_node: GpuNode, strategy: str, name: str) -> None:
     gpu_node.run(Strategy.parse(strategy).world, steady_step, STEADY[name], strategy, *COSTS[strategy, name])
+
+
+def test_plan_of_the_calls_own_counts_makes_one_host_wait(gpu_node: GpuNode) -> None:
+    settings = STEADY["sparge"] | {"plan": "current"}
+    gpu_node.run(2, steady_step, settings, "U2R1", 17, 17, 1)
 
 
 def known_generation(rank: int, world: int, settings: dict[str, Any], strategy: str, training: bool) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -16,8 +15,9 @@ import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask
 from dbsp_core.masks.mask_counts import RowCounts
+from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan, plan_from_counts
-from dbsp_core.planning.reuse import MakePlan, PlanUse, replay
+from dbsp_core.planning.reuse import MakePlan, PlanUse, UsualCounts, replay
 from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
 from tests.core.runtime.session_cases import PREDICTED, Session
 
@@ -50,24 +50,25 @@ class LateCounts(RowCounts):
         return self._host.astype(np.int64)
 
 
-def new_slot(threshold: float = 1.25, kind: type[Slot] = Slot) -> Slot:
-    return kind(((), 0, 0), threshold, compare=False, statistics=ReuseStatistics())
+def new_slot(threshold: float = 1.25, kind: type[Slot] = Slot, lags: bool = True) -> Slot:
+    return kind(((), 0, 0), threshold, lags, compare=False, statistics=ReuseStatistics())
 
 
 class HastySlot(Slot):
     """A slot that keeps a plan if its counts are not there yet: a negative control."""
 
-    def next_use(self, q: torch.Tensor, generation: int, make: MakePlan) -> PlanUse | None:
+    def next_use(self, q: torch.Tensor, now: DenoisingStep, make: MakePlan) -> PlanUse | None:
         counts = None if self.use is None else self.use.counts
         if isinstance(counts, LateCounts) and counts.there_at > time.monotonic():
             return self.use
-        return super().next_use(q, generation, make)
+        return super().next_use(q, now, make)
 
 
-def use_predicted(slot: Slot, mask: BlockMask, make: MakePlan, generation: int = 0) -> PlanUse:
+def use_predicted(slot: Slot, mask: BlockMask, make: MakePlan, generation: int = 0, step: int = 0) -> PlanUse:
     """Makes a call with a predicted mask, of one item."""
-    ahead = slot.next_use(torch.empty(1, mask.heads, 0, 0), generation, make)
-    use = slot.use_predicted(mask, ahead, make, generation)
+    now = DenoisingStep(step, generation=generation)
+    ahead = slot.next_use(torch.empty(1, mask.heads, 0, 0), now, make)
+    use = slot.use_predicted(mask, ahead, make, now)
     slot.keep(None, mock.Mock(coarse=None), use)
     return use
 
@@ -114,23 +115,16 @@ FAULTY_PLANNERS: dict[str, Callable[..., Plan]] = {
 }
 
 
-def two_generations(rank: int, world: int, steps: int, threshold: float) -> list[tuple[bool, float, bool]]:
-    """Runs two generations of few steps.
-
-    Returns by step whether a plan was made for it, ρ_s in use, and whether the plan is that of the step before; at the
-    second generation's first step, that of the first generation's second step.
-    """
-    session = Session(PREDICTED | {"reuse": threshold}, f"U{world}R1", steps=steps)
+def two_generations(rank: int, world: int, steps: int, settings: dict[str, Any]) -> list[tuple[bool, float]]:
+    """Runs two generations of few steps and equal masks. Returns by call whether a plan was made, and ρ_s in use."""
+    session = Session(PREDICTED | settings, f"U{world}R1", steps=steps)
     uses: list[PlanUse] = []
     for step in range(2 * steps):
         assert session.attend(900.0 - step % steps) <= 1e-5
         (slot,) = session.inner.passes.last.size.slots.values()
         uses.append(slot.use)
     session.inner.flush()
-    rho = [use.counted.rho for use in uses if use.counted is not None]
-    same = [False, *(use.plan.same_routes(before.plan) for before, use in pairwise(uses))]
-    same[steps] = uses[steps].plan.same_routes(uses[1].plan)
-    return list(zip((use.new for use in uses), rho, same, strict=True))
+    return [(use.new, use.counted.rho) for use in uses if use.counted is not None]
 
 
 FIRST = mask_of(6, 4, 4, 2)
@@ -192,15 +186,16 @@ class TestPredictedMasks:
             ((FIRST, ABOVE, ABOVE, ABOVE, FIRST), 5, [OLD, OLD, NEW, NEW, NEW], [True, False, True, False, False]),
             ((FIRST, AT_THRESHOLD, FIRST), 3, [OLD] * 3, [True, False, False]),
             ((FIRST, ABOVE, AT_THRESHOLD, FIRST, ABOVE), 5, None, None),
-            ((FIRST, ABOVE, ABOVE) * 2, 3, [OLD, OLD, NEW] * 2, [True, False, True, False, False, True]),
+            ((FIRST, ABOVE, ABOVE) * 2, 3, [OLD, OLD, NEW, NEW, NEW, NEW], None),
+            ((FIRST, FIRST, ABOVE, ABOVE) * 2, 4, [OLD, OLD, OLD, NEW, NEW, NEW, NEW, NEW], None),
+            ((ABOVE, FIRST, ABOVE, AT_THRESHOLD) * 3, 4, None, None),
             ((FIRST, ABOVE, ABOVE, ABOVE, ABOVE), 2, [OLD, OLD, OLD, NEW, NEW], None),
         ],
-        ids=["one call later", "threshold", "back", "next generation begins as the last", "changed first mask"],
+        ids=["one call later", "threshold", "back", "next generation", "later change", "three", "changed first mask"],
     )
     def test_plans_are_those_that_the_counts_before_settled(self, slot, masks, steps, plans, new):
-        """Begins a generation with the plan after the last one's first mask, which is no new plan."""
         make = plans_on(GRID, "U2R1")
-        uses = [use_predicted(slot, mask, make, call // steps) for call, mask in enumerate(masks)]
+        uses = [use_predicted(slot, mask, make, *divmod(call, steps)) for call, mask in enumerate(masks)]
         slot.counted()
         replayed = replay([mask.counts.rows for mask in masks], 1.25, make, steps=steps)
         found, again = ([(use.plan.fingerprint, use.new) for use in each] for each in (uses, replayed))
@@ -244,10 +239,75 @@ def test_faulty_planner_on_one_rank_raises_on_all_at_the_same_call(pool, world, 
         assert message in raised[2]
 
 
-def test_generation_begins_with_the_plans_of_the_last_one(threads):
-    for threshold in (1.02, 9.0):
-        for seen in threads(2).run(two_generations, 4, threshold):
-            above = [True, *(rho > threshold for _, rho, _ in seen[:-1])]
-            above[4] = False
-            assert [new for new, *_ in seen] == above
-            assert all(same or new for new, _, same in seen)
+def test_second_generation_has_plans_for_the_masks_that_are_expected(threads):
+    """The second generation's masks are those of the first: what is expected comes, and no plan lags."""
+    for seen in threads(2).run(two_generations, 4, {"reuse": 1.02}):
+        assert any(rho > 1.02 for new, rho in seen[:4] if not new), "plans lag in the first generation"
+        assert all(rho <= 1.02 or new for new, rho in seen[4:])
+        assert max(rho for _, rho in seen[4:]) < max(rho for _, rho in seen[:4])
+    for seen in threads(2).run(two_generations, 4, {"reuse": 9.0}):
+        assert [new for new, _ in seen] == [True] + [False] * 7
+
+
+class TestUsualCounts:
+    ROWS = np.arange(12).reshape(2, 6) * 10
+
+    @staticmethod
+    def at(step: int, generation: int = 0) -> DenoisingStep:
+        return DenoisingStep(step, generation=generation)
+
+    def test_change_between_steps_is_that_of_generations_before(self):
+        """Prompts differ by a number of each row; what is added from step to step is the same for all."""
+        usual, change = UsualCounts(), np.random.default_rng(0).integers(-5, 6, self.ROWS.shape)
+        for prompt in (0, 2, 4):
+            usual.add(self.ROWS + 20 + prompt, 3)
+            usual.add(self.ROWS + 20 + prompt + change, 5)
+        last = self.ROWS + 50
+        assert (usual.expected(last, self.at(3), self.at(5)) == last + change).all()
+        assert (usual.expected(last, self.at(5), self.at(3)) == last - change).all()
+        assert (usual.expected(last, self.at(5), self.at(3, 1)) == self.ROWS + 22).all(), "a generation begins"
+        assert (usual.expected(self.ROWS * 0, self.at(3), self.at(5)) == change.clip(0)).all()
+
+    def test_what_is_not_known_does_not_change(self):
+        usual = UsualCounts()
+        usual.add(self.ROWS, 0)
+        for last, now in ((self.at(0), self.at(1)), (self.at(1), self.at(0)), (self.at(4), self.at(5, 1))):
+            assert usual.expected(self.ROWS, last, now) is self.ROWS
+        fewer = self.ROWS[:1]
+        assert usual.expected(fewer, self.at(1), self.at(0, 1)) is fewer, "guidance was switched off"
+        usual.add(fewer, 1)
+        assert usual.expected(fewer, self.at(0), self.at(1)) is fewer
+
+    def test_means_follow_changes_and_their_memory_is_limited(self, monkeypatch):
+        usual = UsualCounts()
+        for generation in range(40):
+            usual.add(self.ROWS + 8 * (generation >= 20), 0)
+        assert (usual.expected(self.ROWS, self.at(1), self.at(0, 1)) >= self.ROWS + 7).all()
+        monkeypatch.setattr("dbsp_core.planning.reuse.MOST_BYTES", 3 * self.ROWS.size * 4)
+        for step in range(1, 10):
+            usual.add(self.ROWS, step)
+        assert sorted(usual.by_step) == [0, 1, 2]
+
+
+def current_plans(rank: int, world: int, plan: str) -> list[tuple[float, int]]:
+    """Runs two generations of random masks. Returns by call ρ_s in use, and the plan's fingerprint."""
+    session = Session(PREDICTED | {"reuse": 1.0, "plan": plan}, f"U{world}R1", steps=4)
+    calls = []
+    for step in range(8):
+        assert session.attend(900.0 - step % 4 - step / 8) <= 1e-5
+        session.inner.flush()
+        (slot,) = session.inner.passes.last.size.slots.values()
+        calls.append((slot.use.counted.rho, slot.use.plan.fingerprint))
+    assert session.inner.reuse.waits == (8 if plan == "current" else 1)
+    assert ("host wait" in repr(session.inner)) == (plan == "current")
+    return calls
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_current_plans_are_those_of_the_calls_own_masks(threads, world):
+    lagged, current = (threads(world).run(current_plans, plan) for plan in ("lagged", "current"))
+    for of_ranks in (lagged, current):
+        assert all(calls == of_ranks[0] for calls in of_ranks)
+    pairs = [(late, own) for (late, _), (own, _) in zip(lagged[0], current[0], strict=True)]
+    assert all(own <= late for late, own in pairs)
+    assert sum(own < late for late, own in pairs) >= 4, "lagging must cost balance here"
