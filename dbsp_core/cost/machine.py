@@ -215,6 +215,16 @@ def hardware_for(machine: str | None, device: str, kernel: str) -> Hardware | No
     return load_hardware(file).with_kernel(kernel) if machine is not None or os.path.isfile(file) else None
 
 
+def rates_of(machine: str | None, device: torch.device, kernel: str) -> Hardware | None:
+    """Returns `hardware_for`, or else the shipped machine with this very device, if there is one."""
+    hardware = hardware_for(machine, device.type, kernel)
+    if hardware is not None or device.type != "cuda":
+        return hardware
+    shipped = (load_hardware(path) for path in sorted(SHIPPED.glob("*.yaml")))
+    same = next((known for known in shipped if known.device == device_class(device)), None)
+    return None if same is None else same.with_kernel(kernel)
+
+
 def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:
     """Returns what `choose_kernel` is asked for: for "auto" the kernels that were exact on this device, then "auto".
 

@@ -9,6 +9,7 @@ them at the same call, so all decide the same, whenever the copies arrive.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ import numpy as np
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan
+from dbsp_core.utils.errors import in_number
 
 MakePlan = Callable[[np.ndarray, "Plan | None"], Plan]
 """Returns a new plan for row counts int64[H, nq], given the plan in use, or None if there is none."""
@@ -75,6 +77,53 @@ class UsualCounts:
             return
         generations = min(generations + 1, MOST_GENERATIONS)
         self.by_step[step] = generations, mean + (added - mean) / np.float32(generations)
+
+
+@dataclass
+class ReuseStatistics:
+    """Sums over the calls of a session."""
+
+    calls: int = 0  # Attentions computed
+    plans: int = 0  # Plans made for them
+    counted: int = 0  # Calls whose ρ_s in use is known
+    rho_sum: float = 0.0  # Sum of ρ_s in use over these calls; `worst_rho`, its maximum
+    worst_rho: float = 1.0
+    dense: int = 0  # Number of these calls whose masks leave nothing out
+    waits: int = 0  # Calls with a predicted mask whose own counts were waited for
+    wait_s: float = 0.0  # Seconds of these waits
+    plan_s: float = 0.0  # Seconds of planning by these counts, in which ranks agree
+    replaced: Counter[int] = field(default_factory=Counter)  # Calls, by layer, whose predicted masks were too dense
+
+    @property
+    def mean_rho(self) -> float:
+        """Mean ρ_s in use; 1.0 before any is known."""
+        return self.rho_sum / self.counted if self.counted else 1.0
+
+    def __str__(self) -> str:
+        rho = f", ρ_s {self.mean_rho:.3f}" if self.counted else ""
+        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}{self.price}"
+
+    @property
+    def price(self) -> str:
+        """What plans by each call's own counts cost, in words; "" if few calls had such plans."""
+        if 2 * self.waits <= self.calls:
+            return ""
+        wait_ms, plan_ms = (1e3 * seconds / self.calls for seconds in (self.wait_s, self.plan_s))
+        waits = f"{self.waits / self.calls:.2f} host waits a call"
+        return f"; plan current: {waits} of {wait_ms:.2f} ms, and planning of {plan_ms:.2f} ms"
+
+    def count(self, plan: Plan) -> None:
+        """Adds the plan of a call that was added, with the numbers of the call's own mask."""
+        self.counted += 1
+        self.rho_sum += plan.rho
+        self.worst_rho = max(self.worst_rho, plan.rho)
+        self.dense += plan.density == 1
+
+    def waited(self, wait_s: float, plan_s: float) -> None:
+        """Adds a host wait for a call's own counts, and the time of planning by them."""
+        self.waits += 1
+        self.wait_s += wait_s
+        self.plan_s += plan_s
 
 
 def next_use(counted: Plan, rows: np.ndarray, threshold: float, make: MakePlan) -> PlanUse:

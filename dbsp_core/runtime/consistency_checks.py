@@ -34,6 +34,9 @@ SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the 
 STEPS_DIFFER = "the denoising step or CFG pass differs on rank(s) {}; give all ranks the same timesteps"
 GRIDS_DIFFER = "the video's block grid differs on rank(s) {}; it must be the same on every rank"
 HARDWARE_DIFFERS = "the hardware file differs on rank(s) {}; it must be the same on every rank"
+LIMITS_DIFFER = (
+    "the density from which attention is dense differs on rank(s) {}; give all ranks one hardware file and one torch"
+)
 NEW_MASKS_DIFFER = "which masks are new differs on rank(s) {}; it must be the same on every rank"
 MASKS_DIFFER = "the mask differs on rank(s) {}; give all ranks one mask"
 NEW_MASK_DIFFERS = "the mask of layer {} differs on rank(s) {{}}; it must be the same on every rank"

@@ -24,14 +24,16 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
+from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.reuse import PlanUse
+from dbsp_core.planning.reuse import PlanUse, ReuseStatistics
 from dbsp_core.runtime.chunk_attention import CheckGradient, attend, start_dispatch
 from dbsp_core.runtime.consistency_checks import (
     LAYERS_DIFFER,
     LAYOUTS_DIFFER,
+    LIMITS_DIFFER,
     NEW_MASK_DIFFERS,
     check_attention,
     check_gradient,
@@ -43,10 +45,10 @@ from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_core.runtime.size import Size, SizeKey
-from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
+from dbsp_core.runtime.slot import KnownMask, Slot
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
-from dbsp_core.utils.errors import in_number
+from dbsp_core.utils.errors import fingerprint_of, in_number
 from dbsp_core.utils.process import not_compiled, outside_inference
 
 MOST_SIZES = 4
@@ -267,6 +269,8 @@ class AttentionSession:
             call = _Call(forward_pass, forward_pass.known_size, layer, (q, k, v), scale)
             slot = call.size.slot(layer, self._provider.moment.cfg_branch)
             known = forward_pass.masks[layer]
+            if known is None and call.size.limits and not forward_pass.gradients:
+                known = call.size.replacement(slot, input_kind(q, k, v), self._provider.moment)
             ready, compared = self._prepare_known(call, slot, known)
             # 2. What is done for the first time may fail on one rank alone: then ranks meet before each exchange.
             with raised_on_all(self.group) if compared else nullcontext(self.group) as group:
@@ -338,7 +342,8 @@ class AttentionSession:
     @torch.no_grad()
     def _prepare_new(self, call: _Call, slot: Slot, known: KnownMask) -> _Ready:
         """Makes a known mask, and its plan, routes and tables. Not collective."""
-        size, q, mask = call.size, call.qkv[0], self._provider.mask(call.layer)
+        size, q = call.size, call.qkv[0]
+        mask = BlockMask.dense(self.heads, size.grid) if known.replaces else self._provider.mask(call.layer)
         for observer in self.observers:
             observer.mask_made(known.key, call.layer, mask, True)
         use = slot.plan_known(known, mask, partial(size.plan_known, mask, q))
@@ -396,23 +401,25 @@ class AttentionSession:
             if problem is not None:
                 raise problem
             return False
+        limit, unfit = attempt(partial(size.limit, kind)) if problem is None else (None, None)
         calls = check_attention(
             self.group.control(),
             *call.qkv,
             call.scale,
-            problem,
-            prepared=prepared if problem is None else None,
+            problem or unfit,
+            prepared=prepared if (problem or unfit) is None else None,
             choose=partial(size.choose_kernel, kind),
             debug=self.config.debug,
             more={
                 **(compared or {}),
                 LAYOUTS_DIFFER: size.layout.fingerprint,
                 LAYERS_DIFFER: call.layer,
+                LIMITS_DIFFER: fingerprint_of(limit),
                 **(new_mask or {}),
             },
             numbers=[size.predicted_calls],
         )
-        size.checked_inputs.is_new(kind, None)
+        size.keep_kind(kind, limit)
         if compared is not None:
             self._keep_pass(call.forward_pass, calls)
         return True

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.consistency import QKV, CheckedInputs, InputKind, problem_of_inputs, run_consistently
-from dbsp_core.cost.machine import cost_basis, hardware_for, kernel_order
+from dbsp_core.cost.machine import cost_basis, hardware_for, kernel_order, rates_of
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid, Video
-from dbsp_core.masks.steps import MOST_PASSES
+from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
+from dbsp_core.planning.reuse import ReuseStatistics
 from dbsp_core.runtime.consistency_checks import (
     GRIDS_DIFFER,
     HARDWARE_DIFFERS,
@@ -28,16 +29,18 @@ from dbsp_core.runtime.consistency_checks import (
 )
 from dbsp_core.runtime.mask_provider import DENSE, MaskProvider
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.slot import KnownMask, ReuseStatistics, Slot
+from dbsp_core.runtime.slot import KnownMask, Slot
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
-from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
+from dbsp_kernels import Kernel, KernelRequirements, choose_kernel, fused_kernel
 from dbsp_kernels.kernel import supports
 
 SizeKey = tuple[tuple[Video, ...], int]
 """Videos of a forward pass, and the fingerprint of the layout if one was given, else 0."""
 PassMasks = tuple[KnownMask | None, ...]
 """The mask of each layer in a forward pass; None where it is predicted."""
+LOOK_EVERY = 8
+"""Steps of which one predicts a mask, while masks are too dense: they change in the course of a denoising."""
 MOST_KEYED = 1024
 """Passes (steps, CFG passes, dense layers) whose masks are remembered. Ranks compare those of a new one."""
 
@@ -95,7 +98,10 @@ class Size:
         self.slots: OrderedDict[tuple[int, int], Slot] = OrderedDict()
         self.masks: dict[Hashable, KnownMask] = {}
         self.passes: OrderedDict[Hashable, PassMasks] = OrderedDict()
-        # 4. What ranks compare: kinds of q, k and v; calls with predicted masks, which differ if a rank left a pass.
+        # 4. The mask that replaces predicted ones from a density on, which depends on the kind of q, k and v.
+        self.dense = KnownMask((key[0], DENSE), 0, shares_plan=True, replaces=True)
+        self.limits: dict[InputKind, float] = {}
+        # 5. What ranks compare: kinds of q, k and v; calls with predicted masks, which differ if a rank left a pass.
         self.checked_inputs = CheckedInputs()
         self.predicted_calls = 0
 
@@ -210,6 +216,50 @@ class Size:
         needs = KernelRequirements(blocks, head_dim, lse=merged or gradients, backward=gradients)
         return choose_kernel(self.kernel, device, dtype, needs)
 
+    def limit(self, kind: InputKind) -> float | None:
+        """Returns the density from which dense attention replaces predicted masks of inputs of a kind; None: never.
+
+        None for training, for masks that a model may have been trained with, and where rates are not known.
+        """
+        device, dtype, head_dim, gradients = kind
+        replaceable = getattr(self.config.mask, "approximates_dense", False) and len(self.grid.sequences) == 1
+        if gradients or not replaceable:
+            return None
+        kernel = self.choose_kernel(kind).name
+        rates = rates_of(self.config.machine, device, kernel)
+        if rates is None or rates.dtype != str(dtype).removeprefix("torch."):
+            return None
+        if device.type == "cuda" and fused_kernel(torch.empty(0, head_dim, dtype=dtype, device=device)) is None:
+            return None  # the block kernel would compute the dense blocks, too
+        return rates.break_even(self.grid.block_q, self.grid.block_k, head_dim, self.grid.tokens)
+
+    def replacement(self, slot: Slot, kind: InputKind, now: DenoisingStep) -> KnownMask | None:
+        """Returns the dense mask if it is faster than one of the density of the attention's last predicted mask.
+
+        A mask is predicted at each generation's first call, and at the first of every `LOOK_EVERY` steps. Its density
+        decides for the others. Waits for its counts. Where steps are not known, a mask is predicted at every call.
+
+        Args:
+            now: The call's step and generation.
+        """
+        use, limit = slot.use, self.limits.get(kind)
+        if limit is None or use is None or use.counts is None:
+            return None
+        last = use.moment
+        if (last.generation, last.step // LOOK_EVERY) != (now.generation, now.step // LOOK_EVERY) or last == now:
+            return None
+        counted = slot.counted()
+        return self.dense if counted is not None and counted.density >= limit else None
+
+    def keep_kind(self, kind: InputKind, limit: float | None) -> None:
+        """Remembers a kind of inputs, and its `limit`, which ranks have compared."""
+        self.checked_inputs.is_new(kind, None)
+        if limit is not None and kind not in self.limits:
+            self.limits[kind] = limit
+            if self.group.rank == 0:
+                blocks = f"{self.choose_kernel(kind).name} on blocks of {self.grid.block_q}×{self.grid.block_k}"
+                log.info("predicted masks of density %.2f and more: dense attention, faster than %s", limit, blocks)
+
     def settle(self) -> None:
         """Waits for counts under way, so that statistics cover every call."""
         for slot in self.slots.values():
@@ -217,7 +267,7 @@ class Size:
 
     def restart(self) -> None:
         """Drops the plans of predicted masks: a rank has left a pass that others went on with."""
-        self.predicted_calls = 0
+        self.predicted_calls, self.dense.plan, self.dense.prepared = 0, None, None
         for slot in self.slots.values():
             slot.restart()
 

@@ -14,55 +14,8 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan
-from dbsp_core.planning.reuse import MakePlan, PlanUse, UsualCounts, next_use
+from dbsp_core.planning.reuse import MakePlan, PlanUse, ReuseStatistics, UsualCounts, next_use
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.utils.errors import in_number
-
-
-@dataclass
-class ReuseStatistics:
-    """Sums over the calls of a session."""
-
-    calls: int = 0  # Attentions computed
-    plans: int = 0  # Plans made for them
-    counted: int = 0  # Calls whose ρ_s in use is known
-    rho_sum: float = 0.0  # Sum of ρ_s in use over these calls; `worst_rho`, its maximum
-    worst_rho: float = 1.0
-    dense: int = 0  # Number of these calls whose masks leave nothing out
-    waits: int = 0  # Calls with a predicted mask whose own counts were waited for
-    wait_s: float = 0.0  # Seconds of these waits
-    plan_s: float = 0.0  # Seconds of planning by these counts, in which ranks agree
-
-    @property
-    def mean_rho(self) -> float:
-        """Mean ρ_s in use; 1.0 before any is known."""
-        return self.rho_sum / self.counted if self.counted else 1.0
-
-    def __str__(self) -> str:
-        rho = f", ρ_s {self.mean_rho:.3f}" if self.counted else ""
-        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}{self.price}"
-
-    @property
-    def price(self) -> str:
-        """What plans by each call's own counts cost, in words; "" if few calls had such plans."""
-        if 2 * self.waits <= self.calls:
-            return ""
-        wait_ms, plan_ms = (1e3 * seconds / self.calls for seconds in (self.wait_s, self.plan_s))
-        waits = f"{self.waits / self.calls:.2f} host waits a call"
-        return f"; plan current: {waits} of {wait_ms:.2f} ms, and planning of {plan_ms:.2f} ms"
-
-    def count(self, plan: Plan) -> None:
-        """Adds the plan of a call that was added, with the numbers of the call's own mask."""
-        self.counted += 1
-        self.rho_sum += plan.rho
-        self.worst_rho = max(self.worst_rho, plan.rho)
-        self.dense += plan.density == 1
-
-    def waited(self, wait_s: float, plan_s: float) -> None:
-        """Adds a host wait for a call's own counts, and the time of planning by them."""
-        self.waits += 1
-        self.wait_s += wait_s
-        self.plan_s += plan_s
 
 
 @dataclass(eq=False)
@@ -76,6 +29,7 @@ class KnownMask:
         number: The order in which a size's masks were met, which ranks compare.
         shares_plan: True if its attentions share a plan; False where masks change by step, and each goes on with its
             own.
+        replaces: True if it takes the place of predicted masks that are too dense; see `Size.replacement`.
         plan: The shared plan.
         prepared: Route and tables, while any of `users` attentions has them. Ranks compare a mask that is new, so all
             must drop it at the same call: a weak reference would not do.
@@ -84,6 +38,7 @@ class KnownMask:
     key: tuple[tuple[Video, ...], Hashable]
     number: int
     shares_plan: bool
+    replaces: bool = False
     plan: Plan | None = None
     prepared: PreparedAttention | None = None
     users: int = 0
@@ -177,6 +132,10 @@ class Slot:
         self.statistics.plans += use.new
         if use.counted is not None:
             self.statistics.count(use.counted)
+        if known is not None and known.replaces:  # plan and tables of predicted masks stay, for the next one
+            known.plan, known.prepared = use.plan, prepared
+            self.statistics.replaced[self.key[1]] += 1
+            return
         if known is not None:
             known.prepared = prepared
         elif prepared.coarse is not None:
