@@ -50,19 +50,16 @@ def arrivals_during_kernels(rank: int, world: int) -> list[bool]:
         pending.append(start(group, *args))
         return pending[-1]
 
-    def unwatched(group: SequenceGroup, *args: Any) -> torch.Tensor:
-        return start(group, *args).wait()
-
     def waiting_kernel(q: torch.Tensor, *_: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         chunk = len(arrived)
         if chunk + 1 < world:
             expected = float((rank - chunk - 1) % world + 1)
-            arrived.append(len(pending) == chunk + 1 and _comes(pending[chunk].received, expected))
+            _, *chunks = pending  # q came first, with the keys of chunk 0
+            arrived.append(len(chunks) == chunk + 1 and _comes(chunks[chunk].received, expected))
         return torch.zeros_like(q), torch.zeros(q.shape[:2])
 
     with (
         mock.patch.object(SequenceGroup, "start_all_to_all", watched_start),
-        mock.patch.object(SequenceGroup, "all_to_all", unwatched),
         mock.patch.object(dbsp_core.runtime.chunk_attention, "block_attention", waiting_kernel),
     ):
         session.attend(0, k, k, k)
