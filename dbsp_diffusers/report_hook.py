@@ -27,8 +27,8 @@ from dbsp_kernels.errors import page
 def report_calls(pipe: Any, sessions: Sequence[AttentionSession], patches: PatchSet, framework: str) -> None:
     """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
 
-    A call whose masks all turn out dense, unasked, ends with a line that says so. A call that fails leaves nothing,
-    and waits for nobody.
+    A call whose masks all turn out dense, unasked, ends with a line that says so, as do costs of `plan: current` and
+    layers that ran dense because that is faster. A call that fails leaves nothing, and waits for nobody.
 
     Args:
         sessions: One for each of its transformers, in the order in which the report numbers their layers.
@@ -52,6 +52,8 @@ def report_calls(pipe: Any, sessions: Sequence[AttentionSession], patches: Patch
                         or f"mask {source} skipped no blocks (density 1.000), so db-SP could not speed up attention; "
                         f"{page('masks')} has its settings, and other sources"
                     )
+                for note in session.reuse.notes() if is_writer(session.group) else ():
+                    log.info(note)
             if observer is not None:
                 report_or_say_why_not(sessions, model_name(pipe), framework)
             return output

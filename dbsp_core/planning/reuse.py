@@ -101,16 +101,20 @@ class ReuseStatistics:
 
     def __str__(self) -> str:
         rho = f", ρ_s {self.mean_rho:.3f}" if self.counted else ""
-        return f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}{self.price}"
+        return "; ".join([f"{in_number(self.calls, 'call')}, {in_number(self.plans, 'plan')}{rho}", *self.notes()])
 
-    @property
-    def price(self) -> str:
-        """What plans by each call's own counts cost, in words; "" if few calls had such plans."""
-        if 2 * self.waits <= self.calls:
-            return ""
-        wait_ms, plan_ms = (1e3 * seconds / self.calls for seconds in (self.wait_s, self.plan_s))
-        waits = f"{self.waits / self.calls:.2f} host waits a call"
-        return f"; plan current: {waits} of {wait_ms:.2f} ms, and planning of {plan_ms:.2f} ms"
+    def notes(self) -> list[str]:
+        """Returns in words what plans by calls' own counts cost, and which layers ran dense, if there were any."""
+        notes = []
+        if 2 * self.waits > self.calls:  # not the first calls of attentions alone
+            wait_ms, plan_ms = (1e3 * seconds / self.calls for seconds in (self.wait_s, self.plan_s))
+            waits = f"{self.waits / self.calls:.2f} host waits a call"
+            notes.append(f"plan current: {waits} of {wait_ms:.2f} ms, and planning of {plan_ms:.2f} ms")
+        if self.replaced:
+            layers = ", ".join(map(str, sorted(self.replaced)))
+            share = f"{self.replaced.total()} of {in_number(self.calls, 'call')}"
+            notes.append(f"dense attention replaced masks too dense to be faster in {share} (layers {layers})")
+        return notes
 
     def count(self, plan: Plan) -> None:
         """Adds the plan of a call that was added, with the numbers of the call's own mask."""

@@ -147,6 +147,15 @@ def test_call_that_gains_nothing_is_logged(folder, capfd, config, line):
     assert line is None or line in lines[0]
 
 
+@pytest.mark.parametrize("plan", ["lagged", "current"])
+def test_call_with_current_plans_ends_with_their_price(folder, capfd, plan):
+    pipe = load("wan", folder)
+    dbsp_diffusers.enable(pipe, {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 8, "block_k": 8}, "plan": plan})
+    latents(pipe, width=64, num_frames=5, guidance_scale=1.0)
+    text = capfd.readouterr().err
+    assert ("dbsp: plan current: 1.00 host waits a call of " in text) == (plan == "current"), text
+
+
 def enabled_pipeline(folder: str) -> Any:
     """Returns a pipeline after a call, with db-SP still on it, which holds masks' plans and closures of all kinds."""
     pipe = load("wan", folder)
