@@ -91,9 +91,19 @@ steps go on where a CFG pass is repeated: dbsp_core/masks/steps.py
 tests/core/runtime/test_mask_provider.py -k passes
 
 reuse keeps a plan at the threshold P_s: dbsp_core/planning/reuse.py
-- return counted if counted.rho <= threshold else
-+ return counted if counted.rho < threshold else
+- if counted.rho <= threshold:
++ if counted.rho < threshold:
 tests/core/runtime/test_slot.py -k threshold
+
+counts change as they did in videos before: dbsp_core/planning/reuse.py
+- np.rint(rows + (here - before))
++ np.rint(rows + (before - here))
+tests/core/runtime/test_slot.py -k "UsualCounts or second_generation"
+
+masks that are too dense are looked at again: dbsp_core/runtime/size.py
+- (last.generation, last.step // LOOK_EVERY) != (now.generation, now.step // LOOK_EVERY)
++ last.generation != now.generation
+tests/core/runtime/test_break_even.py -k "U2R1 and not training"
 
 errors are raised on all ranks: dbsp_core/comm/consistency.py
 - if failed:
