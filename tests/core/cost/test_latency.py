@@ -95,7 +95,9 @@ def test_bytes_between_nodes_take_the_network():
     assert (apart, alone) == pytest.approx((sent, sent * 1.5 / 100))
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap"))])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap", "predict"))]
+)
 def test_worse_constant_makes_the_prediction_slower(name):
     plan, _, _ = a_plan("U2R2", layout_name="striped")
     rates = {n: 1e6 for n in NAMES if n.endswith("_per_s") and not n.startswith("network")}
