@@ -16,7 +16,7 @@ from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import ModelSpec, model_title, published_model, signature_of_model, signature_of_name
 from dbsp_core.planning.bags import BagConfig
 from dbsp_core.planning.chunks import ALL, NEEDED
-from dbsp_core.planning.comm_dtype import COMM_DTYPES, MODEL, CommDtype
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype, read_comm_dtype
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_values, names_mask, read_mask
@@ -38,7 +38,6 @@ from dbsp_core.utils.schema import (
     keys_within,
     plain_value,
     read_path,
-    require_choice,
     require_known,
     setting_names,
 )
@@ -102,7 +101,8 @@ class DbspConfig:
         planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper), `contiguous` (as USP) or `snake` (xDiT's order of
             heads).
         precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
-            per token and head; without gradients. The output is always sent in the model's dtype.
+            per token and head; without gradients. The output is sent in the model's dtype; {qkv: int8, out: int8}
+            sends it in 8 bits, too.
         reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
             1.10; see docs/results/even.md for what each value costs and gives.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
@@ -128,7 +128,7 @@ class DbspConfig:
     dense_schedule: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     planner: str = "dbsp"
-    precision: str = MODEL.name
+    precision: CommDtype = field(default=MODEL, metadata={"read": read_comm_dtype})
     reuse: float = 1.02
     kernel: str = "auto"
     machine: str | None = field(default=None, metadata={"read": read_path})
@@ -149,7 +149,6 @@ class DbspConfig:
                 self.for_transformer("transformer_2")
         with blame_setting("planner"):
             require_planner(self.planner)
-        require_choice("precision", self.precision, tuple(COMM_DTYPES))
         require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the least ρ_s there is")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
@@ -198,11 +197,6 @@ class DbspConfig:
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
         return "contiguous" if self.mask.changes == "never" else require_planner(self.planner).layout
-
-    @property
-    def comm_dtype(self) -> CommDtype:
-        """The format of queries, keys and values in exchanges."""
-        return COMM_DTYPES[self.precision]
 
     @property
     def fingerprint(self) -> int:

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 
 from dbsp_core.comm.consistency import ConcurrencyGuard, InputKind, MeetingGroup, input_kind, raised_on_all
 from dbsp_core.comm.exchange import LocalKeys, mean_of_tokens
-from dbsp_core.planning.comm_dtype import Int8Format
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import ChunkTable
@@ -116,9 +115,9 @@ def _forward(
 ) -> torch.Tensor:
     """Computes `attend` without gradients; `keep`, or None, is given what backward needs."""
     route, group, plan, kernel = prepared.route, prepared.group, prepared.plan, prepared.kernels[kind]
-    int8 = plan.comm_dtype if isinstance(plan.comm_dtype, Int8Format) else None
+    int8 = plan.comm_dtype if plan.comm_dtype.is_int8 else None
     batch, _, _, head_dim = q.shape
-    keys = LocalKeys(k, v, mean_of_tokens(k, prepared.layout, group) if plan.comm_dtype.centred else None)
+    keys = LocalKeys(k, v, None if int8 is None else mean_of_tokens(k, prepared.layout, group))
     # 1. Queries go to the owners of rows, and with them the keys and values of the rank's own ring row.
     packed_q, chunk = route.dispatch(q, keys, group)
     first = [chunk]
