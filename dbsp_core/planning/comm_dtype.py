@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class CommDtype:
         if self.out == INT8 and not self.is_int8:
             raise UserError("precision: out: int8 needs qkv: int8; write {qkv: int8, out: int8}")
 
-    @property
+    @cached_property
     def is_int8(self) -> bool:
         """True if q, k and v are rounded: rotated, and keys less their mean, which softmax ignores."""
         return self.qkv == INT8

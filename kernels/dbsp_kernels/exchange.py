@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from dbsp_kernels.rounding import LARGEST, TINY
+from dbsp_kernels.rounding import LARGEST, TINY, norm_of, stages_of
 from dbsp_kernels.segments import CopySegments
 
 
 def row_words(head_dim: int) -> int:
     """Words of a token of so many numbers, its scale included."""
     return -(-head_dim // 4) + 1
-
-
-def stages_of(head_dim: int) -> int:
-    """Returns log2 of the channels that are rotated together: the largest power of two that divides D."""
-    return (head_dim & -head_dim).bit_length() - 1
-
-
-def norm_of(head_dim: int) -> float:
-    """Returns what makes `butterflies` a rotation, rounded to float32."""
-    return float(np.float32(2.0 ** (-stages_of(head_dim) / 2)))
 
 
 def signs(head_dim: int) -> torch.Tensor:

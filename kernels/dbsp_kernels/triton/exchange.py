@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import rounding
-from dbsp_kernels.exchange import norm_of, stages_of
+from dbsp_kernels.rounding import norm_of, stages_of
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.int8 import butterflies, largest_magnitudes, quantise, scales_of, signs
 from dbsp_kernels.triton.launch import launch
