@@ -101,8 +101,8 @@ class DbspConfig:
         planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper), `contiguous` (as USP) or `snake` (xDiT's order of
             heads).
         precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
-            per token and head; without gradients. The output is sent in the model's dtype; {qkv: int8, out: int8}
-            sends it in 8 bits, too.
+            per token and head; without gradients. The output is sent in the model's dtype; with {qkv: int8, out: int8}
+            in 8 bits, too.
         reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
             1.10; see docs/results/even.md for what each value costs and gives.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
@@ -252,7 +252,7 @@ class DbspConfig:
     def to_values(self) -> dict[str, Any]:
         """Returns every setting as YAML can hold it: `load` makes an equal configuration of this mapping."""
         values = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        return values | {"mask": mask_values(self.mask)}
+        return values | {"mask": mask_values(self.mask), "precision": self.precision.setting}
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"

@@ -100,7 +100,7 @@ def log_config(session: AttentionSession, transformer: Any, pipe: Any, ranks: Se
         kernel = config.kernel
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
     if config.precision != MODEL:
-        layout += f", precision {config.precision.qkv}, output {config.precision.out}"
+        layout += f", precision {config.precision.setting}"
     _log_once(f"{title} on {in_number(ranks.size, 'rank')}, strategy {session.strategy or 'auto'}, {layout}")
     # 2. The mask with all its settings, such as "sol:…, dense last_steps 5".
     schedule = config.dense_schedule

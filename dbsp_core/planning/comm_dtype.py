@@ -44,6 +44,11 @@ class CommDtype:
         return self.qkv == INT8
 
     @property
+    def setting(self) -> PrecisionLike:
+        """The setting `precision` that means it."""
+        return self.qkv if self.out == MODEL_DTYPE else {"qkv": self.qkv, "out": self.out}
+
+    @property
     def no_gradients(self) -> str | None:
         """Error message if attention with it has no gradients, else None."""
         if not self.is_int8:
@@ -101,6 +106,6 @@ def read_comm_dtype(value: Any, name: str = "precision") -> CommDtype:
     if isinstance(value, CommDtype):
         return value
     if isinstance(value, Mapping):
-        comm_dtype: CommDtype = build(CommDtype, value, repr(name))
+        comm_dtype: CommDtype = build(CommDtype, value, "'precision'")
         return comm_dtype
     return CommDtype(value)

@@ -31,6 +31,7 @@ class Row:
         unrotated: q, k and v sent as int8 without rotation.
         qkv: `precision: int8`.
         qkv_and_out: `precision: {qkv: int8, out: int8}`.
+        kernel_unrotated, kernel: `unrotated` and `qkv` with kernel `triton-int8`, which rounds q and k once more.
     """
 
     head_dim: int
@@ -39,6 +40,8 @@ class Row:
     unrotated: float
     qkv: float
     qkv_and_out: float
+    kernel_unrotated: float
+    kernel: float
     label: str = "measured"
 
 
@@ -74,6 +77,15 @@ def sent(tokens: torch.Tensor, rotate: bool) -> torch.Tensor:
     return restore_rows(rows_of_tokens(tokens.float(), rotate), tokens.shape[-1], torch.float32).double()
 
 
+def in_kernel(qkv: QKV) -> QKV:
+    """Returns q and k as kernel `triton-int8` rounds them: one scale for a query, and for a block of 64 keys."""
+    q, k, v = qkv
+    steps = q.abs().amax(dim=-1, keepdim=True) / 127
+    blocks = k.unflatten(1, (-1, 64))
+    steps_of_blocks = blocks.abs().amax(dim=(2, 3), keepdim=True) / 127
+    return (q / steps).round() * steps, ((blocks / steps_of_blocks).round() * steps_of_blocks).flatten(1, 2), v
+
+
 def rotated_back(tokens: torch.Tensor) -> torch.Tensor:
     head_dim = tokens.shape[-1]
     return butterflies(tokens) * signs(head_dim) * norm_of(head_dim)
@@ -83,8 +95,12 @@ def rows(_: argparse.Namespace) -> Iterator[Row]:
     for head_dim in HEAD_DIMS:
         for name, (q, k, v) in kinds(head_dim):
             exact, k = attention((q, k, v)), k - k.mean(dim=1, keepdim=True)
-            plain, rotated = (attention((sent(q, on), sent(k, on), sent(v, on))) for on in (False, True))
-            outputs = plain, rotated_back(rotated), rotated_back(sent(rotated, rotate=False))
+            came, turned = ((sent(q, on), sent(k, on), sent(v, on)) for on in (False, True))
+            rotated = attention(turned)
+            outputs = (
+                *(attention(came), rotated_back(rotated), rotated_back(sent(rotated, rotate=False))),
+                *(attention(in_kernel(came)), rotated_back(attention(in_kernel(turned)))),
+            )
             errors = (float((out - exact).norm() / exact.norm()) for out in outputs)
             yield Row(head_dim, 1 << stages_of(head_dim), name, *(float(f"{error:.2e}") for error in errors))
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -23,6 +23,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
+from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.source import PRESETS
@@ -35,6 +36,7 @@ MODELS = (
 """One of each size of attention."""
 MACHINES = ("a800", "h800", "h100", "h200", "b200", "h20")
 RANKS = {"8 on one node": [0] * 8, "4 on each of two": [0] * 4 + [1] * 4, "8 on each of two": [0] * 8 + [1] * 8}
+INT8 = CommDtype("int8"), CommDtype("int8", "int8")
 H3_TOKENS, H3_DENSITY = 209_664, 0.2
 
 
@@ -47,6 +49,7 @@ class Row:
         fastest, fastest_ms: The one that is predicted to be fastest.
         ulysses_ms: The time of plain Ulysses over all ranks, UxR1.
         loss: By how much the rule's is slower than the fastest.
+        int8_ms, int8_out_ms: The rule's with `precision: int8`, and with the output in 8 bits, too.
     """
 
     model: str
@@ -60,6 +63,8 @@ class Row:
     fastest_ms: float
     ulysses_ms: float
     loss: float
+    int8_ms: float
+    int8_out_ms: float
     label: str = "modelled"
 
 
@@ -89,7 +94,9 @@ def rows(_: argparse.Namespace) -> Iterator[Row]:
                 best = min(ms, key=ms.__getitem__)
                 times = round(ms[rule], 2), str(best), round(ms[best], 2), round(ms[Strategy(len(nodes), 1)], 2)
                 loss = round(ms[rule] / ms[best] - 1, 4)
-                yield Row(name, spec.heads, grid.tokens, where, machine.name, str(rule), *times, loss)
+                int8 = (replace(plans[rule], comm_dtype=comm_dtype) for comm_dtype in INT8)
+                int8_ms = (round(1e3 * predict(plan, shape, machine, nodes, layout).total_s, 2) for plan in int8)
+                yield Row(name, spec.heads, grid.tokens, where, machine.name, str(rule), *times, loss, *int8_ms)
 
 
 def summary(found: list[Row]) -> Iterator[str]:
