@@ -16,7 +16,7 @@ from dbsp_core.models.signature import ModelSignature
 from dbsp_core.models.table import ModelSpec, model_title, published_model, signature_of_model, signature_of_name
 from dbsp_core.planning.bags import BagConfig
 from dbsp_core.planning.chunks import ALL, NEEDED
-from dbsp_core.planning.comm_dtype import COMM_DTYPES, MODEL, CommDtype
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype, read_comm_dtype
 from dbsp_core.planning.planners import require_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.spec import mask_values, names_mask, read_mask
@@ -38,7 +38,6 @@ from dbsp_core.utils.schema import (
     keys_within,
     plain_value,
     read_path,
-    require_choice,
     require_known,
     setting_names,
 )
@@ -102,7 +101,8 @@ class DbspConfig:
         planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper), `contiguous` (as USP) or `snake` (xDiT's order of
             heads).
         precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
-            per token and head; without gradients. The output is always sent in the model's dtype.
+            per token and head; without gradients. The output is sent in the model's dtype; with {qkv: int8, out: int8}
+            in 8 bits, too.
         plan: What predicted masks are planned by. `lagged`: the counts of the calls before, without waiting.
             `current`: each call's own counts, as in the paper; the host waits for them once a call.
         reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
@@ -130,7 +130,7 @@ class DbspConfig:
     dense_schedule: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
     planner: str = "dbsp"
-    precision: str = MODEL.name
+    precision: CommDtype = field(default=MODEL, metadata={"read": read_comm_dtype})
     plan: Literal["lagged", "current"] = "lagged"
     reuse: float = 1.02
     kernel: str = "auto"
@@ -152,7 +152,6 @@ class DbspConfig:
                 self.for_transformer("transformer_2")
         with blame_setting("planner"):
             require_planner(self.planner)
-        require_choice("precision", self.precision, tuple(COMM_DTYPES))
         require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the least ρ_s there is")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
@@ -201,11 +200,6 @@ class DbspConfig:
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
         return "contiguous" if self.mask.changes == "never" else require_planner(self.planner).layout
-
-    @property
-    def comm_dtype(self) -> CommDtype:
-        """The format of queries, keys and values in exchanges."""
-        return COMM_DTYPES[self.precision]
 
     @property
     def fingerprint(self) -> int:
@@ -261,7 +255,7 @@ class DbspConfig:
     def to_values(self) -> dict[str, Any]:
         """Returns every setting as YAML can hold it: `load` makes an equal configuration of this mapping."""
         values = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        return values | {"mask": mask_values(self.mask)}
+        return values | {"mask": mask_values(self.mask), "precision": self.precision.setting}
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"

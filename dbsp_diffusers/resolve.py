@@ -99,8 +99,8 @@ def log_config(session: AttentionSession, transformer: Any, pipe: Any, ranks: Se
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
     layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
-    if config.comm_dtype is not MODEL:
-        layout += f", precision {config.precision}"
+    if config.precision != MODEL:
+        layout += f", precision {config.precision.setting}"
     _log_once(f"{title} on {in_number(ranks.size, 'rank')}, strategy {session.strategy or 'auto'}, {layout}")
     # 2. The mask with all its settings, such as "sol:…, dense last_steps 5".
     schedule = config.dense_schedule

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
-from dbsp_core.planning.comm_dtype import MODEL, CommDtype, Int8Format
+from dbsp_core.planning.comm_dtype import INT8, MODEL, CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.exchange import copy_segments, copy_to_both
+from dbsp_kernels.exchange import copy_segments, copy_to_both, rotate_segments, row_words
 from dbsp_kernels.segments import CopySegments
 
 CHUNKS_IN_FLIGHT = 2
@@ -38,6 +38,7 @@ class Exchange:
         comm_dtype: Communication dtype of the tokens in the buffers.
         adds: True if unpacking adds to output tensors.
         in_order: True if the receive buffer of one item has keys and values as the kernel reads them.
+        returns: True if the output is sent, and rotated back where int8 values have rotated it.
     """
 
     sent: tuple[int, ...]
@@ -47,6 +48,7 @@ class Exchange:
     comm_dtype: CommDtype = MODEL
     adds: bool = False
     in_order: bool = False
+    returns: bool = False
 
     @cached_property
     def backward(self) -> Exchange:
@@ -73,9 +75,9 @@ class Exchange:
         `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
         """
         first, slots, batch = tensors[0], sum(self.sent), tensors[0].shape[0]
-        if isinstance(self.comm_dtype, Int8Format):
-            buffer = self.comm_dtype.empty(first, slots, batch)
-            self.comm_dtype.write(tensors, buffer, self.pack, less)
+        if (self.comm_dtype.out if self.returns else self.comm_dtype.qkv) == INT8:
+            buffer = first.new_empty(slots, batch, row_words(first.shape[-1]), dtype=torch.int32)
+            self.comm_dtype.write(tensors, buffer, self.pack, less, rotate=not self.returns)
             return buffer
         if less:
             raise ValueError("tokens in the model's precision are sent as they are")
@@ -89,6 +91,9 @@ class Exchange:
 
     def deliver(self, came: torch.Tensor, *tensors: torch.Tensor) -> None:
         """Unpacks what was received into output tensors [B, heads, slots, W]."""
+        if self.returns and self.comm_dtype.is_int8:
+            rotate_segments(came, tensors[0], self.unpack[0][0])
+            return
         if len(tensors) == 2 and not self.adds:
             copy_to_both(came, tensors, [segments for (segments,) in self.unpack])
             return
@@ -227,7 +232,7 @@ class Route:
         del out  # before the receive buffer is allocated
         came = self.combine_exchange.start(buffer, group).wait()
         del buffer
-        local = torch.empty_like(like, dtype=came.dtype)
+        local = torch.empty_like(like)
         self.combine_exchange.deliver(came, local)
         return local
 

@@ -13,7 +13,7 @@ import torch
 from dbsp_core.comm.exchange import Exchange, Route, exchange_q_separately
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
-from dbsp_core.planning.comm_dtype import MODEL, CommDtype
+from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels.segments import CopySegments
 
@@ -38,7 +38,8 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     )
     fetched_blocks = tuple(len(head) for head, _ in later)
     # 4. The output returns the way the queries came, with zeros at padding.
-    combine = _exchange(world, [([q_packed], [local_q])], device, zeros=_padding(layout, rank, n_local, plan.heads))
+    padding = _padding(layout, rank, n_local, plan.heads)
+    combine = _exchange(world, [([q_packed], [local_q])], device, comm_dtype, zeros=padding, returns=True)
     slots = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
     return Route(tuple(dispatch), combine, *slots, grid.block_k, fetch, fetched_blocks, _packed_again(fetch))
 
@@ -59,8 +60,10 @@ def _exchange(
     world: int,
     parts: Sequence[_Part],
     device: torch.device,
-    comm_dtype: CommDtype = MODEL,
+    comm_dtype: CommDtype,
+    *,
     zeros: np.ndarray | None = None,
+    returns: bool = False,
 ) -> Exchange:
     """Returns the exchange of several parts; `zeros`, int[n, 6], are added to the segments that unpack the first."""
     sources = [here for part, _ in parts for here in part]
@@ -83,7 +86,7 @@ def _exchange(
     _, start, head, token, length, filled = unpack[0].T
     in_order = not filled.any() and bool((head * (length.sum() // 2) + token == start).all())
     copies = tuple((segments,) for segments in _segments(unpack, device))
-    return Exchange(sent, received, _segments(pack, device), copies, comm_dtype, in_order=in_order)
+    return Exchange(sent, received, _segments(pack, device), copies, comm_dtype, in_order=in_order, returns=returns)
 
 
 def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:

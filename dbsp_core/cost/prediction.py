@@ -20,7 +20,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid, Order
 from dbsp_core.planning.chunks import ALL
-from dbsp_core.planning.comm_dtype import MODEL, CommDtype
+from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import Plan
 from dbsp_core.utils.errors import UserError
 
@@ -109,6 +109,10 @@ class AttentionShape:
         """Returns the bytes of one token of one head of q, k or v in its communication dtype."""
         return self.batch * comm_dtype.token_bytes(self.head_dim, self.element_bytes)
 
+    def out_bytes(self, comm_dtype: CommDtype) -> int:
+        """Returns those of the output."""
+        return self.batch * comm_dtype.out_bytes(self.head_dim, self.element_bytes)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -152,8 +156,8 @@ def predict(
     traffic, sent_bytes = traffic_of(plan, layout), shape.sent_bytes(comm_dtype)
     apart = exchange_q_separately(plan)
     dispatched = [traffic.queries, 2 * traffic.keys[0]] if apart else [traffic.dispatch]
-    exchanged = [*(tokens * sent_bytes for tokens in dispatched), traffic.queries.T * shape.token_bytes]
-    if comm_dtype.centred:
+    exchanged = [*(tokens * sent_bytes for tokens in dispatched), traffic.queries.T * shape.out_bytes(comm_dtype)]
+    if comm_dtype.is_int8:
         means = float(mean_bytes(shape.batch, shape.heads, shape.head_dim, 2))
         exchanged.append(np.full((strategy.world, strategy.world), means))
     # 2. Seconds.
@@ -252,10 +256,8 @@ def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: A
         identical = (plan.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
         in_shard = in_shard + np.where(identical, further[0], np.sum(further, axis=0))
     total = (in_shard + packed) * token
-    if comm_dtype is not MODEL:
-        total = total + unpacked * shape.sent_bytes(comm_dtype)
-    if comm_dtype.centred:
-        total = total + shape.heads * layout.shard * token
+    if comm_dtype.is_int8:
+        total = total + unpacked * shape.sent_bytes(comm_dtype) + shape.heads * layout.shard * token
     return float(np.max(total))
 
 

@@ -31,7 +31,7 @@ class LayerSize:
     head_dim: int
     token_flops: float  # FLOP per token of everything but self-attention's scores and values
     element_bytes: int = 2  # Bytes of a number of q, k and v
-    comm_dtype: CommDtype = MODEL  # Communication dtype of q, k and v
+    comm_dtype: CommDtype = MODEL  # Communication dtype of q, k, v and the output
 
 
 def sequence_cost(layer: LayerSize, hardware: Hardware | None, block_q: int = 64, block_k: int = 64) -> SequenceCost:

@@ -1,53 +1,70 @@
-"""Communication dtypes of queries, keys and values: the model's, or int8 with a scale."""
+"""Communication dtypes: queries, keys, values and the output as the model has them, or as int8 with a scale."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
-from dbsp_core.utils.errors import UserError, did_you_mean
+from dbsp_core.utils.errors import UserError, did_you_mean, in_short
+from dbsp_core.utils.schema import build
 from dbsp_kernels.exchange import quantise_segments, restore_rows, row_words
 from dbsp_kernels.segments import CopySegments
 
+MODEL_DTYPE, INT8 = "model", "int8"
+DTYPES = (MODEL_DTYPE, INT8)
 
+
+@dataclass(frozen=True)
 class CommDtype:
-    """The tokens of a head are sent as the model has them. The output is always sent so.
+    """How tokens of a head are sent: "model", as the model has them, or "int8", with a scale a token and head.
 
     Attributes:
-        name: Its value of the setting `precision`.
-        centred: True if the mean of all tokens, which softmax ignores, is subtracted from keys.
-        no_gradients: Error message if attention with it has no gradients, else None.
+        qkv: Queries, keys and values.
+        out: The output, which can be int8 only if they are: it comes out of attention rotated, as the values are.
     """
 
-    name = "model"
-    centred = False
-    no_gradients: str | None = None
+    qkv: str = MODEL_DTYPE
+    out: str = MODEL_DTYPE
 
-    def __repr__(self) -> str:
-        return f"<CommDtype {self.name}>"
+    def __post_init__(self) -> None:
+        for value in (self.qkv, self.out):
+            if value not in DTYPES:
+                hint = did_you_mean(value, DTYPES)
+                raise UserError(f"precision cannot be {in_short(value)}: use one of {', '.join(DTYPES)}{hint}")
+        if self.out == INT8 and not self.is_int8:
+            raise UserError("precision: out: int8 needs qkv: int8; write {qkv: int8, out: int8}")
+
+    @cached_property
+    def is_int8(self) -> bool:
+        """True if q, k and v are rounded: rotated, and keys less their mean, which softmax ignores."""
+        return self.qkv == INT8
+
+    @property
+    def setting(self) -> PrecisionLike:
+        """The setting `precision` that means it."""
+        return self.qkv if self.out == MODEL_DTYPE else {"qkv": self.qkv, "out": self.out}
+
+    @property
+    def no_gradients(self) -> str | None:
+        """Error message if attention with it has no gradients, else None."""
+        if not self.is_int8:
+            return None
+        return (
+            "precision: int8 has no gradients, as rounding has none; leave it out to train, or call attention "
+            "under torch.no_grad()"
+        )
 
     def token_bytes(self, head_dim: int, element_bytes: int) -> int:
         """Returns the bytes of a token of one head of q, k or v whose numbers have `element_bytes` in the model."""
-        return head_dim * element_bytes
+        return _token_bytes(self.qkv, head_dim, element_bytes)
 
-
-class Int8Format(CommDtype):
-    """A token's numbers are sent as int8, followed by its scale as float32: see `dbsp_kernels.exchange`."""
-
-    name = "int8"
-    centred = True
-    no_gradients = (
-        "precision: int8 has no gradients, as rounding has none; leave it out to train, or call attention "
-        "under torch.no_grad()"
-    )
-
-    def token_bytes(self, head_dim: int, element_bytes: int) -> int:
-        return 4 * row_words(head_dim)
-
-    def empty(self, like: torch.Tensor, *slots: int) -> torch.Tensor:
-        """Allocates room for written tokens, int32[*slots, W], of q, k or v `like` [..., D]."""
-        return like.new_empty(*slots, row_words(like.shape[-1]), dtype=torch.int32)
+    def out_bytes(self, head_dim: int, element_bytes: int) -> int:
+        """Returns those of a token of one head of the output."""
+        return _token_bytes(self.out, head_dim, element_bytes)
 
     def write(
         self,
@@ -55,29 +72,40 @@ class Int8Format(CommDtype):
         buffer: torch.Tensor,
         segments: Sequence[CopySegments],
         less: Sequence[torch.Tensor | None],
+        *,
+        rotate: bool = True,
     ) -> None:
-        """Writes tokens of tensors [B, heads, n, D] into a buffer int32[slots, B, W].
+        """Writes tokens of tensors [B, heads, n, D] as int8 into a buffer int32[slots, B, W].
 
         Args:
             segments: Segments of each tensor.
             less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
+            rotate: False for tokens that are rotated already: the output.
         """
         for tensor, of_tensor, mean in zip(tensors, segments, less or [None] * len(tensors), strict=True):
-            quantise_segments(tensor, buffer, of_tensor, mean)
+            quantise_segments(tensor, buffer, of_tensor, mean, rotate=rotate)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Returns tokens [..., D] of contiguous int32[..., W], in the dtype and with the D of `like`."""
+        """Returns rotated tokens [..., D] of contiguous int32[..., W], in the dtype and with the D of `like`."""
         return restore_rows(written, like.shape[-1], like.dtype)
 
 
 MODEL = CommDtype()
-COMM_DTYPES: dict[str, CommDtype] = {comm_dtype.name: comm_dtype for comm_dtype in (MODEL, Int8Format())}
-"""Formats by the value of setting `precision`."""
 
 
-def require_comm_dtype(precision: str) -> CommDtype:
-    """Returns the format of that name. Raises UserError for what is not one of `COMM_DTYPES`."""
-    if precision not in COMM_DTYPES:
-        known = f"use one of {', '.join(COMM_DTYPES)}" + did_you_mean(precision, COMM_DTYPES)
-        raise UserError(f"the exchange's precision cannot be {precision!r}: {known}")
-    return COMM_DTYPES[precision]
+def _token_bytes(dtype: str, head_dim: int, element_bytes: int) -> int:
+    return 4 * row_words(head_dim) if dtype == INT8 else head_dim * element_bytes
+
+
+PrecisionLike = CommDtype | Mapping[str, str] | str
+"""What the setting `precision` may be."""
+
+
+def read_comm_dtype(value: Any, name: str = "precision") -> CommDtype:
+    """Reads the setting `precision`: "model", "int8", or a mapping of `qkv` and `out`. Raises UserError for others."""
+    if isinstance(value, CommDtype):
+        return value
+    if isinstance(value, Mapping):
+        comm_dtype: CommDtype = build(CommDtype, value, "'precision'")
+        return comm_dtype
+    return CommDtype(value)

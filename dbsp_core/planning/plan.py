@@ -15,7 +15,7 @@ from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
-from dbsp_core.planning.comm_dtype import MODEL, CommDtype, require_comm_dtype
+from dbsp_core.planning.comm_dtype import MODEL, CommDtype, PrecisionLike, read_comm_dtype
 from dbsp_core.planning.planners import (
     Problem,
     balanced_majority_rank,
@@ -82,7 +82,7 @@ class Plan:
         chunks: The KV blocks that each rank is sent in each chunk.
         planner: The planner's name.
         work: int64[P], active blocks of each rank.
-        comm_dtype: Communication dtype of queries, keys and values.
+        comm_dtype: Communication dtype of queries, keys, values and the output.
         baseline_work: int64[P], the active blocks of each rank without db-SP, or None if not compared.
         rho_bound: ρ_s that no plan of whole rows can beat; NaN if not compared.
         moved: Share of queries whose owner is in another ring rank than the rank that holds them outside attention.
@@ -165,7 +165,7 @@ class Plan:
     @cached_property
     def fingerprint(self) -> int:
         """63 bits that differ between plans with different routes; all ranks must have the same."""
-        names = self.strategy, self.grid, self.chunks.keys, self.comm_dtype.name
+        names = self.strategy, self.grid, self.chunks.keys, self.comm_dtype
         digest = hashlib.blake2b(str(names).encode(), digest_size=8)
         digest.update(self.owner.astype(np.uint16).tobytes())  # there are no more ranks, and bytes are a quarter
         for part in self.chunks.identity:
@@ -235,7 +235,7 @@ def make_plan(
     layout: SequenceLayout | None = None,
     compare: bool = True,
     keys: str = ALL,
-    precision: str = "model",
+    precision: PrecisionLike = MODEL,
 ) -> Plan:
     """Plans one attention. Deterministic: equal arguments give equal plans on every rank.
 
@@ -249,7 +249,8 @@ def make_plan(
             those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows
             into runs of tokens, and the plan covers only masks that need no other keys.
         precision: "model": queries, keys and values are sent as they are; "int8": rounded, with a scale for each token
-            and head, and without gradients. No plan assigns other rows for it.
+            and head, and without gradients; {"qkv": "int8", "out": "int8"}: the output, too. No plan assigns other
+            rows for it.
 
     Returns:
         Owners of rows and chunks of keys, with their numbers for this mask.
@@ -284,7 +285,7 @@ def plan_from_counts(
     *,
     layout: SequenceLayout | None = None,
     compare: bool = True,
-    precision: str = "model",
+    precision: PrecisionLike = MODEL,
     runs: bool = False,
 ) -> Plan:
     """Plans one attention from its rows' active blocks; all keys of a rank's heads are sent. See `make_plan`.
@@ -293,7 +294,7 @@ def plan_from_counts(
         row_work: int64[H, nq], active blocks of each row.
         runs: True if planner "dbsp" cuts rows into runs of tokens, for plans with selective KV exchange.
     """
-    strategy, comm_dtype = Strategy.parse(strategy), require_comm_dtype(precision)
+    strategy, comm_dtype = Strategy.parse(strategy), read_comm_dtype(precision)
     assign = require_planner(planner).assign
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):

@@ -86,11 +86,11 @@ def bytes_sent(prepared: PreparedAttention, q: torch.Tensor) -> tuple[int, int, 
     x, y = plan.strategy.ulysses, plan.strategy.ring
     shape, comm_dtype = AttentionShape.from_q(q, plan.heads), plan.comm_dtype
     token_bytes, sent_bytes = shape.token_bytes, shape.sent_bytes(comm_dtype)
-    means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.centred else 0
+    means = mean_bytes(shape.batch, shape.heads, shape.head_dim, x * y) if comm_dtype.is_int8 else 0
     dispatched, fetched, combined = prepared.route.tokens_sent(prepared.group.rank)
     tensor = plan.heads * q.shape[2] * token_bytes  # local q, k, v or output
     usp = 4 * tensor * (x - 1) // x + 2 * tensor * (y - 1)
-    return dispatched * sent_bytes + means, fetched * sent_bytes, combined * token_bytes, usp
+    return dispatched * sent_bytes + means, fetched * sent_bytes, combined * shape.out_bytes(comm_dtype), usp
 
 
 NUMBERS = ("density", "rho_before", "rho", "rho_bound")  # of a `Plan` for the mask of one call, in reports

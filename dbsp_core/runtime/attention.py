@@ -29,6 +29,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.chunks import ALL
+from dbsp_core.planning.comm_dtype import MODEL, PrecisionLike
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.consistency_checks import (
@@ -191,7 +192,7 @@ def dual_balanced_attention(
     kernel: str = "auto",
     debug: bool = False,
     keys: str = ALL,
-    precision: str = "model",
+    precision: PrecisionLike = MODEL,
 ) -> torch.Tensor:
     """Computes block-sparse attention over all ranks of `group`, called by every one of them.
 
@@ -210,7 +211,7 @@ def dual_balanced_attention(
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
         keys: "all" or "needed": which keys and values each rank is sent; see `make_plan`.
-        precision: "model" or "int8": how q, k and v are written on their way; see `make_plan`.
+        precision: "model", "int8" or {"qkv": "int8", "out": "int8"}: how tokens are sent; see `make_plan`.
 
     Returns:
         [B, H, n_local, D], zero at padding and at queries whose row has no blocks.

@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from dbsp_core.comm.block_pooling import mean_of_tokens
 from dbsp_core.comm.consistency import ConcurrencyGuard, InputKind, MeetingGroup, input_kind, raised_on_all
 from dbsp_core.comm.exchange import Dispatch, LocalKeys
-from dbsp_core.planning.comm_dtype import Int8Format
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import ChunkTable
@@ -76,7 +75,7 @@ def start_dispatch(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor
     """Sends q, k and v of an `attend` to come. Of its mask, nothing is needed but the plan. Collective."""
     if len(prepared.plan.owner) != q.shape[1]:
         q, k, v = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v))
-    less = (mean_of_tokens(k, prepared.layout, prepared.group), None) if prepared.plan.comm_dtype.centred else ()
+    less = (mean_of_tokens(k, prepared.layout, prepared.group), None) if prepared.plan.comm_dtype.is_int8 else ()
     return prepared.route.start(q, LocalKeys(k, v, less), prepared.group)
 
 
@@ -126,7 +125,7 @@ def _forward(
 ) -> torch.Tensor:
     """Computes `attend` without gradients; `keep`, or None, is given what backward needs."""
     route, group, plan, kernel = prepared.route, prepared.group, prepared.plan, prepared.kernels[kind]
-    int8 = plan.comm_dtype if isinstance(plan.comm_dtype, Int8Format) else None
+    int8 = plan.comm_dtype if plan.comm_dtype.is_int8 else None
     q, (batch, _, _, head_dim) = dispatch.q, dispatch.q.shape
     # 1. Queries come to the owners of rows, and with them the keys and values of the rank's own ring row.
     packed_q, chunk = route.arrive(dispatch, group)

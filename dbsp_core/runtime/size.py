@@ -91,7 +91,7 @@ class Size:
             strategies = candidates(world, self.grid, supports(self.config.kernel, KernelRequirements(lse=True)))
             self.selector = StrategySelector(strategies, hardware, session.nodes, self.layout)
             self.hardware = 0 if hardware is None else hardware.fingerprint
-        self._no_gradients = self.config.comm_dtype.no_gradients
+        self._no_gradients = self.config.precision.no_gradients
         self.kernel = kernel_order(self.config.kernel, self.config.machine, device)
         # 3. State: slots by layer and CFG pass, the one used last at the end; known masks by the source's cache key;
         # masks of passes that ranks have compared, by `MaskProvider.pass_key`.

@@ -181,7 +181,7 @@ def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], ses
 
     Before anything is distributed: of several bags some may have nothing to attend to, and would not notice.
     """
-    rejection = session.config.comm_dtype.no_gradients
+    rejection = session.config.precision.no_gradients
     if rejection is None:
         return
     of_samples = (sample.latents for sample in samples)
@@ -193,7 +193,7 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
     """Returns the batch with its sequences as attention needs them."""
     element_bytes = next(transformer.parameters()).element_size()
     sizes = session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
-    layer = LayerSize(*sizes, element_bytes=element_bytes, comm_dtype=session.config.comm_dtype)
+    layer = LayerSize(*sizes, element_bytes=element_bytes, comm_dtype=session.config.precision)
     return replace(batch, videos=tuple(packing.videos(transformer, batch)), layer=layer)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dbsp_kernels.rounding import LARGEST, TINY
+from dbsp_kernels.rounding import LARGEST, TINY, norm_of, stages_of
 from dbsp_kernels.segments import CopySegments
 
 
@@ -15,8 +15,38 @@ def row_words(head_dim: int) -> int:
     return -(-head_dim // 4) + 1
 
 
+def signs(head_dim: int) -> torch.Tensor:
+    """Returns ±1.0 for each channel, float32[D], which rotation multiplies by before `butterflies`.
+
+    Otherwise a part that is common to all channels would end up in one. These signs are a bent function: they spread
+    that part, and each other pattern that `butterflies` adds up, over all channels.
+    """
+    # Bits 0 and 1 of a channel's number make a pair, bits 2 and 3 and so on: minus if an odd number of pairs are 11.
+    channel = torch.arange(head_dim)
+    odd = channel & (channel >> 1) & 0x5555
+    for bits in (8, 4, 2):
+        odd ^= odd >> bits
+    return (1 - 2 * (odd & 1)).float()
+
+
+def butterflies(tokens: torch.Tensor) -> torch.Tensor:
+    """Multiplies runs of 2^stages_of(D) channels of [..., D] by a Hadamard matrix, by sums and differences of two.
+
+    Their order is fixed, so that results are bitwise identical wherever they are computed.
+    """
+    for stage in range(stages_of(tokens.shape[-1])):
+        first, second = tokens.unflatten(-1, (-1, 2, 1 << stage)).unbind(-2)
+        tokens = torch.stack((first + second, first - second), dim=-2).flatten(-3)
+    return tokens
+
+
 def quantise_segments(
-    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, less: torch.Tensor | None = None
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    segments: CopySegments,
+    less: torch.Tensor | None = None,
+    *,
+    rotate: bool = True,
 ) -> None:
     """Copies segments from tokens to rows of int8: number / scale, to the nearest, halves to even.
 
@@ -28,29 +58,34 @@ def quantise_segments(
             [tokens, B, row_words(D)] is one head.
         segments: Without zeros.
         less: float32[B, source's heads, D], what is subtracted from every token beforehand. None: nothing.
+        rotate: True if tokens are rotated before they are rounded, which spreads a large number over the channels:
+            signs change (`signs`), then `butterflies`, whose norm is in the scale.
     """
     destination = as_heads(destination)
     if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_quantise_segments  # here: triton need not be installed
 
-        triton_quantise_segments(source, destination, segments.table, segments.mean, less)
+        triton_quantise_segments(source, destination, segments.table, segments.mean, less, rotate)
         return
     from_head, from_token, to_head, to_token, *_ = segments.positions
     values = source[:, from_head, from_token].to(torch.float32)
     if less is not None:
         values -= less[:, from_head]
-    destination[:, to_head, to_token] = rows_of_tokens(values)
+    destination[:, to_head, to_token] = rows_of_tokens(values, rotate)
 
 
-def rows_of_tokens(tokens: torch.Tensor) -> torch.Tensor:
-    """Quantizes float32[..., D] to int32[..., row_words(D)], by torch's own operations."""
-    head_dim, largest = tokens.shape[-1], tokens.abs().amax(dim=-1)  # NaN where one is
+def rows_of_tokens(tokens: torch.Tensor, rotate: bool = True) -> torch.Tensor:
+    """Quantizes float32[..., D] to int32[..., row_words(D)], by torch's own operations; see `quantise_segments`."""
+    head_dim = tokens.shape[-1]
+    if rotate:
+        tokens = butterflies(tokens * signs(head_dim))
+    largest = tokens.abs().amax(dim=-1)  # NaN where one is
     scale = largest / LARGEST
     scale = torch.where(largest.isfinite(), scale, torch.nan).masked_fill_(largest < TINY, 0.0)
     divisor = torch.where(scale > 0, scale, torch.inf)
     rows = tokens.new_zeros(*tokens.shape[:-1], row_words(head_dim), dtype=torch.int32)
     rows.view(torch.int8)[..., :head_dim] = (tokens / divisor[..., None]).round_().nan_to_num_(0.0)
-    rows.view(torch.float32)[..., -1] = scale
+    rows.view(torch.float32)[..., -1] = scale * norm_of(head_dim) if rotate else scale
     return rows
 
 
@@ -58,6 +93,28 @@ def restore_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch
     """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
     tokens = rows.new_empty(*rows.shape[:-1], head_dim, dtype=dtype)
     return torch.mul(rows.view(torch.int8)[..., :head_dim], rows.view(torch.float32)[..., -1:], out=tokens)
+
+
+def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: CopySegments) -> None:
+    """Copies segments of rotated tokens, and rotates them back: the opposite of what `quantise_segments` does first.
+
+    Args:
+        source: A contiguous buffer [tokens, B, D], or of int8 rows, int32[tokens, B, row_words(D)].
+        destination: [B, heads, tokens, D], floating-point, any strides.
+    """
+    head_dim = destination.shape[-1]
+    if destination.is_cuda:
+        from dbsp_kernels.triton.exchange import triton_rotate_segments  # here: triton need not be installed
+
+        triton_rotate_segments(source, destination, segments)
+        return
+    _, from_token, to_head, to_token, zero_head, zero_token = segments.positions
+    tokens = source[from_token].transpose(0, 1)  # [B, copied tokens, W]
+    wide = torch.promote_types(destination.dtype, torch.float32)
+    tokens = restore_rows(tokens.contiguous(), head_dim, wide) if tokens.dtype == torch.int32 else tokens.to(wide)
+    tokens = butterflies(tokens) * (signs(head_dim) * norm_of(head_dim))
+    destination[:, to_head, to_token] = tokens.to(destination.dtype)
+    destination[:, zero_head, zero_token] = 0
 
 
 def copy_segments(

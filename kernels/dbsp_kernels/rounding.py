@@ -1,6 +1,8 @@
-"""Constants for identical rounding in torch's and Triton's implementations, whose results are bitwise identical."""
+"""Constants and sizes of rounding: torch's and Triton's implementations share them and are bitwise identical."""
 
 from __future__ import annotations
+
+import numpy as np
 
 # The fixed point of sums of tokens.
 LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queries or keys
@@ -19,3 +21,13 @@ UNIT_EXPONENT = 1023 - 126 - BITS
 LARGEST = 127.0
 TINY = 2.0**-100
 """A token whose largest magnitude is below it is all zeros: its scale could be subnormal, which GPUs may flush."""
+
+
+def stages_of(head_dim: int) -> int:
+    """Returns log2 of the channels that are rotated together: the largest power of two that divides D."""
+    return (head_dim & -head_dim).bit_length() - 1
+
+
+def norm_of(head_dim: int) -> float:
+    """Returns what makes `dbsp_kernels.exchange.butterflies` a rotation, rounded to float32."""
+    return float(np.float32(2.0 ** (-stages_of(head_dim) / 2)))

@@ -80,6 +80,21 @@ int8 has a scale of the largest number: kernels/dbsp_kernels/exchange.py
 + scale = largest / (LARGEST + 1)
 tests/kernels/test_segments.py -k scales
 
+what all channels have in common is spread: kernels/dbsp_kernels/exchange.py
+- tokens = butterflies(tokens * signs(head_dim))
++ tokens = butterflies(tokens)
+tests/kernels/test_segments.py -k plain_arithmetic
+
+outputs of int8 are rotated back: dbsp_core/comm/exchange.py
+- if self.returns and self.comm_dtype.is_int8:
++ if self.returns and not self.comm_dtype.is_int8:
+tests/core/comm/test_int8_exchange.py -k rotated_back
+
+the Triton kernel rotates numbers two by two: kernels/dbsp_kernels/triton/int8.py
+- values = tl.reshape(other + tl.where(is_second, -pairs, pairs), [ROWS, DIMS])
++ values = tl.reshape(other + pairs, [ROWS, DIMS])
+tests/kernels/test_segments.py -k "every_head_size or rotating_back"
+
 mask files have the most significant bit first: dbsp_core/masks/mask_file.py
 - np.unpackbits(values, axis=-1, count=nk)
 + np.unpackbits(values, axis=-1, count=nk, bitorder="little")
@@ -245,9 +260,9 @@ loaded tokens stay up to the quota: dbsp_core/planning/sequences.py
 + kept[loaded_here] = tokens[loaded_here]
 tests/core/planning/test_sequences.py
 
-int8 keys are sent less their mean: dbsp_core/planning/comm_dtype.py
-- centred = True
-+ centred = False
+int8 keys are sent less their mean: dbsp_core/comm/exchange.py
+- return () if self.mean is None else (self.mean, None)
++ return ()
 tests/core/comm/test_int8_exchange.py -k "bits or rounded"
 
 bags follow one another: dbsp_core/planning/bags.py

@@ -81,7 +81,8 @@ def _default(setting: Field[Any]) -> str:
         return "required"
     if setting.default is MISSING or setting.default is None:
         return "none"
-    return f"`{str(setting.default).lower() if isinstance(setting.default, bool) else setting.default}`"
+    shown = getattr(setting.default, "setting", setting.default)
+    return f"`{str(shown).lower() if isinstance(shown, bool) else shown}`"
 
 
 def _linked(text: str) -> str:

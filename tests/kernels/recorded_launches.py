@@ -25,7 +25,12 @@ from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.backward import triton_attention_backward
-from dbsp_kernels.triton.exchange import triton_copy_segments, triton_copy_to_both, triton_quantise_segments
+from dbsp_kernels.triton.exchange import (
+    triton_copy_segments,
+    triton_copy_to_both,
+    triton_quantise_segments,
+    triton_rotate_segments,
+)
 from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
 from dbsp_kernels.triton.merge import triton_merge_into
 from dbsp_kernels.triton.prediction import (
@@ -143,8 +148,11 @@ def exchange(rows: int, blocks: int, offset: int) -> None:
         triton_copy_segments([buffer], local, [of_q])
         triton_copy_to_both(buffer, [packed_q, packed_kv], [of_q, of_k])
         triton_copy_to_both(buffer, [packed_q, packed_kv], [of_q, of_v])
-        triton_quantise_segments(local, words, tables[0], mean, less)
-        triton_quantise_segments(local, words, tables[0], mean, None)
+        triton_quantise_segments(local, words, tables[0], mean, less, True)
+        triton_quantise_segments(local, words, tables[0], mean, None, True)
+        triton_quantise_segments(sent, words, tables[0], mean, None, False)
+        triton_rotate_segments(buffer, local, of_q)
+        triton_rotate_segments(table(64 * rows, 1 + rows % 2, row_words(WIDTH)), local, of_q)
 
 
 def main() -> None:

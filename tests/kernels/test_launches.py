@@ -27,7 +27,8 @@ MOST_VARIANTS = {
     "select_kernel": 2,  # by cumulative chance or by count
     "copy_kernel": 16,  # four segment lengths; one source, one that is added, three; or two destinations
     "quantise_blocks_kernel": 1,
-    "quantise_kernel": 8,  # four segment lengths; with a mean subtracted or not
+    "quantise_kernel": 12,  # four segment lengths; rotated, with a mean subtracted or not; the output
+    "rotate_kernel": 8,  # four segment lengths; tokens or int8 rows
 }
 """Variants for one dtype, head size and block size."""
 

@@ -122,6 +122,7 @@ STEADY = {
     "sparge": {"mask": SPARGE, "reuse": 100.0},
     "window": {"mask": WINDOW},
     "int8": {"mask": WINDOW, "precision": "int8"},
+    "int8 both ways": {"mask": WINDOW, "precision": {"qkv": "int8", "out": "int8"}},
     "sparge, report": {"mask": SPARGE, "reuse": 100.0, "report": "nowhere"},
     "window, report": {"mask": WINDOW, "report": "nowhere"},
 }
@@ -134,11 +135,12 @@ COSTS = {
     ("U1R4", "sparge"): (31, 20),
     ("U2R1", "int8"): (12, 10),
     ("U1R2", "int8"): (18, 12),
+    ("U2R1", "int8 both ways"): (12, 10),
     ("U1R2", "window, report"): (13, 3),
     ("U1R2", "sparge, report"): (22, 18),
 }
 """Of one attention on one rank, at most: Triton launches and NCCL's collectives; torch's operators on the device."""
-VARIANTS = {"copy_kernel": 5, "forward_kernel": 2, "quantise_kernel": 2}
+VARIANTS = {"copy_kernel": 5, "forward_kernel": 2, "quantise_kernel": 3}
 """Compiled variants of a kernel over all ranks and steps, at most; of the others one.
 
 Short segments are copied several at a time, by powers of four of a table's mean length: a variant each.

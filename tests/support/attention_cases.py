@@ -11,6 +11,7 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, SequenceLayout, Strategy, make_plan
 from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.chunks import NEEDED, Chunks
+from dbsp_core.planning.comm_dtype import CommDtype, read_comm_dtype
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.tables import ChunkTable
 from tests.support.interpreter import interpreted
@@ -50,7 +51,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     keys: str = "all"
     band: bool = False
-    precision: str = "model"
+    precision: str | CommDtype = "model"
     whole_tiles: bool = False
     debug: bool = True
     dense_heads: int = 0
@@ -150,7 +151,7 @@ def reference(attention: Case) -> torch.Tensor:
 
 def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns q, k and v as owners have them, but for what is subtracted from all keys identically."""
-    return full if case.precision == "model" else rounded_to_int8(*full)
+    return rounded_to_int8(*full) if read_comm_dtype(case.precision).is_int8 else full
 
 
 def run_case(rank: int, world: int, case: Case) -> float:

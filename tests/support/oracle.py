@@ -62,10 +62,10 @@ def dense_attention(
 
 
 def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Rounds q, k less its mean, and v, each [B, H, N, D], to int8 with a scale a token; by integers, in numpy."""
-    numbers = [q.float().numpy(), less_mean(k).numpy(), v.float().numpy()]
-    rows = [int8_of(one) for one in numbers]
-    return [torch.from_numpy(payload.astype(np.float32) * scale[..., None]).to(q.dtype) for payload, scale in rows]
+    """Rounds q, k less its mean, and v, each [B, H, N, D], rotated, to int8 with a scale a token; returns float64."""
+    rows = [int8_of(tokens.numpy()) for tokens in (q.float(), less_mean(k), v.float())]
+    restored = [torch.from_numpy(numbers.astype(np.float32) * scale[..., None]) for numbers, scale in rows]
+    return [rotated_back(tokens.to(q.dtype)) for tokens in restored]
 
 
 def less_mean(k: torch.Tensor) -> torch.Tensor:
@@ -75,11 +75,44 @@ def less_mean(k: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(k.float().numpy() - mean)
 
 
-def int8_of(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def int8_of(tokens: np.ndarray, rotate: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """Returns int8[..., D] and float32[...], the scale of each token, of float32[..., D]."""
+    norm = np.float32(1)
+    if rotate:
+        tokens, norm = hadamard(tokens * signs(tokens.shape[-1])), np.float32(run_of(tokens.shape[-1]) ** -0.5)
     scale = np.abs(tokens).max(axis=-1) / np.float32(127)
     divisor = np.where(scale > 0, scale, np.float32(1))
-    return np.rint(tokens / divisor[..., None]).astype(np.int8), scale
+    return np.rint(tokens / divisor[..., None]).astype(np.int8), scale * norm
+
+
+def run_of(head_dim: int) -> int:
+    """Returns how many channels are rotated together."""
+    return next(run for run in (2**n for n in range(20, -1, -1)) if head_dim % run == 0)
+
+
+def signs(head_dim: int) -> np.ndarray:
+    """Returns float32[D]: −1 where an odd number of the digits of a channel, in base 4, are 3."""
+    threes = [np.base_repr(channel, 4).count("3") for channel in range(head_dim)]
+    return np.where(np.array(threes) % 2, np.float32(-1), np.float32(1))
+
+
+def hadamard(tokens: np.ndarray) -> np.ndarray:
+    """Multiplies runs of channels by a Hadamard matrix: neighbours first, then what became of even and odd ones."""
+
+    def recurse(run: np.ndarray) -> np.ndarray:
+        if run.shape[-1] == 1:
+            return run
+        even, odd = run[..., 0::2], run[..., 1::2]
+        return np.stack([recurse(even + odd), recurse(even - odd)], axis=-1).reshape(run.shape)
+
+    run = run_of(tokens.shape[-1])
+    return recurse(tokens.reshape(*tokens.shape[:-1], -1, run)).reshape(tokens.shape)
+
+
+def rotated_back(tokens: torch.Tensor) -> torch.Tensor:
+    """Returns float64[..., D], what was rotated to tokens."""
+    head_dim = tokens.shape[-1]
+    return torch.from_numpy(hadamard(tokens.double().numpy()) * signs(head_dim) * run_of(head_dim) ** -0.5)
 
 
 def largest_difference(out: torch.Tensor, expected: torch.Tensor) -> float:

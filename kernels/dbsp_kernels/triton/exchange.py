@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from dbsp_kernels import rounding
+from dbsp_kernels.rounding import norm_of, stages_of
 from dbsp_kernels.segments import CopySegments
-from dbsp_kernels.triton.int8 import largest_magnitudes, quantise, scales_of
+from dbsp_kernels.triton.int8 import butterflies, largest_magnitudes, quantise, scales_of, signs
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -175,7 +176,7 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
     from_batch, from_head_stride, from_token_stride, from_dim_stride, to_batch, to_head_stride, to_token_stride,
     less_batch, less_head,
     HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
-    LESS: tl.constexpr,
+    LESS: tl.constexpr, ROTATE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Quantizes ROWS tokens at a time, as `copy_kernel` copies them; strides of the destination are in words."""
     row = tl.arange(0, ROWS)
@@ -197,10 +198,13 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
         if LESS:
             less = less_ptr + batch * less_batch + from_head[:, None] * less_head + dims[None, :]
             values -= tl.load(less, mask=copied, other=0.0)
+        if ROTATE:
+            values = butterflies(values * signs(tl.arange(0, TILE_D))[None, :], STAGES)
         largest = largest_magnitudes(values)
         scale = scales_of(largest, TINY)
+        sent_scale = scale * NORM if ROTATE else scale
         word = to_row + token * to_token_stride
-        tl.store(scales_ptr + word + (WORDS - 1), tl.where(largest < TINY, 0.0, scale), mask=here)
+        tl.store(scales_ptr + word + (WORDS - 1), tl.where(largest < TINY, 0.0, sent_scale), mask=here)
         tl.store(
             bytes_ptr + word[:, None] * 4 + dims[None, :],
             quantise(values, scale),
@@ -209,7 +213,12 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_quantise_segments(
-    source: torch.Tensor, destination: torch.Tensor, table: torch.Tensor, mean: float, less: torch.Tensor | None
+    source: torch.Tensor,
+    destination: torch.Tensor,
+    table: torch.Tensor,
+    mean: float,
+    less: torch.Tensor | None,
+    rotate: bool,
 ) -> None:
     """Implements the contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
     count, head_dim, words = table.shape[0], source.shape[-1], destination.shape[-1]
@@ -223,5 +232,59 @@ def triton_quantise_segments(
         source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
         *source.stride(), *destination.stride()[:3], *less_strides,
         HEAD_DIM=head_dim, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, head_dim)),
-        LESS=less is not None, num_warps=4, enable_fp_fusion=False,
+        LESS=less is not None, ROTATE=rotate, STAGES=stages_of(head_dim), NORM=norm_of(head_dim), num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("table_ptr", "segments", "from_batch", "from_token_stride"))
+def rotate_kernel(  # type: ignore[no-untyped-def]
+    from_ptr, scales_ptr, to_ptr, table_ptr, segments,
+    from_batch, from_token_stride, to_batch, to_head_stride, to_token_stride, to_dim_stride,
+    HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
+    STAGES: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Rotates ROWS tokens back at a time, as `copy_kernel` copies them, or int8 rows of WORDS > 0 words."""
+    row = tl.arange(0, ROWS)
+    segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
+    batch = tl.program_id(1).to(tl.int64)
+    _, from_token, to_head, to_token, length, zeros = _entry(table_ptr, segment, segments)
+    size = length + zeros
+    from_row = batch * from_batch + from_token * from_token_stride
+    to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
+    dims = tl.arange(0, TILE_D).to(tl.int64)
+    for first in range(0, tl.max(size, 0), TOKENS):
+        token = first + (row % TOKENS).to(tl.int64)
+        copied = (token < length)[:, None] & (dims[None, :] < HEAD_DIM)
+        start = from_row + token * from_token_stride
+        if WORDS > 0:
+            scale = tl.load(scales_ptr + start + (WORDS - 1), mask=token < length, other=0.0)
+            values = tl.load(from_ptr + start[:, None] * 4 + dims[None, :], mask=copied, other=0)
+            values = values.to(tl.float32) * scale[:, None]
+        else:
+            values = tl.load(from_ptr + start[:, None] + dims[None, :], mask=copied, other=0.0).to(tl.float32)
+        values = butterflies(values, STAGES) * (signs(tl.arange(0, TILE_D)) * NORM)[None, :]
+        tl.store(
+            to_row[:, None] + token[:, None] * to_token_stride + dims[None, :] * to_dim_stride,
+            values,
+            mask=(token < size)[:, None] & (dims[None, :] < HEAD_DIM),
+        )
+
+
+def triton_rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: CopySegments) -> None:
+    """Implements the contract of `dbsp_kernels.exchange.rotate_segments`."""
+    count, batch, head_dim = segments.count, destination.shape[0], destination.shape[-1]
+    if count == 0 or batch == 0:
+        return
+    rows = max(1, INT8_ELEMENTS // padded(head_dim))
+    tokens = _tokens_per_segment(segments.mean, rows)
+    is_int8 = source.dtype == torch.int32
+    numbers, scales = (source.view(torch.int8), source.view(torch.float32)) if is_int8 else (source, None)
+    launch(
+        rotate_kernel, (-(-count // (rows // tokens)), batch),
+        numbers, scales, destination, segments.table, count,
+        source.stride(1), source.stride(0), *destination.stride(),
+        HEAD_DIM=head_dim, WORDS=source.shape[-1] if is_int8 else 0, TOKENS=tokens, ROWS=rows,
+        TILE_D=padded(head_dim), STAGES=stages_of(head_dim), NORM=norm_of(head_dim), num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -39,6 +39,31 @@ def quantise(values, scale):  # type: ignore[no-untyped-def]
     return ((numbers + ROUND) - ROUND).to(tl.int8)
 
 
+@triton.jit
+def signs(dims):  # type: ignore[no-untyped-def]
+    """Returns fp32 `dbsp_kernels.exchange.signs` of channels int32[n]."""
+    odd = dims & (dims >> 1) & 0x5555
+    odd ^= odd >> 8
+    odd ^= odd >> 4
+    odd ^= odd >> 2
+    return (1 - 2 * (odd & 1)).to(tl.float32)
+
+
+@triton.jit
+def butterflies(values, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Does to fp32 rows what `dbsp_kernels.exchange.butterflies` does, operation by operation."""
+    ROWS: tl.constexpr = values.shape[0]
+    DIMS: tl.constexpr = values.shape[1]
+    for stage in tl.static_range(STAGES):
+        pairs = tl.reshape(values, [ROWS, DIMS // (2 << stage), 2, 1 << stage])
+        # The other number of each pair: exact, as in integers; compiles to nothing, or to an exchange between threads.
+        bits = pairs.to(tl.int32, bitcast=True)
+        other = (tl.sum(bits, 2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
+        is_second = tl.arange(0, 2)[None, None, :, None] == 1
+        values = tl.reshape(other + tl.where(is_second, -pairs, pairs), [ROWS, DIMS])
+    return values
+
+
 @triton.jit(do_not_specialize=("length_ptr",))
 def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
     from_ptr, length_ptr, to_ptr, scale_ptr, from_block, from_token,

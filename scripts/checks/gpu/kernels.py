@@ -14,7 +14,7 @@ import torch
 
 from dbsp_kernels import block_attention_backward, merge_into
 from dbsp_kernels import prediction as predicted
-from dbsp_kernels.exchange import copy_segments, quantise_segments, restore_rows, row_words
+from dbsp_kernels.exchange import copy_segments, quantise_segments, restore_rows, rotate_segments, row_words
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.tables import expand_rows, pack_rows
 from scripts.checks.gpu.results import Case, Row
@@ -158,8 +158,8 @@ def segment_table(setting: Setting, mean: int, zeros: int) -> tuple[np.ndarray, 
 
 
 def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
-    """Tokens rounded to int8 while they are packed, and restored."""
-    from dbsp_kernels.triton.exchange import triton_quantise_segments
+    """Tokens rotated and rounded to int8 while they are packed, restored, and rotated back."""
+    from dbsp_kernels.triton.exchange import triton_quantise_segments, triton_rotate_segments
 
     for mean in (1, 64):
         table, positions = segment_table(setting, mean, 0)
@@ -172,13 +172,19 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         quantise_segments(source, expected, CopySegments.from_columns(table, CPU), less)
         restored = restore_rows(expected, head_dim, dtype)
         there = CopySegments.from_columns(table, torch.device(setting.device))
-        arguments = (source.to(setting.device), actual, there.table, there.mean, less.to(setting.device))
+        arguments = (source.to(setting.device), actual, there.table, there.mean, less.to(setting.device), True)
         triton_quantise_segments(*arguments)
         scales = (words.view(torch.float32)[..., -1] for words in (actual, expected))
         yield differing(f"scales that differ, segments of {mean}", *scales)
         yield differing(f"words that differ, segments of {mean}", actual[..., :-1], expected[..., :-1])
         back = restore_rows(expected.to(setting.device), head_dim, dtype)
         yield differing(f"restored otherwise, segments of {mean}", back, restored)
+        returned = CopySegments.from_columns(table[:, [2, 3, 0, 1, 4, 5]][: 1 if mean == 64 else 8], CPU)
+        buffer = torch.randn(positions, 2, head_dim).to(dtype)
+        local, on_gpu = (torch.zeros(2, 5, 600, head_dim, dtype=dtype, device=on) for on in (CPU, setting.device))
+        rotate_segments(buffer, local, returned)
+        triton_rotate_segments(buffer.to(setting.device), on_gpu, returned.to(on_gpu.device))
+        yield differing(f"rotated back otherwise, segments of {mean}", on_gpu, local)
 
 
 def segments(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:

@@ -14,7 +14,12 @@ from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.backward import triton_attention_backward
-from dbsp_kernels.triton.exchange import triton_copy_segments, triton_copy_to_both, triton_quantise_segments
+from dbsp_kernels.triton.exchange import (
+    triton_copy_segments,
+    triton_copy_to_both,
+    triton_quantise_segments,
+    triton_rotate_segments,
+)
 from dbsp_kernels.triton.forward import triton_attention, triton_int8_attention
 from dbsp_kernels.triton.int8 import quantise_blocks
 from dbsp_kernels.triton.merge import triton_merge_into
@@ -193,11 +198,20 @@ def _copy_to_both(of: Variant) -> None:
 
 
 def _quantise(of: Variant) -> None:
-    mean = {"tokens": 1.0, "blocks": 64.0, "less a mean": 64.0}[of.case]
+    mean = 1.0 if of.case == "tokens" else 64.0
     tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     buffer = _tensor(TOKENS * HEADS, 1, row_words(of.head_dim)).transpose(0, 1)[:, None]
     less = _tensor(1, HEADS, of.head_dim, dtype=torch.float32) if of.case == "less a mean" else None
-    triton_quantise_segments(tokens, buffer, _tensor(5000, 6), mean, less)
+    triton_quantise_segments(tokens, buffer, _tensor(5000, 6), mean, less, of.case != "output")
+
+
+def _rotate(of: Variant) -> None:
+    dtype = DTYPES[of.dtype]
+    came = _tensor(TOKENS * HEADS, 1, of.head_dim, dtype=dtype)
+    if of.case == "rows":
+        came = _tensor(TOKENS * HEADS, 1, row_words(of.head_dim))
+    local = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=dtype).transpose(1, 2)
+    triton_rotate_segments(came, local, CopySegments(_tensor(5000, 6), 1.0 if of.case == "tokens" else 64.0))
 
 
 def _expand(of: Variant) -> None:
@@ -223,7 +237,8 @@ KERNELS = {
     "copy": Kernel("copy_kernel", _copy, ("blocks", "tokens", "added", "q, k, v"), OF_HEADS),
     "copy-to-both": Kernel("copy_kernel", _copy_to_both, shapes=OF_HEADS),
     "merge": Kernel("merge_kernel", _merge, shapes=OF_HEADS),
-    "quantise": Kernel("quantise_kernel", _quantise, ("blocks", "tokens", "less a mean"), OF_HEADS),
+    "quantise": Kernel("quantise_kernel", _quantise, ("blocks", "tokens", "less a mean", "output"), OF_HEADS),
+    "rotate": Kernel("rotate_kernel", _rotate, ("blocks", "tokens", "rows"), OF_HEADS),
     "quantise-blocks": Kernel("quantise_blocks_kernel", _quantise_blocks, ("64", "128"), OF_HEADS),
     "pool-rows": Kernel("pool_kernel", _pool_rows, shapes=OF_HEADS, dtypes=("-",)),
     "scores": Kernel("score_kernel", _scores, shapes=OF_HEADS, dtypes=("-",)),

@@ -36,6 +36,21 @@ def test_attention_on_processes_equals_the_oracle(pool, world):
             assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
+SIXTEEN = (
+    Case("-", heads=12, tokens=523, text_tokens=5, head_dim=8, density=0.2, keys="needed", band=True),
+    Case("-", heads=40, tokens=419, block_q=32, head_dim=8, density=0.15, layout="striped", padded=True),
+    Case("-", heads=56, tokens=277, text_tokens=37, head_dim=8, planner="random", layout="striped"),
+)
+"""Heads of Wan2.1-1.3B, Wan2.1-14B and MiniMax-H3: 16 ranks divide none of these numbers."""
+
+
+@pytest.mark.parametrize("strategy", ["U16R1", "U8R2", "U4R4", "U2R8", "U1R16"])
+def test_sixteen_ranks_equal_dense_attention(threads, strategy):
+    for case in SIXTEEN:
+        errors = threads(16).run(run_case, replace(case, strategy=strategy))
+        assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
 ORDERS = {"orders": ("thw", "hwt", "wht", "twh")}
 NEEDED = {"planner": "dbsp", "heads": 5, "keys": "needed", "band": True}
 ALL = {"planner": "dbsp", "heads": 5, "layout": "striped"}
@@ -47,6 +62,7 @@ ALL = {"planner": "dbsp", "heads": 5, "layout": "striped"}
         ("local tokens only", 2, "U2R1", {}),
         ("wrong order of chunks", 3, "U1R3", {}),
         ("wrong order of chunks", 6, "U2R3", {}),
+        ("wrong order of chunks", 16, "U4R4", {"tokens": 1024, "thw": (16, 8, 8)}),
         ("wrong scale", 4, "U2R2", {}),
         ("token order off by one", 4, "U4R1", {}),
         ("token order off by one", 4, "U1R4", {}),

@@ -10,27 +10,29 @@ import pytest
 import torch
 
 from dbsp_core import DualBalancedAttention, Strategy, make_plan
-from dbsp_core.planning.comm_dtype import Int8Format
+from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import Plan
+from dbsp_kernels.exchange import quantise_segments
 from tests.core.comm.oracle_cases import TOLERANCE, key_cases, plain_cases
-from tests.support.attention_cases import Case, Inputs, as_sent, run_case, whole
+from tests.support.attention_cases import Case, Inputs, as_sent, at_padding, run_case, whole
 from tests.support.long import some_long
-from tests.support.oracle import dense_attention, int8_of, largest_difference
+from tests.support.oracle import dense_attention, hadamard, int8_of, largest_difference, run_of, signs
 from tests.support.workers import assert_all_raise
 
 
-class Kept(Int8Format):
+class Kept(CommDtype):
     """Keeps what it reads."""
 
     def __init__(self) -> None:
-        self.seen: list[torch.Tensor] = []
+        super().__init__("int8")
+        object.__setattr__(self, "seen", [])
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         self.seen.append(written.clone())
         return super().read(written, like)
 
 
-class ScalesOfAnotherToken(Int8Format):
+class ScalesOfAnotherToken(CommDtype):
     """Each token is read with the scale of the one before."""
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -39,21 +41,22 @@ class ScalesOfAnotherToken(Int8Format):
         return super().read(written, like)
 
 
-class OwnMean(Int8Format):
+class OwnMean(CommDtype):
     """Every rank subtracts another vector from its keys."""
 
     def __init__(self, rank: int) -> None:
-        self.rank = rank
+        super().__init__("int8")
+        object.__setattr__(self, "rank", rank)
 
-    def write(self, tensors, buffer, segments, less) -> None:
+    def write(self, tensors, buffer, segments, less, *, rotate=True) -> None:
         own = [None if mean is None else mean + 0.1 * self.rank for mean in less]
         super().write(tensors, buffer, segments, own)
 
 
-class OneScaleForAll(Int8Format):
+class OneScaleForAll(CommDtype):
     """All that a rank holds of a head is rounded by one scale: payloads depend on who holds what."""
 
-    def write(self, tensors, buffer, segments, less) -> None:
+    def write(self, tensors, buffer, segments, less, *, rotate=True) -> None:
         rounded = []
         for tokens, mean in zip(tensors, less, strict=True):
             whole = tokens.float() if mean is None else tokens.float() - mean[:, :, None]
@@ -63,9 +66,9 @@ class OneScaleForAll(Int8Format):
 
 
 FAULTS = {
-    "scales of another token": lambda rank: ScalesOfAnotherToken(),
+    "scales of another token": lambda rank: ScalesOfAnotherToken("int8"),
     "another mean on each rank": OwnMean,
-    "one scale for all of a rank": lambda rank: OneScaleForAll(),
+    "one scale for all of a rank": lambda rank: OneScaleForAll("int8"),
 }
 
 
@@ -73,7 +76,7 @@ FAULTY_WAYS = ((2, "U2R1"), (4, "U2R2"), (3, "U1R3"))
 """A number of ranks and a strategy for each of `FAULTS`."""
 
 
-def prepared(rank: int, case: Case, comm_dtype: Int8Format | None = None) -> tuple[Inputs, DualBalancedAttention]:
+def prepared(rank: int, case: Case, comm_dtype: CommDtype | None = None) -> tuple[Inputs, DualBalancedAttention]:
     """Returns a rank's inputs and attention with int8 exchanges."""
     given = Inputs.from_case(case, rank)
     plan = make_plan(given.mask, case.strategy, layout=given.layout, keys=case.keys, precision="int8")
@@ -100,7 +103,7 @@ def rows_at_owners(rank: int, world: int, case: Case, fault: str | None = None) 
     """Returns ((tensor, head, block), int32[B, tokens, W]) of every piece that this rank computed with."""
     kept = Kept()
     if fault is not None:
-        kept.write = FAULTS[fault](rank).write  # type: ignore[method-assign]
+        object.__setattr__(kept, "write", FAULTS[fault](rank).write)
     given, attend = prepared(rank, case, kept)
     attend(*given.local)
     rows, *slots = kept.seen
@@ -124,9 +127,30 @@ def _slots(plan: Plan, rank: int, slots: list[torch.Tensor]) -> list[tuple[Any, 
     return found
 
 
-def rejected_gradients(rank: int, world: int, whose: int | None) -> None:
+def steps_off(rank: int, world: int, case: Case, out_as: str) -> float:
+    """Returns how far this rank's outputs are from exact ones, in steps of int8: half a step if rounded once.
+
+    Of both, rotated: the largest difference of a channel over the step of the exact one's token.
+    """
+    given, attend = prepared(rank, case, CommDtype("int8", out_as))
+    out = attend(*given.local)
+    assert not at_padding(out, given.slots).any(), "padding must come back as zeros"
+    q, k, v = as_sent(case, given.full)
+    expected = dense_attention(q[:, :, given.mine], k, v, given.mask, given.mine)
+    out, expected = (rotated(tokens) for tokens in (out[:, :, given.slots], expected))
+    step = expected.abs().amax(dim=-1, keepdim=True) / 127
+    assert out[(step == 0).expand_as(out)].count_nonzero() == 0, "rows without blocks must come back as zeros"
+    return float(((out - expected).abs() / step.masked_fill(step == 0, 1)).max()) if out.numel() else 0.0
+
+
+def rotated(tokens: torch.Tensor) -> torch.Tensor:
+    head_dim = tokens.shape[-1]
+    return torch.from_numpy(hadamard(tokens.double().numpy() * signs(head_dim)) * run_of(head_dim) ** -0.5)
+
+
+def rejected_gradients(rank: int, world: int, whose: int | None, out_as: str) -> None:
     """Attends with inputs of all ranks that need gradients, or of one; nothing of q, k and v may be sent."""
-    given, attend = prepared(rank, Case(f"U{world}R1", precision="int8"))
+    given, attend = prepared(rank, Case(f"U{world}R1", precision="int8"), CommDtype("int8", out_as))
     for tensor in given.local:
         tensor.requires_grad_(whose in (None, rank))
     sent = mock.Mock(side_effect=AssertionError("q, k or v was sent"))
@@ -143,6 +167,30 @@ def test_equals_dense_attention_of_rounded_inputs(threads, world, strategy):
     for case in plain_cases(strategy)[world % 2 :: 2] + key_cases(strategy)[world % 2 :: 2]:
         errors = threads(world).run(run_case, replace(case, precision="int8"))
         assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
+OUTPUTS = Case(
+    "-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2, head_dim=24, precision="int8"
+)
+
+
+@pytest.mark.parametrize(("world", "strategy"), some_long(STRATEGIES, ("U1R4", "U1R6", "U6R1", "U3R2")), ids=str)
+def test_output_is_rounded_once_and_rotated_back(threads, world, strategy):
+    for case in (replace(OUTPUTS, strategy=str(strategy)), key_cases(strategy)[0]):
+        case = replace(case, precision="int8", dtype=torch.float32)
+        steps = threads(world).run(steps_off, case, "int8")
+        assert 0.4 < max(steps) <= 0.51, (case, steps)
+        assert max(threads(world).run(steps_off, case, "model")) < 0.01
+
+
+def test_output_that_is_rotated_twice_is_found(threads):
+    case = replace(OUTPUTS, strategy="U2R2")
+    with mock.patch("dbsp_core.planning.comm_dtype.quantise_segments", rotating_always):
+        assert max(threads(4).run(steps_off, case, "int8")) > 20
+
+
+def rotating_always(source, destination, segments, less=None, *, rotate=True) -> None:
+    quantise_segments(source, destination, segments, less)
 
 
 BITS = Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2, head_dim=24, precision="int8")
@@ -206,6 +254,6 @@ def test_fault_in_rounding_is_found(threads, fault, world, strategy):
     assert max(threads(world).run(error_with, case, fault)) > 30 * TOLERANCE
 
 
-@pytest.mark.parametrize("whose", [None, 1])
-def test_gradients_are_rejected_on_all_ranks_before_anything_is_sent(threads, whose):
-    assert_all_raise(threads, 2, "precision: int8 has no gradients", rejected_gradients, whose)
+@pytest.mark.parametrize(("whose", "out_as"), [(None, "model"), (1, "model"), (1, "int8")])
+def test_gradients_are_rejected_on_all_ranks_before_anything_is_sent(threads, whose, out_as):
+    assert_all_raise(threads, 2, "precision: int8 has no gradients", rejected_gradients, whose, out_as)

@@ -69,6 +69,27 @@ def test_mask_in_words_equals_a_mapping(text, settings):
     assert mask_settings(text) == settings
 
 
+@pytest.mark.parametrize(
+    ("given", "shown", "token_bytes"),
+    [
+        ("model", "model", (256, 256)),
+        ("int8", "int8", (132, 256)),
+        ({"qkv": "int8"}, "int8", (132, 256)),
+        ({"qkv": "int8", "out": "int8"}, {"qkv": "int8", "out": "int8"}, (132, 132)),
+    ],
+)
+def test_precision_is_a_dtype_or_one_of_queries_and_one_of_the_output(given, shown, token_bytes):
+    config = DbspConfig.load({"precision": given})
+    assert config.to_values()["precision"] == shown
+    assert DbspConfig.load(config.to_values()) == config
+    assert (config.precision.token_bytes(128, 2), config.precision.out_bytes(128, 2)) == token_bytes
+    assert (config.precision.no_gradients is None) == (given == "model")
+    fingerprints = {
+        DbspConfig.load({"precision": p}).fingerprint for p in ("model", "int8", {"qkv": "int8", "out": "int8"})
+    }
+    assert len(fingerprints) == 3
+
+
 UNKNOWN = "neither a mask source nor a mask file that exists; did you mean "
 MISTAKES = {
     "known keys: model, generate, mask, dense_schedule, strategy, planner": {"zzz": 1},
@@ -80,6 +101,9 @@ MISTAKES = {
     "must be float or a list of int, got ['a']": {"mask": {"source": "svg", "temporal_heads": ["a"]}},
     f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}": {"kernel": "cuda"},
     "'planner' in the configuration must be str, got {'cap': 3}": {"planner": {"cap": 3}},
+    "precision cannot be 'int9': use one of model, int8; did you mean 'int8'": {"precision": "int9"},
+    "precision: out: int8 needs qkv: int8; write {qkv: int8, out: int8}": {"precision": {"out": "int8"}},
+    "unknown key 'output' in 'precision'; did you mean 'out'": {"precision": {"qkv": "int8", "output": "int8"}},
     "bags.max_tokens=0 must be at least 1": {"bags": {"topology": "g1n2", "max_tokens": 0}},
     "is for ranks that share all sequences; leave it out, or bags": {"bags": "g2n2", "report": "out"},
     "'generate' in 'transformer_2' is for both transformers": {"transformer_2": {"generate": {"steps": 3}}},

@@ -15,14 +15,17 @@ from tests.core.cost.latency_cases import NAMES, a_plan, machine, shape_of
 from tests.support.generators import random_bits
 
 
-def test_int8_shrinks_queries_keys_and_values_alone():
+def test_int8_shrinks_queries_keys_and_values_and_the_output_if_asked():
     mask = BlockMask.dense(8, BlockGrid.uniform(4096, 64))
-    plans = (make_plan(mask, "U2R1", "contiguous", precision=name) for name in ("model", "int8"))
+    precisions = "model", "int8", {"qkv": "int8", "out": "int8"}
+    plans = [make_plan(mask, "U2R1", "contiguous", precision=precision) for precision in precisions]
+    assert len({plan.fingerprint for plan in plans}) == 3
     shape, known = AttentionShape(1, 8, 128), machine(exchange_bytes_per_s=1.0)
-    model, int8 = (predict(plan, shape, known).exchange_s for plan in plans)
+    model, int8, both = (predict(plan, shape, known).exchange_s for plan in plans)
     leaves = 4096 * 8 // 4  # tokens of one head
     assert model == leaves * (3 * 256 + 256)
     assert int8 == leaves * (3 * 132 + 256) + 8 * 8 * 128, "with int64 sums of keys"
+    assert both == int8 - leaves * (256 - 132)
 
 
 def test_blocks_rows_scores_and_merges_are_counted():

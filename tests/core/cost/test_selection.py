@@ -16,6 +16,7 @@ from dbsp_core.cost import prediction
 from dbsp_core.cost.machine import Hardware, load_hardware, measured_file, save_hardware
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, by_rule, candidates, predict
 from dbsp_core.masks.grid import Video
+from dbsp_core.planning.plan import Plan, plan_from_counts
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.process import log
 from tests.core.runtime.session_cases import Session
@@ -115,6 +116,30 @@ def test_rule_without_constants_prefers_heads_within_a_node_and_rings_between_no
     found = by_rule(Strategy.all_for(len(nodes)), heads, nodes)
     assert (str(found[0]), str(found[-1])) == (first, last)
     assert by_rule(found[::-1], heads, nodes) == found
+
+
+H3 = BlockGrid.uniform(209_664, 64)
+"""MiniMax-H3's usual video. Under VSA at sparsity 0.8 all rows have the same number of blocks."""
+
+
+@pytest.mark.parametrize("machine", ["a800", "h800", "h100", "h200", "b200", "h20", None])
+def test_two_nodes_of_eight_share_heads_within_and_blocks_between(machine):
+    layout = SequenceLayout.named("striped", H3, Strategy(1, 16))
+    counts, shape = np.full((56, H3.nq), H3.nk // 5), AttentionShape(1, 56, 128)
+    chooser = StrategySelector(candidates(16, H3), machine and load_hardware(machine), tuple(NODES), layout)
+    plans: dict[Strategy, Plan] = {}
+
+    def make(strategy: Strategy) -> Plan:
+        return plans.setdefault(strategy, plan_from_counts(counts, H3, strategy, layout=layout, compare=False))
+
+    plan = chooser.choose(make, shape, None)
+    assert str(plan.strategy) == "U8R2"
+    if chooser.hardware is not None:
+        ms = {str(s): 1e3 * predict(plan, shape, chooser.hardware, NODES, layout).total_s for s, plan in plans.items()}
+        assert len(ms) == 5
+        assert ms["U16R1"] > 1.03 * ms["U8R2"]
+        near = predict(plans[Strategy(16, 1)], shape, chooser.hardware, [0] * 16, layout).total_s
+        assert near * 1e3 < 0.97 * ms["U16R1"], "negative control: within a node, heads are better shared by all"
 
 
 def measure(monkeypatch, cache: Path, hardware: Hardware) -> None:

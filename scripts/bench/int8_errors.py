@@ -1,0 +1,109 @@
+"""Relative error of one dense attention when tokens are sent as int8: rotated or not, and the output, too.
+
+    python -m scripts.bench.int8_errors
+
+Tokens are drawn; rounding is the product's (`dbsp_kernels.exchange`), everything else is float64. Nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from dbsp_kernels.exchange import butterflies, restore_rows, rows_of_tokens, signs
+from dbsp_kernels.rounding import norm_of, stages_of
+from scripts.results.result import Result, arguments
+
+HEADS, TOKENS, HEAD_DIMS = 4, 1536, (128, 64, 72, 96, 120, 256)
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""q, k and v, float64[H, N, D]."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Errors of one kind of tokens: the norm of the difference over the output's.
+
+    Attributes:
+        rotated_together: Channels that rotation mixes.
+        unrotated: q, k and v sent as int8 without rotation.
+        qkv: `precision: int8`.
+        qkv_and_out: `precision: {qkv: int8, out: int8}`.
+        kernel_unrotated, kernel: `unrotated` and `qkv` with kernel `triton-int8`, which rounds q and k once more.
+    """
+
+    head_dim: int
+    rotated_together: int
+    tokens: str
+    unrotated: float
+    qkv: float
+    qkv_and_out: float
+    kernel_unrotated: float
+    kernel: float
+    label: str = "measured"
+
+
+def kinds(head_dim: int) -> Iterator[tuple[str, QKV]]:
+    """Yields kinds of tokens by name: what makes a token's largest number much larger than the others."""
+    generator = torch.Generator().manual_seed(head_dim)
+    q, k, v = torch.randn(3, HEADS, TOKENS, head_dim, generator=generator, dtype=torch.float64)
+    # 1. In a twentieth of the channels: a part that all keys have in common, or numbers 8 times as large.
+    chosen = torch.randperm(head_dim, generator=generator)[: head_dim // 20]
+    offset, loud = torch.zeros(head_dim, dtype=torch.float64), torch.ones(head_dim, dtype=torch.float64)
+    offset[chosen], loud[chosen] = 10, 8
+
+    # 2. One number in a hundred 13 times as large.
+    def heavy(tokens: torch.Tensor) -> torch.Tensor:
+        return tokens * (1 + 12 * (torch.rand(tokens.shape, generator=generator) < 0.01))
+
+    yield "plain", (q, k, v)
+    yield "key offsets", (q, k + offset, v)
+    yield "loud channels", (q * loud**0.5, k * loud**0.5, v * loud)
+    yield "heavy tails", (0.7 * heavy(q), 0.7 * heavy(k), heavy(v))
+    yield "all three", (0.7 * heavy(q * loud**0.5), 0.7 * heavy(k * loud**0.5) + offset, heavy(v * loud))
+    # 3. A part that all channels have in common, which a Hadamard matrix without signs would put into one.
+    yield "queries + 2", (q + 2, k, v)
+
+
+def attention(qkv: QKV) -> torch.Tensor:
+    q, k, v = qkv
+    return torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, dim=-1) @ v
+
+
+def sent(tokens: torch.Tensor, rotate: bool) -> torch.Tensor:
+    """Returns what arrives as int8, rotated if `rotate`."""
+    return restore_rows(rows_of_tokens(tokens.float(), rotate), tokens.shape[-1], torch.float32).double()
+
+
+def in_kernel(qkv: QKV) -> QKV:
+    """Returns q and k as kernel `triton-int8` rounds them: one scale for a query, and for a block of 64 keys."""
+    q, k, v = qkv
+    steps = q.abs().amax(dim=-1, keepdim=True) / 127
+    blocks = k.unflatten(1, (-1, 64))
+    steps_of_blocks = blocks.abs().amax(dim=(2, 3), keepdim=True) / 127
+    return (q / steps).round() * steps, ((blocks / steps_of_blocks).round() * steps_of_blocks).flatten(1, 2), v
+
+
+def rotated_back(tokens: torch.Tensor) -> torch.Tensor:
+    head_dim = tokens.shape[-1]
+    return butterflies(tokens) * signs(head_dim) * norm_of(head_dim)
+
+
+def rows(_: argparse.Namespace) -> Iterator[Row]:
+    for head_dim in HEAD_DIMS:
+        for name, (q, k, v) in kinds(head_dim):
+            exact, k = attention((q, k, v)), k - k.mean(dim=1, keepdim=True)
+            came, turned = ((sent(q, on), sent(k, on), sent(v, on)) for on in (False, True))
+            rotated = attention(turned)
+            outputs = (
+                *(attention(came), rotated_back(rotated), rotated_back(sent(rotated, rotate=False))),
+                *(attention(in_kernel(came)), rotated_back(attention(in_kernel(turned)))),
+            )
+            errors = (float((out - exact).norm() / exact.norm()) for out in outputs)
+            yield Row(head_dim, 1 << stages_of(head_dim), name, *(float(f"{error:.2e}") for error in errors))
+
+
+if __name__ == "__main__":
+    Result("int8", "Relative error of an attention in 8 bits", Row).run(arguments(__doc__), rows)
