@@ -272,7 +272,7 @@ class Rows(NamedTuple):
     def from_mask(cls, work: Workload, mask: BlockMask) -> Rows:
         grid = mask.grid
         layout = table_layout(make_plan(mask, "U1R1", _PLAIN), 0).to(work.device)
-        table = build_tables(layout, mask)[0].expanded()
+        (table,) = build_tables(layout, mask).expanded()
         q = work.random(len(table.kv_count), grid.block_q, work.head_dim)
         k, v = (work.random(len(table.kv_len), grid.block_k, work.head_dim) for _ in range(2))
         flops = 4.0 * int(mask.bits.sum()) * grid.block_q * grid.block_k * work.head_dim
@@ -283,9 +283,9 @@ class Rows(NamedTuple):
         return block_attention(self.q, self.k, self.v, **vars(self.table), kernel=kernel, **whole)
 
     def error(self, kernel: str, rows: int = 16) -> float:
-        """Returns the relative error of the first rows and the last against float64; NaN if any is not finite."""
+        """Returns the relative error of the shortest rows and the longest against float64; NaN if any is not finite."""
         out, _ = self.attend(kernel)
-        order = self.table.row_schedule
+        order = self.table.kv_count.argsort()
         picked = torch.cat([order[: rows // 2], order[-(rows // 2) :]]).long()
         table = {name: getattr(self.table, name)[picked] for name in ("kv_index", "kv_count")}
         wide = (self.q[picked].double(), self.k.double(), self.v.double())

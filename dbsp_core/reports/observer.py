@@ -177,8 +177,8 @@ class RunObserver(SessionObserver):
         self.read_counts()
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
         fused = fused_kernel(q)
-        for table in prepared.tables:
-            dense = table.dense if fused else None
+        for of_chunk in prepared.tables.dense:
+            dense = of_chunk if fused else None
             names = [] if dense is None else [f"torch {fused} (dense heads)"]
             names += [] if dense is not None and dense.every else [prepared.kernel_name]
             self._kernels |= dict.fromkeys(names)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from dbsp_kernels.triton.launch import triton_version
+from dbsp_kernels.triton.launch import capability_of, triton_version
 
 HOPPER = 90
 
@@ -93,6 +94,21 @@ def int8_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype
     if capability // 10 == 8:
         block_q = min(block_q, 64)
     return tiles_for(block_q, min(block_k, 64), head_dim, dtype, capability)
+
+
+def row_slots(
+    rows: torch.Tensor, block_k: int, choose: Callable[[int, int, int, torch.dtype, int], Tiles] = tiles_for
+) -> int | None:
+    """Returns how many of rows [n, Bq, D] a GPU computes at a time, and None off GPUs.
+
+    It has multiprocessors × programs on each / programs of a row. Two programs of four warps fit a multiprocessor.
+    """
+    if not rows.is_cuda:
+        return None
+    _, block_q, head_dim = rows.shape
+    tiles = choose(block_q, block_k, head_dim, rows.dtype, capability_of(rows.device))
+    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count * (2 if tiles.warps == 4 else 1)
+    return max(1, programs // -(-block_q // tiles.queries))
 
 
 def backward_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.runtime.tables import ChunkTable, KernelTable, build_tables, dense_spans_of, table_layout
+from dbsp_core.runtime.tables import ChunkTables, KernelTable, build_tables, dense_spans_of, table_layout
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_kernels import KernelInputs, attend_dense_part, block_attention
@@ -44,15 +44,15 @@ class PackedJob:
         return source.mask(MaskRequest(0, self.heads, self.model.thw))
 
     @cached_property
-    def chunk(self) -> ChunkTable:
+    def tables(self) -> ChunkTables:
         device = torch.device(self.setting.device)
         layout = table_layout(make_plan(self.mask, "U1R1"), 0).to(device)
-        (chunk,) = build_tables(layout, self.mask, dense_spans_of(self.mask, device))
-        return chunk
+        return build_tables(layout, self.mask, dense_spans_of(self.mask, device))
 
     @cached_property
     def table(self) -> KernelTable:
-        return self.chunk.expanded()
+        (table,) = self.tables.expanded()
+        return table
 
     @cached_property
     def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -91,8 +91,9 @@ class PackedJob:
 
     def dense_rows(self) -> Work:
         """Returns attention of all rows by the fused kernel, if the mask is dense."""
-        assert self.chunk.dense is not None
-        (part,) = self.chunk.dense.parts
+        (dense,) = self.tables.dense
+        assert dense is not None
+        (part,) = dense.parts
 
         def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             q, k, v = (tensor[None] for tensor in self.inputs[i % len(self.inputs)])
