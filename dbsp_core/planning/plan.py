@@ -28,8 +28,8 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
 
-LONG_ROW = 0.25
-"""Share of a slot's work from which a GPU cuts rows, and from which the longest is shown (`Plan.row_share`)."""
+LONG_ROW = 0.125
+"""Share of a slot's work from which a GPU cuts rows by keys; see `Plan.row_share`."""
 
 
 @lru_cache(maxsize=16)

@@ -80,9 +80,7 @@ class PreparedAttention:
         of_plan = table_layout(plan, group.rank).to(device)
         tables = build_tables(of_plan, mask, dense_spans_of(mask, device))
         mask_fingerprint = mask.fingerprint if fingerprint else 0
-        return cls(
-            plan, layout, group, device, n_local, route, of_plan, tables, kernel, mask.coarse, mask_fingerprint
-        )
+        return cls(plan, layout, group, device, n_local, route, of_plan, tables, kernel, mask.coarse, mask_fingerprint)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
         """Returns the same for another mask: only tables are new (`from_plan`).

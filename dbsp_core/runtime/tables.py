@@ -242,7 +242,9 @@ def build_tables(layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray |
     """
     bits = to_device(mask.row_bits, layout.rows.device)
     of_mask = layout.columns, layout.present, layout.full
-    tables = ChunkTables(layout, *pack_rows(bits, layout.rows, layout.spans_of, *of_mask), (None,) * len(layout.blocks))
+    tables = ChunkTables(
+        layout, *pack_rows(bits, layout.rows, layout.spans_of, *of_mask), (None,) * len(layout.blocks)
+    )
     if dense_spans is None or not dense_spans.any():
         return tables
     device = layout.rows.device

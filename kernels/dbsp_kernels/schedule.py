@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-LONG = 4  # Rows over a 4th of a slot's share start first
-LATE = 10  # The lightest 10th of the work starts last
+SHORT = 10  # Rows over a 10th of a slot's share start first, and the lightest 10th of the work last
 LEAST_BLOCKS = 16  # of a part
 SHARES = 32  # No limit is below a 32nd of a slot's share
 PART_BLOCKS = 2  # What a part takes in addition to its blocks, in the time of a block
@@ -110,8 +109,8 @@ def _ordered(count: torch.Tensor, spans: torch.Tensor, slots: int) -> tuple[torc
     of_heavy = count.gather(1, heavy).long()
     done = torch.empty_like(of_heavy).scatter_(1, heavy, of_heavy.cumsum(1))
     # 2. Long rows, head by head the others, and the lightest.
-    place = torch.where(done > total - total // LATE, 1 << 30, spans)
-    place = torch.where(count.long() * LONG * slots > total, -1, place)
+    place = torch.where(done > total - total // SHORT, 1 << 30, spans)
+    place = torch.where(count.long() * SHORT * slots > total, -1, place)
     waves = of_heavy[:, ::slots].sum(dim=1, keepdim=True)
     return torch.argsort(_keys(place, count), dim=1, stable=True), waves
 

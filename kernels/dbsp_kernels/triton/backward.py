@@ -30,7 +30,9 @@ def _tile(  # type: ignore[no-untyped-def]
     return tile.to(tl.float32) if UPCAST else tile
 
 
-@triton.jit(do_not_specialize=("lse_ptr", "delta_ptr", "index_ptr", "count_ptr", "length_ptr", "order_ptr", "index_width"))
+@triton.jit(
+    do_not_specialize=("lse_ptr", "delta_ptr", "index_ptr", "count_ptr", "length_ptr", "order_ptr", "index_width")
+)
 def backward_rows_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, index_ptr, count_ptr, length_ptr, order_ptr, dq_ptr,
     index_width, scale, scale_log2,
@@ -62,7 +64,9 @@ def backward_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(dq_ptr + offsets, dq * scale, mask=real[:, None] & (dims[None, :] < HEAD_DIM))
 
 
-@triton.jit(do_not_specialize=("lse_ptr", "delta_ptr", "rows_ptr", "count_ptr", "length_ptr", "order_ptr", "rows_width"))
+@triton.jit(
+    do_not_specialize=("lse_ptr", "delta_ptr", "rows_ptr", "count_ptr", "length_ptr", "order_ptr", "rows_width")
+)
 def backward_keys_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rows_ptr, count_ptr, length_ptr, order_ptr, dk_ptr, dv_ptr,
     rows_width, scale, scale_log2,

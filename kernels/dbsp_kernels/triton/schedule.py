@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.schedule import LATE, LEAST_BLOCKS, LONG, PART_BLOCKS, SHARES, most_added_parts
+from dbsp_kernels.schedule import LEAST_BLOCKS, PART_BLOCKS, SHARES, SHORT, most_added_parts
 from dbsp_kernels.triton.launch import launch
 
 TILE = 32  # rows of a program
@@ -19,7 +19,7 @@ STEP = 64  # rows that they are compared with at a time
 @triton.jit(do_not_specialize=range(7))  # all arguments but the constants
 def key_kernel(  # type: ignore[no-untyped-def]
     count_ptr, spans_ptr, key_ptr, wave_ptr, rows, all_rows, slots,
-    LONG: tl.constexpr, LATE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
+    SHORT: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Writes the sort keys of TILE rows in one chunk, and the blocks of those that begin a wave of equal rows."""
     chunk = tl.program_id(1).to(tl.int64)
@@ -27,7 +27,11 @@ def key_kernel(  # type: ignore[no-untyped-def]
     there = row < all_rows
     count_ptr += chunk * rows
     count = tl.load(count_ptr + row % rows, mask=there, other=0)
-    total, before, rank = tl.zeros([STEP], tl.int32), tl.zeros([STEP, TILE], tl.int32), tl.zeros([STEP, TILE], tl.int32)
+    total, before, rank = (
+        tl.zeros([STEP], tl.int32),
+        tl.zeros([STEP, TILE], tl.int32),
+        tl.zeros([STEP, TILE], tl.int32),
+    )
     for first in range(0, all_rows, STEP):
         other = first + tl.arange(0, STEP)
         of_other = tl.load(count_ptr + other % rows, mask=other < all_rows, other=-1)
@@ -40,8 +44,8 @@ def key_kernel(  # type: ignore[no-untyped-def]
     work = tl.sum(total, 0)
     done = tl.sum(before, 0) + count
     place = (row // rows).to(tl.int64) * (1 << 20) + tl.load(spans_ptr + row % rows, mask=there, other=0)
-    place = tl.where(done > work - work // LATE, 1 << 30, place)
-    place = tl.where(count * LONG * slots > work, -1, place)
+    place = tl.where(done > work - work // SHORT, 1 << 30, place)
+    place = tl.where(count * SHORT * slots > work, -1, place)
     at = chunk * all_rows + row
     tl.store(key_ptr + at, place * 4294967296 - count, mask=there)
     tl.store(wave_ptr + at, tl.where(tl.sum(rank, 0) % slots == 0, count, 0), mask=there)
@@ -67,7 +71,11 @@ def position_kernel(  # type: ignore[no-untyped-def]
     count_ptr += chunk * rows
     key_ptr += chunk * all_rows
     key = tl.load(key_ptr + row, mask=there, other=0)
-    total, before, rank = tl.zeros([STEP], tl.int32), tl.zeros([STEP, TILE], tl.int32), tl.zeros([STEP, TILE], tl.int32)
+    total, before, rank = (
+        tl.zeros([STEP], tl.int32),
+        tl.zeros([STEP, TILE], tl.int32),
+        tl.zeros([STEP, TILE], tl.int32),
+    )
     for first in range(0, all_rows, STEP):
         other = first + tl.arange(0, STEP)
         earlier = _earlier(key_ptr, key, row, other, all_rows)
@@ -177,7 +185,7 @@ def _keys(count: torch.Tensor, spans: torch.Tensor, slots: int, batch: int) -> t
     launch(
         key_kernel, (-(-batch * rows // TILE), chunks),
         count, spans, keys, waves, rows, batch * rows, slots,
-        LONG=LONG, LATE=LATE, TILE=TILE, STEP=STEP, num_warps=4,
+        SHORT=SHORT, TILE=TILE, STEP=STEP, num_warps=4,
     )  # fmt: skip
     return keys, waves
 
