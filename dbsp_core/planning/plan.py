@@ -27,7 +27,6 @@ from dbsp_core.planning.planners import (
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
-
 LONG_ROW = 0.125
 """Share of a slot's work from which a GPU cuts rows by keys; see `Plan.row_share`."""
 

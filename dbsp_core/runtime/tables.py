@@ -64,7 +64,7 @@ class ChunkTables:
     def expanded(
         self, batch: int = 1, slots: int | None = None, *, cut: bool = False, dense: bool = False
     ) -> list[KernelTable]:
-        """Returns the tables by chunk for `batch` copies of the rows, the b-th attending to the b-th copy of the blocks.
+        """Returns the tables by chunk for `batch` copies of the rows, the b-th attending to the b-th copy of blocks.
 
         Args:
             slots: Rows that the device computes at a time. None: not known, so rows start in an order of the kernel's.

@@ -49,8 +49,8 @@ def most_added_parts(slots: int) -> int:
 def order_rows(count: torch.Tensor, spans: torch.Tensor, slots: int, batch: int = 1) -> torch.Tensor:
     """Returns the order in which rows start: int32[y, B · R], on their device, without a host synchronisation.
 
-    Long rows of all heads start first. The others start head by head, so that a head's keys stay in the cache while its
-    rows run; the lightest tenth of the work starts last, and in each group heavy rows first.
+    Long rows of all heads start first, and the lightest tenth of the work last. The others start head by head, so that
+    a head's keys stay in the cache while its rows run. Heavy rows are the first of each group.
 
     Args:
         count: int32[y, R], blocks of each row in each chunk of keys.

@@ -1,7 +1,7 @@
-"""How long a rank's rows take on a GPU over the mean of its slots: in heads' order, in `order_rows`', and with long rows cut.
+"""How long a rank's rows take on a GPU over the mean of its slots: by head, in our order, and with long rows cut.
 
-Counted: rows start in order, each on the first slot that is free, and take a step for each of their blocks; a part takes
-2 steps more. The slowest rank's end over the mean work per slot of all ranks, so ρ_s is in it.
+Counted: rows start in order, each on the first slot that is free, and take a step for each of their blocks; a part
+takes 2 steps more. The slowest rank's end over the mean work per slot of all ranks, so ρ_s is in it.
 
 python -m scripts.bench.row_makespans                  17 cases, on 132 slots (an H100, blocks of 128×64)
 python -m scripts.bench.row_makespans --out FILE       the same on the other GPUs too, as CSV
@@ -24,7 +24,6 @@ from dbsp_core.planning.plan import LONG_ROW, Plan, plan_from_counts
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_kernels.schedule import PART_BLOCKS, cut_rows, order_rows
-from scripts.results.result import print_table
 
 HUNYUAN, HUNYUAN_480, MINIMAX, MINIMAX_480 = (31, 45, 80), (31, 30, 52), (52, 48, 84), (24, 30, 52)
 WAN, WAN_480, COG = (21, 45, 80), (21, 30, 52), (21, 51, 80)
@@ -87,7 +86,7 @@ def last_end(times: np.ndarray, slots: int) -> int:
 
 
 def ends_of_rank(plan: Plan, work: np.ndarray, rank: int, slots: int, cut: bool) -> tuple[int, int, int, int]:
-    """Returns the ends of a rank's rows head by head, in order and with long ones cut; and how many parts that adds."""
+    """Returns when a rank's rows end head by head, in order and with long ones cut; and how many parts that adds."""
     head, block = plan.rows_of(rank)
     count = work[head, block]
     by_head = np.lexsort((-count, head))

@@ -1,4 +1,4 @@
-"""Merges of partial results as Triton kernels: of two, written over the first; and of the parts of rows that are cut."""
+"""Merges of partial results as Triton kernels: of two, written over the first; and of the parts of cut rows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.inputs import PartialAttention
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
@@ -82,7 +81,7 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
         total = tl.where(top == float("-inf"), 0.0, 1.0)
         out = tl.load(running_ptr + at_row[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
     first = tl.load(cut + 1).to(tl.int64) * BLOCK_Q
-    for part in range(0, parts):
+    for part in range(parts):
         at = first + part * BLOCK_Q + query
         lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"))
         new_top = tl.maximum(top, lse)
@@ -90,8 +89,9 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
         kept, share = tl.exp(top - finite), tl.exp(lse - finite)
         of_part = tl.load(part_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
         out, total, top = out * kept[:, None] + of_part * share[:, None], total * kept + share, new_top
-    lse = tl.where(top == float("-inf"), 0.0, top) + tl.log(total)
-    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)  # neither saw a key: top is −inf
+    lse = top + tl.log(total)
+    out = out / total[:, None]
     tl.store(out_ptr + at_row[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(lse_ptr + at_row, lse, mask=there)
 
@@ -102,7 +102,7 @@ def triton_merge_parts(
     part: torch.Tensor,
     part_lse: torch.Tensor,
     cuts: torch.Tensor,
-    partial: PartialAttention | None,
+    partial: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """Writes the rows that are cut: out [R, Bq, D] and lse [R, Bq], from their parts and, if given, `partial`.
 

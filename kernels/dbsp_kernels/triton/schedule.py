@@ -150,7 +150,7 @@ def items_kernel(  # type: ignore[no-untyped-def]
     count = tl.load(count_ptr + row % rows, mask=there, other=0)
     full = tl.load(full_ptr + row % rows, mask=there, other=0)
     is_cut = parts > 1
-    for part in range(0, tl.max(parts, 0)):
+    for part in range(tl.max(parts, 0)):
         inside = part < parts
         of = tl.maximum(parts, 1)
         start = part * count // of

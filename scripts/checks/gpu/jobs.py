@@ -17,7 +17,7 @@ from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_kernels import KernelInputs, attend_dense_part, block_attention
 from dbsp_kernels.triton.launch import capability_of
-from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, row_slots, tiles_for
 from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.setting import Model, Setting, Shape
 
@@ -51,7 +51,8 @@ class PackedJob:
 
     @cached_property
     def table(self) -> KernelTable:
-        (table,) = self.tables.expanded()
+        q, block_k = self.inputs[0][0], self.shape.block_k
+        (table,) = self.tables.expanded(slots=row_slots(q, block_k))
         return table
 
     @cached_property
@@ -102,9 +103,10 @@ class PackedJob:
         return attend
 
     def error(self, work: Work, rows: int = 16) -> float:
-        """Returns the relative error of the first rows of the order and the last, against float64."""
+        """Returns the relative error of the shortest and longest rows, against float64."""
         (q, k, v), (out, _) = self.inputs[0], work(0)
-        picked = torch.cat([self.table.row_schedule[: rows // 2], self.table.row_schedule[-(rows // 2) :]]).long()
+        order = self.table.kv_count.argsort()
+        picked = torch.cat([order[: rows // 2], order[-(rows // 2) :]])
         table = {name: getattr(self.table, name)[picked] for name in ("kv_index", "kv_count")}
         wide = (q[picked].double(), k.double(), v.double())
         expected, _ = block_attention(*wide, **table, kv_len=self.table.kv_len, kernel="reference")

@@ -41,8 +41,8 @@ SHIPPED = (
 
 SELECTIONS = tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000))
 ROWS, BLOCKS, HEADS, TOKENS, SLOTS = 1182, 1182, 5, 75_600, 132
-"""A head of Wan2.1-14B at 720p in blocks of 64, the heads of a rank of eight, and the slots of an H100. Only what they are multiples of,
-and how many blocks a row is chosen among, is seen in machine code."""
+"""A head of Wan2.1-14B at 720p in blocks of 64, the heads of a rank of eight, and what an H100 computes at a time.
+Only what they are multiples of, and how many blocks a row is chosen among, is seen in machine code."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="scripts/gpu_
 
 @st.composite
 def bit_rows(draw: st.DrawFn) -> dict:
-    """Draws rows of several heads in one to three chunks, whose packed blocks follow one another, some of them short."""
+    """Draws rows of several heads in up to three chunks, whose packed blocks follow one another, some short."""
     rng = np.random.default_rng(draw(SEEDS))
     width, heads, chunks = draw(st.integers(1, 40)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     per_head = rng.integers(0, width + 1, (chunks, heads))
