@@ -15,7 +15,8 @@ from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels import DensePart
 from dbsp_kernels.inputs import TransposedTable
-from dbsp_kernels.schedule import RowParts, cut_rows, order_rows
+from dbsp_kernels.row_parts import RowParts
+from dbsp_kernels.schedule import cut_rows, order_rows
 from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 

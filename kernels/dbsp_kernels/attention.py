@@ -8,7 +8,7 @@ import torch
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, merge_into
 from dbsp_kernels.kernel import Kernel, KernelRequirements, choose_kernel
-from dbsp_kernels.schedule import RowParts
+from dbsp_kernels.row_parts import RowParts
 
 
 def block_attention(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dbsp_kernels.schedule import RowParts
+from dbsp_kernels.row_parts import RowParts
 
 
 @dataclass(eq=False)  # not frozen: one is made for every chunk, which would take five times as long

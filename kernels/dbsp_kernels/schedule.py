@@ -6,44 +6,11 @@ takes its key blocks one after another, so one that starts late, or is long, kee
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 
-SHORT = 10  # Rows over a 10th of a slot's share start first, and the lightest 10th of the work last
-LEAST_BLOCKS = 16  # of a part
-SHARES = 32  # No limit is below a 32nd of a slot's share
-PART_BLOCKS = 2  # What a part takes in addition to its blocks, in the time of a block
+from dbsp_kernels.row_parts import LEAST_BLOCKS, PART_BLOCKS, SHARES, SHORT, RowParts, most_added_parts
+
 MOST_ROWS = 1 << 15  # Above, rows just start head by head: each is compared with each, and a slot has many
-
-
-@dataclass(frozen=True, eq=False)
-class RowParts:
-    """Rows of which long ones are cut by keys, in the order in which they start.
-
-    Attributes:
-        items: int32[n, 5], a whole row or a part of one each: the row, the first entry of its list, how many entries,
-            how many of these are blocks of all tokens, and its slot, −1 for a whole row. Row −1: not used.
-        cuts: int32[E, 3], the rows that are cut: the row, the slot of its first part and how many parts it has. 0
-            parts: not used.
-    """
-
-    items: torch.Tensor
-    cuts: torch.Tensor
-
-    @property
-    def slots(self) -> int:
-        """Number of slots for the parts' results: twice as many as parts can be added."""
-        return 2 * self.cuts.shape[0]
-
-
-def most_added_parts(slots: int) -> int:
-    """Returns E, how many parts cutting can add, whatever the rows: Σ (parts − 1) ≤ Σ blocks / limit.
-
-    With limit = max(rest / slots, total / (32 · slots)) this is at most slots · (1 + ∫ dx / x from 1 / 32 to 1).
-    """
-    return math.ceil(slots * (1 + math.log(SHARES)))
 
 
 def order_rows(count: torch.Tensor, spans: torch.Tensor, slots: int, batch: int = 1) -> torch.Tensor:
@@ -96,9 +63,9 @@ def _spans_of_copies(spans: torch.Tensor, batch: int) -> torch.Tensor:
     return (spans + (torch.arange(batch, device=spans.device) << 20)[:, None]).flatten()
 
 
-def _keys(place: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Returns int64[y, n], by which rows are sorted: by place, heavy ones first."""
-    return (place << 32) - count
+def _keys(group: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Returns int64[y, n], by which rows are sorted: by group, heavy ones first."""
+    return (group << 32) - count
 
 
 def _ordered(count: torch.Tensor, spans: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,10 +76,10 @@ def _ordered(count: torch.Tensor, spans: torch.Tensor, slots: int) -> tuple[torc
     of_heavy = count.gather(1, heavy).long()
     done = torch.empty_like(of_heavy).scatter_(1, heavy, of_heavy.cumsum(1))
     # 2. Long rows, head by head the others, and the lightest.
-    place = torch.where(done > total - total // SHORT, 1 << 30, spans)
-    place = torch.where(count.long() * SHORT * slots > total, -1, place)
+    group = torch.where(done > total - total // SHORT, 1 << 30, spans)
+    group = torch.where(count.long() * SHORT * slots > total, -1, group)
     waves = of_heavy[:, ::slots].sum(dim=1, keepdim=True)
-    return torch.argsort(_keys(place, count), dim=1, stable=True), waves
+    return torch.argsort(_keys(group, count), dim=1, stable=True), waves
 
 
 def _cut(
@@ -139,14 +106,14 @@ def _cut(
     at = torch.searchsorted(ends, item, right=True).clamp(max=rows - 1)
     part, blocks, of = item - (ends - parts).gather(1, at), count.gather(1, at), parts.gather(1, at)
     is_cut = torch.where(parts > 1, parts, 0)
-    first_slot = is_cut.cumsum(1) - is_cut
+    first_place = is_cut.cumsum(1) - is_cut
     start, stop = part * blocks // of, (part + 1) * blocks // of
     whole_blocks = torch.minimum((full.gather(1, at) - start).clamp(min=0), stop - start)
-    slot = torch.where(of > 1, first_slot.gather(1, at) + part, -1)
+    place = torch.where(of > 1, first_place.gather(1, at) + part, -1)
     row = torch.where(part < of, order.gather(1, at), -1)
     # 4. The rows that are cut, in order; the others are written to one beyond the end, which is left out.
     number = torch.where(parts > 1, (parts > 1).cumsum(1) - 1, added)
     cuts = torch.zeros(chunks, added + 1, 3, dtype=torch.int32, device=count.device)
-    of_row = torch.stack([order, first_slot, parts], dim=2).to(torch.int32)
+    of_row = torch.stack([order, first_place, parts], dim=2).to(torch.int32)
     cuts.scatter_(1, number[..., None].expand(-1, -1, 3), of_row)
-    return torch.stack([row, start, stop - start, whole_blocks, slot], dim=2).to(torch.int32), cuts[:, :added]
+    return torch.stack([row, start, stop - start, whole_blocks, place], dim=2).to(torch.int32), cuts[:, :added]

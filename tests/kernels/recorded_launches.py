@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
-from dbsp_kernels.schedule import RowParts
+from dbsp_kernels.row_parts import RowParts
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_copy_to_both, triton_quantise_segments

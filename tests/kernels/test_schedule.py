@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_kernels import KernelInputs, block_attention, merge_states, schedule
-from dbsp_kernels.schedule import PART_BLOCKS, RowParts, cut_rows, most_added_parts, order_rows
+from dbsp_kernels.row_parts import RowParts, most_added_parts
+from dbsp_kernels.schedule import cut_rows, order_rows
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error, rounded_to_int8
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
@@ -87,7 +88,7 @@ def test_parts_of_a_row_are_its_list_in_order(case):
             used.update(slots_of_row)
             assert int(of_row[:, 2].min()) >= schedule.LEAST_BLOCKS
         assert not cuts
-        assert max(used, default=-1) < parts.slots
+        assert max(used, default=-1) < parts.places
 
 
 @without_gpu
@@ -252,4 +253,3 @@ def test_other_kernels_reject_parts():
 def test_inputs_have_no_parts_unless_given():
     assert KernelInputs(*vars(long_rows()).values(), 1.0).parts is None
     assert math.ceil(132 * (1 + math.log(32))) == most_added_parts(132) == 590
-    assert PART_BLOCKS == 2

@@ -202,7 +202,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         k, v: [blocks, BLOCK_K, HEAD_DIM], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
         scale: [blocks], scales of int8 keys, with which queries are rounded to int8, too; None: k is of v's dtype.
         order: [rows]; or, if there is `part`, the items of `RowParts`.
-        part, part_lse: [slots, BLOCK_Q, HEAD_DIM] and [slots, BLOCK_Q], fp32, of parts of rows; None: rows are whole.
+        part, part_lse: [places, BLOCK_Q, HEAD_DIM] and [places, BLOCK_Q], fp32, of parts of rows; None: rows are whole.
         LOOP: See `Tiles.loop`.
         FULL_FIRST: The first full[row] entries are full blocks.
         SHORT_ONLY: Those entries are left out.
@@ -262,9 +262,9 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     share, other_share = 1.0 / tl.where(empty, 1.0, total), tl.zeros([TILE_Q], tl.float32)
     HALF: tl.constexpr = TILE_D // 2
     if PARTS:
-        slot = tl.load(order_ptr + at + 4).to(tl.int64)
-        if slot >= 0:  # merged with the row's other parts, and then with what was there, by `merge_parts_kernel`
-            slots = slot * BLOCK_Q + queries
+        place = tl.load(order_ptr + at + 4).to(tl.int64)
+        if place >= 0:  # merged with the row's other parts, and then with what was there, by `merge_parts_kernel`
+            slots = place * BLOCK_Q + queries
             _store_merged(part_ptr, part_ptr, acc, share, other_share, slots, queries, 0, BLOCK_Q, HEAD_DIM, False)
             if HALVES:
                 _store_merged(
@@ -342,7 +342,7 @@ def triton_attention(
     schedule, parts, part = inputs.row_schedule, inputs.parts, None
     if parts is not None:
         schedule = parts.items
-        part = lse.new_empty(parts.slots, block_q, head_dim), lse.new_empty(parts.slots, block_q)
+        part = lse.new_empty(parts.places, block_q, head_dim), lse.new_empty(parts.places, block_q)
     elif schedule is None:
         schedule = torch.arange(rows, dtype=torch.int32, device=q.device)
     other, other_lse = partial or (out, lse)

@@ -107,8 +107,8 @@ def triton_merge_parts(
     """Writes the rows that are cut: out [R, Bq, D] and lse [R, Bq], from their parts and, if given, `partial`.
 
     Args:
-        part: float32[slots, Bq, D].
-        part_lse: float32[slots, Bq].
+        part: float32[places, Bq, D].
+        part_lse: float32[places, Bq].
         cuts: See `dbsp_kernels.schedule.RowParts`.
         partial: What `out` is merged with, which may be `out` and `lse` themselves.
     """

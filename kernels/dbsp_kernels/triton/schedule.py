@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dbsp_kernels.schedule import LEAST_BLOCKS, PART_BLOCKS, SHARES, SHORT, most_added_parts
+from dbsp_kernels.row_parts import LEAST_BLOCKS, PART_BLOCKS, SHARES, SHORT, most_added_parts
 from dbsp_kernels.triton.launch import launch
 
 TILE = 32  # rows of a program
@@ -43,11 +43,11 @@ def key_kernel(  # type: ignore[no-untyped-def]
         total += tl.maximum(of_other, 0)
     work = tl.sum(total, 0)
     done = tl.sum(before, 0) + count
-    place = (row // rows).to(tl.int64) * (1 << 20) + tl.load(spans_ptr + row % rows, mask=there, other=0)
-    place = tl.where(done > work - work // SHORT, 1 << 30, place)
-    place = tl.where(count * SHORT * slots > work, -1, place)
+    group = (row // rows).to(tl.int64) * (1 << 20) + tl.load(spans_ptr + row % rows, mask=there, other=0)
+    group = tl.where(done > work - work // SHORT, 1 << 30, group)
+    group = tl.where(count * SHORT * slots > work, -1, group)
     at = chunk * all_rows + row
-    tl.store(key_ptr + at, place * 4294967296 - count, mask=there)
+    tl.store(key_ptr + at, group * 4294967296 - count, mask=there)
     tl.store(wave_ptr + at, tl.where(tl.sum(rank, 0) % slots == 0, count, 0), mask=there)
 
 
@@ -144,7 +144,7 @@ def items_kernel(  # type: ignore[no-untyped-def]
     if whole:
         parts = tl.minimum(parts, 1)
     item = tl.load(position_ptr + at + row, mask=there, other=0) + tl.where(whole, 0, tl.sum(before, 0))
-    slot = tl.sum(cut_before, 0)
+    place = tl.sum(cut_before, 0)
     number = tl.sum(cuts, 0)
     # 3. The rows' items, one part of each at a time.
     count = tl.load(count_ptr + row % rows, mask=there, other=0)
@@ -160,9 +160,9 @@ def items_kernel(  # type: ignore[no-untyped-def]
         tl.store(to + 1, start, mask=inside)
         tl.store(to + 2, blocks, mask=inside)
         tl.store(to + 3, tl.minimum(tl.maximum(full - start, 0), blocks), mask=inside)
-        tl.store(to + 4, tl.where(is_cut, slot + part, -1), mask=inside)
+        tl.store(to + 4, tl.where(is_cut, place + part, -1), mask=inside)
     tl.store(cuts_ptr + number * 3, row, mask=is_cut)
-    tl.store(cuts_ptr + number * 3 + 1, slot, mask=is_cut)
+    tl.store(cuts_ptr + number * 3 + 1, place, mask=is_cut)
     tl.store(cuts_ptr + number * 3 + 2, parts, mask=is_cut)
     # 4. What is not used.
     if tl.program_id(0) == 0:

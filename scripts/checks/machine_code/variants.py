@@ -12,7 +12,7 @@ import triton
 
 from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
-from dbsp_kernels.schedule import RowParts, most_added_parts
+from dbsp_kernels.row_parts import RowParts, most_added_parts
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import triton_copy_segments, triton_copy_to_both, triton_quantise_segments
