@@ -59,6 +59,7 @@ from dbsp_core.utils.errors import in_number
 from dbsp_core.utils.files import require_file_path
 from dbsp_core.utils.process import NOTICE, installed_version
 from dbsp_kernels import KERNELS, KernelRequirements, PartialAttention, block_attention, choose_kernel, merge_into
+from dbsp_kernels.triton.launch import capability_of
 from dbsp_kernels.triton.tiles import row_slots
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -274,7 +275,7 @@ class Rows(NamedTuple):
         grid = mask.grid
         layout = table_layout(make_plan(mask, "U1R1", _PLAIN), 0).to(work.device)
         q = work.random(len(layout.rows), grid.block_q, work.head_dim)
-        (table,) = build_tables(layout, mask).expanded(slots=row_slots(q, grid.block_k))
+        (table,) = build_tables(layout, mask).expanded(slots=row_slots(q, (grid.block_q, grid.block_k)))
         k, v = (work.random(len(table.kv_len), grid.block_k, work.head_dim) for _ in range(2))
         flops = 4.0 * int(mask.bits.sum()) * grid.block_q * grid.block_k * work.head_dim
         return cls(q, k, v, table, grid.tokens, flops)
@@ -358,6 +359,7 @@ class Measured:
         for result in self.kernels:
             if result.exact and (result.kernel, result.blocks) != (work.kernel, work.blocks):
                 rates.setdefault(result.kernel, {})["{}x{}".format(*result.blocks)] = result.flops_per_s
+        on_gpu = work.device.type == "cuda"
         return Hardware(
             name,
             device_class(work.device),
@@ -366,6 +368,8 @@ class Measured:
             sources,
             kernels={key: KernelConstants("measured", flops_by_blocks=by_blocks) for key, by_blocks in rates.items()},
             exact_kernels=self.exact_kernels,
+            multiprocessors=torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else None,
+            capability=capability_of(work.device) if on_gpu else None,
         )
 
 

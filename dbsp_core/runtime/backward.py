@@ -32,7 +32,7 @@ def attention_backward(
     # 1. dOut to the owners of rows, as queries came to them.
     dout_rows = gradient_to_owners(route, dout, group).view(rows.shape)
     # 2. All chunks again: dQ is added up; dK and dV of each are sent back while the kernel runs on the next.
-    slots = kernel.slots and kernel.slots(rows, prepared.plan.grid.block_k)
+    slots = kernel.slots and kernel.slots(rows, (prepared.plan.grid.block_q, prepared.plan.grid.block_k))
     tables = prepared.tables.expanded(len(dout), slots)
     at_owner = _AtOwner(prepared, tables, slots, kernel, rows, out, lse, dout_rows, scale)
     dq, dkv = torch.zeros_like(rows, dtype=wide), []

@@ -130,7 +130,7 @@ def _forward(
     # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
     chunks = route.chunks(first, keys, group)
     # 3. The kernel runs once for each; results merge by log-sum-exp. On a GPU long rows are cut by keys.
-    dense_rows, slots = prepared.tables.dense, kernel.slots and kernel.slots(rows, plan.grid.block_k)
+    dense_rows, slots = prepared.tables.dense, kernel.slots and kernel.slots(q, (plan.grid.block_q, plan.grid.block_k))
     cut = slots is not None and plan.row_share(slots) >= LONG_ROW * batch
     apart = any(dense_rows) and kernel.returns_lse and fused_kernel(rows) is not None
     tables = prepared.tables.expanded(batch, slots, cut=cut, dense=apart)

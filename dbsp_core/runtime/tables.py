@@ -15,7 +15,7 @@ from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels import DensePart
 from dbsp_kernels.inputs import TransposedTable
-from dbsp_kernels.row_parts import RowParts
+from dbsp_kernels.row_parts import LEAST_BLOCKS, RowParts
 from dbsp_kernels.schedule import cut_rows, order_rows
 from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
@@ -85,7 +85,7 @@ class ChunkTables:
                 count, full = count * self.others, full * self.others
             orders: Sequence[torch.Tensor | None] = [None] * len(count)
             parts: Sequence[RowParts | None] = [None] * len(count)
-            if slots is not None and cut:
+            if slots is not None and cut and layout.width >= 2 * LEAST_BLOCKS:  # else no row has two parts
                 parts = cut_rows(count, full, layout.spans_of, slots, batch)
             elif slots is not None:
                 orders = order_rows(count, layout.spans_of, slots, batch).unbind(0)

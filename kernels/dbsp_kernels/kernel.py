@@ -58,8 +58,8 @@ class Kernel:
         ragged_rows: True if it supports other rows than those of whole heads.
         approximates: True if it rounds more than its dtypes do, so that "auto" never takes it, however it measures.
         merges: True if it merges into `partial` and returns `out_dtype` by itself.
-        slots: Returns how many of rows [n, Bq, D] that attend to blocks of `block_k` a GPU computes at a time, and
-            None off GPUs. None: it starts rows in an order of its own, and takes no `parts`.
+        slots: Returns how many rows of q [..., D] and blocks (block_q, block_k) a GPU computes at a time, and None off
+            GPUs. None: it starts rows in an order of its own, and takes no `parts`.
         why_unavailable: Returns why it cannot work on this machine, or None.
         interpreted: True if Triton's interpreter can run it on the CPU.
         auto_on: Device types on which "auto" may choose it: those on which the tests run it.
@@ -77,7 +77,7 @@ class Kernel:
     ragged_rows: bool = True
     approximates: bool = False
     merges: bool = False
-    slots: Callable[[torch.Tensor, int], int | None] | None = None
+    slots: Callable[[torch.Tensor, tuple[int, int]], int | None] | None = None
     why_unavailable: Callable[[], str | None] = lambda: None
     interpreted: bool = False
     auto_on: frozenset[str] = frozenset()

@@ -202,7 +202,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         k, v: [blocks, BLOCK_K, HEAD_DIM], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
         scale: [blocks], scales of int8 keys, with which queries are rounded to int8, too; None: k is of v's dtype.
         order: [rows]; or, if there is `part`, the items of `RowParts`.
-        part, part_lse: [places, BLOCK_Q, HEAD_DIM] and [places, BLOCK_Q], fp32, of parts of rows; None: rows are whole.
+        part, part_lse: fp32 [places, BLOCK_Q, HEAD_DIM] and [places, BLOCK_Q], of parts; None: rows are whole.
         LOOP: See `Tiles.loop`.
         FULL_FIRST: The first full[row] entries are full blocks.
         SHORT_ONLY: Those entries are left out.

@@ -96,19 +96,34 @@ def int8_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype
     return tiles_for(block_q, min(block_k, 64), head_dim, dtype, capability)
 
 
-def row_slots(
-    rows: torch.Tensor, block_k: int, choose: Callable[[int, int, int, torch.dtype, int], Tiles] = tiles_for
-) -> int | None:
-    """Returns how many of rows [n, Bq, D] a GPU computes at a time, and None off GPUs.
+ChooseTiles = Callable[[int, int, int, torch.dtype, int], Tiles]
 
-    It has multiprocessors × programs on each / programs of a row. Two programs of four warps fit a multiprocessor.
+
+def row_slots(q: torch.Tensor, blocks: tuple[int, int], choose: ChooseTiles = tiles_for) -> int | None:
+    """Returns how many rows of blocks (block_q, block_k) q's GPU computes at a time, and None off GPUs.
+
+    Args:
+        q: [..., D].
+        choose: Returns the kernel's tiles.
     """
-    if not rows.is_cuda:
+    if not q.is_cuda:
         return None
-    _, block_q, head_dim = rows.shape
-    tiles = choose(block_q, block_k, head_dim, rows.dtype, capability_of(rows.device))
-    programs = torch.cuda.get_device_properties(rows.device).multi_processor_count * (2 if tiles.warps == 4 else 1)
-    return max(1, programs // -(-block_q // tiles.queries))
+    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    return slots_of(multiprocessors, capability_of(q.device), blocks, q.shape[-1], q.dtype, choose)
+
+
+def slots_of(
+    multiprocessors: int,
+    capability: int,
+    blocks: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    choose: ChooseTiles = tiles_for,
+) -> int:
+    """Returns `row_slots` of a GPU: multiprocessors × programs on each (two of four warps fit) / programs of a row."""
+    tiles = choose(*blocks, head_dim, dtype, capability)
+    programs = multiprocessors * (2 if tiles.warps == 4 else 1)
+    return max(1, programs // -(-blocks[0] // tiles.queries))
 
 
 def backward_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:

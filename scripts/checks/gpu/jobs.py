@@ -51,8 +51,8 @@ class PackedJob:
 
     @cached_property
     def table(self) -> KernelTable:
-        q, block_k = self.inputs[0][0], self.shape.block_k
-        (table,) = self.tables.expanded(slots=row_slots(q, block_k))
+        q, blocks = self.inputs[0][0], (self.shape.block_q, self.shape.block_k)
+        (table,) = self.tables.expanded(slots=row_slots(q, blocks))
         return table
 
     @cached_property

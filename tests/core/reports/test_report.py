@@ -238,6 +238,8 @@ def small_report(**changes):
         rho_before=[1.25, 1.5] * steps,
         rho=[1.0, 1.125] * steps,
         rho_bound=[1.0] * count,
+        row_share=[0.5, 1.0] * steps,
+        slots=[132] * count,
         seconds=[0.5] * count,
         seconds_mean=[0.375] * count,
         bytes_to_owners=[1000] * count,
@@ -280,7 +282,7 @@ def test_json_is_read_back_equal_and_other_files_are_rejected(tmp_path):
     again.write(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == values
     for change, message in (
-        ({"format": "db-SP report 3"}, "expected format 'db-SP report 4'"),
+        ({"format": "db-SP report 3"}, "expected format 'db-SP report 5'"),
         ({"calls": values["calls"] | {"rho": [1.0]}}, "columns have different lengths"),
         ({"ranks": values["ranks"] | {"attention_s": [1.0] * 9}}, "different numbers of ranks"),
         ({"seconds": "long"}, "unsupported operand"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.runtime import chunk_attention
+from dbsp_core.runtime import chunk_attention, tables
 from dbsp_kernels import KERNELS, schedule
 from dbsp_kernels.triton import merge
 from tests.support.attention_cases import Case, run_case
@@ -47,11 +47,12 @@ def run_cut(case: Case) -> tuple[float, int]:
         with lock:  # the interpreter knows one launch a process
             return kernel.run(inputs)
 
-    cutting = replace(kernel, name="cutting", run=one_at_a_time, slots=lambda rows, block_k: 20)
+    cutting = replace(kernel, name="cutting", run=one_at_a_time, slots=lambda q, blocks: 20)
     with (
         interpreted(),
         mock.patch.dict(KERNELS, cutting=cutting),
         mock.patch.multiple(schedule, LEAST_BLOCKS=2, PART_BLOCKS=-(10**6)),  # however little is gained
+        mock.patch.object(tables, "LEAST_BLOCKS", 2),
         mock.patch("dbsp_kernels.triton.forward.triton_merge_parts", counting),
     ):
         errors = ThreadRanks(Strategy.parse(case.strategy).world).run(run_case, replace(case, kernel="cutting"))
