@@ -49,14 +49,12 @@ def plan_command(
     """Plan one attention of a mask file: how balanced the work is before and after, and what migrates."""
     if (model is None) is (file is None):
         raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
-    kinds = ("--model", "a mask file")
-    this, other = kinds if file is None else kinds[::-1]
-    for name in ("strategy", "planner", "keys", "layer") if file is None else ():
-        if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
-            raise UserError(f"--{name} is for {other}, not for {this}; leave it out")
     measured = hardware_for(machine, "cuda", "auto") if machine or torch.cuda.is_available() else None
     hardware = measured or load_hardware("h100")
     if file is None:
+        for name in ("strategy", "planner", "keys", "layer"):
+            if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
+                raise UserError(f"--{name} is for a mask file, not for --model; leave it out")
         _show_model(str(model), gpus, hardware, as_json, by_default=measured is None)
         return
     source = MaskFile(file)

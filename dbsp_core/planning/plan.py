@@ -325,7 +325,7 @@ def plan_from_counts(
     chunks = Chunks.of_heads(owner, k_ring_rank, strategy)
     plan_ms = (time.perf_counter() - start) * 1e3
     nothing = np.zeros(strategy.world, dtype=np.int64)
-    plan = Plan(strategy, grid, owner, chunks, planner, nothing, nothing, comm_dtype)
+    plan = Plan(strategy, grid, owner, chunks, planner, work=nothing, longest=nothing, comm_dtype=comm_dtype)
     return replace(plan.counted(row_work, compare=compare), moved=_moved(plan, layout), plan_ms=plan_ms)
 
 

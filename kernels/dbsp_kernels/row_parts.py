@@ -21,8 +21,8 @@ class RowParts:
         items: int32[n, 5], a whole row or a part of one each: the row, the first entry of its list, how many entries,
             how many of these are blocks of all tokens, and the place of its result, −1 for a whole row. Where the row
             is −1, an item is not used.
-        cuts: int32[E, 3], the rows that are cut: the row, the place of its first part, and how many parts it has. Where
-            that is 0, a cut is not used.
+        cuts: int32[E, 3], the rows that are cut: the row, the place of its first part, and how many parts it has. With
+            0 parts, a cut is not used.
     """
 
     items: torch.Tensor

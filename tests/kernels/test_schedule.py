@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from unittest import mock
 
@@ -12,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_kernels import KernelInputs, block_attention, merge_states, schedule
+from dbsp_kernels import block_attention, merge_states, schedule
 from dbsp_kernels.row_parts import RowParts, most_added_parts
 from dbsp_kernels.schedule import cut_rows, order_rows
+from dbsp_kernels.triton.tiles import slots_of
 from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, relative_error, rounded_to_int8
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
@@ -250,6 +250,9 @@ def test_other_kernels_reject_parts():
         attend(p, "cpu", parts=cut(p, slots=3))
 
 
-def test_inputs_have_no_parts_unless_given():
-    assert KernelInputs(*vars(long_rows()).values(), 1.0).parts is None
-    assert math.ceil(132 * (1 + math.log(32))) == most_added_parts(132) == 590
+@pytest.mark.parametrize(
+    ("multiprocessors", "capability", "block_q", "slots"),
+    [(132, 90, 128, 132), (132, 90, 64, 264), (108, 80, 128, 216), (148, 100, 128, 148), (170, 120, 128, 170)],
+)
+def test_slots_are_rows_at_a_time(multiprocessors, capability, block_q, slots):
+    assert slots_of(multiprocessors, capability, (block_q, 64), 128, torch.bfloat16) == slots
