@@ -59,6 +59,8 @@ from dbsp_core.utils.errors import in_number
 from dbsp_core.utils.files import require_file_path
 from dbsp_core.utils.process import NOTICE, installed_version
 from dbsp_kernels import KERNELS, KernelRequirements, PartialAttention, block_attention, choose_kernel, merge_into
+from dbsp_kernels.triton.launch import capability_of
+from dbsp_kernels.triton.tiles import row_slots
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Relative error against float64 of a kernel that is exact."""
@@ -272,8 +274,8 @@ class Rows(NamedTuple):
     def from_mask(cls, work: Workload, mask: BlockMask) -> Rows:
         grid = mask.grid
         layout = table_layout(make_plan(mask, "U1R1", _PLAIN), 0).to(work.device)
-        table = build_tables(layout, mask)[0].expanded()
-        q = work.random(len(table.kv_count), grid.block_q, work.head_dim)
+        q = work.random(len(layout.rows), grid.block_q, work.head_dim)
+        (table,) = build_tables(layout, mask).expanded(slots=row_slots(q, (grid.block_q, grid.block_k)))
         k, v = (work.random(len(table.kv_len), grid.block_k, work.head_dim) for _ in range(2))
         flops = 4.0 * int(mask.bits.sum()) * grid.block_q * grid.block_k * work.head_dim
         return cls(q, k, v, table, grid.tokens, flops)
@@ -283,10 +285,10 @@ class Rows(NamedTuple):
         return block_attention(self.q, self.k, self.v, **vars(self.table), kernel=kernel, **whole)
 
     def error(self, kernel: str, rows: int = 16) -> float:
-        """Returns the relative error of the first rows and the last against float64; NaN if any is not finite."""
+        """Returns the relative error of the shortest and longest rows against float64; NaN if one is not finite."""
         out, _ = self.attend(kernel)
-        order = self.table.row_schedule
-        picked = torch.cat([order[: rows // 2], order[-(rows // 2) :]]).long()
+        order = self.table.kv_count.argsort()
+        picked = torch.cat([order[: rows // 2], order[-(rows // 2) :]])
         table = {name: getattr(self.table, name)[picked] for name in ("kv_index", "kv_count")}
         wide = (self.q[picked].double(), self.k.double(), self.v.double())
         expected, _ = block_attention(*wide, **table, kv_len=self.table.kv_len, kernel="reference")
@@ -363,6 +365,7 @@ class Measured:
             )
             if (result.kernel, result.blocks) != (work.kernel, work.blocks):
                 rates.setdefault(result.kernel, {})[blocks] = result.flops_per_s
+        on_gpu = work.device.type == "cuda"
         return Hardware(
             name,
             device_class(work.device),
@@ -374,6 +377,8 @@ class Measured:
                 for key, by_sizes in of_dense.items()
             },
             exact_kernels=self.exact_kernels,
+            multiprocessors=torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else None,
+            capability=capability_of(work.device) if on_gpu else None,
         )
 
 

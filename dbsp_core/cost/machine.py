@@ -19,6 +19,7 @@ from dbsp_core.utils.files import require_file, user_path, write_atomically
 from dbsp_core.utils.schema import build
 from dbsp_core.utils.yaml_file import read_settings, shipped_configs
 from dbsp_kernels import KERNELS
+from dbsp_kernels.triton.tiles import slots_of
 
 SHIPPED = shipped_configs() / "hardware"
 RECORDED = ("versions", "residuals", "date", "notes")
@@ -88,10 +89,14 @@ class Hardware:
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # Rates on blocks of QUERIESxKEYS tokens
     of_dense: Mapping[str, float] = field(default_factory=dict)
     """Rates on active blocks over that of torch's dense attention, by blocks and head size, QUERIESxKEYSxHEAD_DIM."""
+    multiprocessors: int | None = None  # Of a GPU, as `capability`. None: not known
+    capability: int | None = None  # Compute capability, 90 for Hopper
+    whole_rows: bool = False  # True if its kernel does not cut long rows; see `with_kernel`
 
     def __post_init__(self) -> None:
-        fits = self.gpus_per_node is None or self.gpus_per_node >= 1
-        require_value(self, "gpus_per_node", fits, "must be a number of GPUs, at least 1")
+        for name, what in (("gpus_per_node", "GPUs"), ("multiprocessors", "multiprocessors"), ("capability", "90")):
+            value = getattr(self, name)
+            require_value(self, name, value is None or value >= 1, f"must be a number of {what}, at least 1")
 
     @property
     def measured(self) -> bool:
@@ -101,11 +106,14 @@ class Hardware:
     @property
     def fingerprint(self) -> int:
         """63 bits that differ between constants, to compare ranks by."""
-        return fingerprint_of((self.constants, sorted(self.flops_by_blocks.items()), sorted(self.of_dense.items())))
+        rates = sorted(self.flops_by_blocks.items()), sorted(self.of_dense.items())
+        return fingerprint_of((self.constants, *rates, self.multiprocessors, self.capability, self.whole_rows))
 
     def with_kernel(self, name: str) -> Hardware:
         """Returns this machine with a kernel's constants, or as it is if none are known; "auto": the fastest's."""
         name = self.exact_kernels[0] if name == "auto" and self.exact_kernels else name
+        if name in KERNELS and KERNELS[name].slots is None:
+            self = replace(self, whole_rows=True)
         if name not in self.kernels:
             return self
         kernel = self.kernels[name]
@@ -118,6 +126,13 @@ class Hardware:
             flops_by_blocks=kernel.flops_by_blocks,
             of_dense=kernel.of_dense,
         )
+
+    def row_slots(self, block_q: int, block_k: int, head_dim: int) -> int | None:
+        """Returns how many rows a GPU computes at a time with kernel `triton`, or None if that is not known."""
+        if self.multiprocessors is None or self.capability is None:
+            return None
+        dtype = getattr(torch, self.dtype)
+        return slots_of(self.multiprocessors, self.capability, (block_q, block_k), head_dim, dtype)
 
     def at_blocks(self, block_q: int, block_k: int) -> Constants:
         """Returns the constants with the kernel's rate on blocks of so many queries and keys."""

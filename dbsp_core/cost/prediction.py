@@ -161,7 +161,9 @@ def predict(
         means = float(mean_bytes(shape.batch, shape.heads, shape.head_dim, 2))
         exchanged.append(np.full((strategy.world, strategy.world), means))
     # 2. Seconds.
-    compute = compute_s(plan, traffic, shape, known)
+    grid = plan.grid
+    slots = hardware.row_slots(grid.block_q, grid.block_k, shape.head_dim) if hardware.whole_rows else None
+    compute = compute_s(plan, traffic, shape, known, slots)
     # In a later chunk a rank sends to the few ranks of one ring rank, and receives from those of another.
     pairwise = replace(known, exchange_latency_s=known.p2p_latency_s, exchange_bytes_per_s=known.p2p_bytes_per_s)
     fetches = [exchange_s(2 * keys * sent_bytes, pairwise, nodes) for keys in traffic.keys[1:]]
@@ -206,15 +208,23 @@ def exchange_s(sent: np.ndarray, known: Constants, nodes: Sequence[int]) -> floa
 MERGE_BYTES = 12  # of memory per output element that a merge touches: two float32 read, one written
 
 
-def compute_s(plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants) -> np.ndarray:
+def compute_s(
+    plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, slots: int | None = None
+) -> np.ndarray:
     """Returns float64[chunks, P]: launch, blocks, rows, and from the second chunk on the merge.
 
     A rank's work is spread over its chunks as its KV blocks are: only its sum is counted.
+
+    Args:
+        slots: Rows that a GPU computes at a time if the kernel computes them whole: none of them ends before its
+            longest row. None: long rows are cut, or the number is not known.
     """
     grid = plan.grid
     share = traffic.blocks / np.maximum(1, traffic.blocks.sum(axis=0))
-    one_block_s = shape.batch * block_s(grid.block_q, grid.block_k, shape.head_dim, known)
-    seconds: np.ndarray = share * (plan.work * one_block_s)
+    blocks = shape.batch * plan.work
+    if slots is not None:
+        blocks = np.maximum(blocks, slots * plan.longest)
+    seconds: np.ndarray = share * (blocks * block_s(grid.block_q, grid.block_k, shape.head_dim, known))
     seconds += traffic.rows * (shape.batch * known.row_s)
     seconds[1:] += traffic.rows * (grid.block_q * shape.batch * shape.head_dim * MERGE_BYTES / known.merge_bytes_per_s)
     return seconds + known.launch_s

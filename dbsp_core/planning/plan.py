@@ -27,6 +27,9 @@ from dbsp_core.planning.planners import (
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
+LONG_ROW = 0.125
+"""Share of a slot's work from which a GPU cuts rows by keys; see `Plan.row_share`."""
+
 
 @lru_cache(maxsize=16)
 def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
@@ -82,6 +85,7 @@ class Plan:
         chunks: The KV blocks that each rank is sent in each chunk.
         planner: The planner's name.
         work: int64[P], active blocks of each rank.
+        longest: int64[P], active blocks of each rank's longest row.
         comm_dtype: Communication dtype of queries, keys, values and the output.
         baseline_work: int64[P], the active blocks of each rank without db-SP, or None if not compared.
         rho_bound: ρ_s that no plan of whole rows can beat; NaN if not compared.
@@ -95,6 +99,7 @@ class Plan:
     chunks: Chunks
     planner: str
     work: np.ndarray
+    longest: np.ndarray
     comm_dtype: CommDtype = MODEL
     baseline_work: np.ndarray | None = None
     rho_bound: float = float("nan")
@@ -116,6 +121,16 @@ class Plan:
     def rho(self) -> float:
         """ρ_s: the work of the slowest rank over the mean."""
         return imbalance_ratio(self.work)
+
+    def row_share(self, slots: int) -> float:
+        """Returns the longest row over a slot's share of its rank's work, the worst rank's.
+
+        Args:
+            slots: Rows that a rank's device computes at a time. They take at least max(1, row share) times as long
+                as a slot's share, and whole rows less than 1 + row share.
+        """
+        shares = zip(self.longest.tolist(), self.work.tolist(), strict=True)
+        return max(longest * slots / max(work, 1) for longest, work in shares)
 
     @property
     def rho_before(self) -> float:
@@ -217,8 +232,9 @@ class Plan:
         if compare:
             baseline = work_by_rank(plain_owners(self.grid, self.heads, self.strategy), counts, world)
             bound = rho_bound(counts, world)
-        work = work_by_rank(self.owner, counts, world)
-        return replace(self, work=work, baseline_work=baseline, rho_bound=bound, plan_ms=0.0)
+        work, longest = work_by_rank(self.owner, counts, world), np.zeros(world, dtype=np.int64)
+        np.maximum.at(longest, self.owner.ravel(), counts.ravel())
+        return replace(self, work=work, longest=longest, baseline_work=baseline, rho_bound=bound, plan_ms=0.0)
 
 
 @not_compiled
@@ -309,7 +325,8 @@ def plan_from_counts(
     owner = assign(problem)
     chunks = Chunks.of_heads(owner, k_ring_rank, strategy)
     plan_ms = (time.perf_counter() - start) * 1e3
-    plan = Plan(strategy, grid, owner, chunks, planner, np.zeros(strategy.world, dtype=np.int64), comm_dtype)
+    nothing = np.zeros(strategy.world, dtype=np.int64)
+    plan = Plan(strategy, grid, owner, chunks, planner, work=nothing, longest=nothing, comm_dtype=comm_dtype)
     return replace(plan.counted(row_work, compare=compare), moved=_moved(plan, layout), plan_ms=plan_ms)
 
 

@@ -128,6 +128,8 @@ def _columns(calls: list[ObservedCall], moments: list[DenoisingStep], by_rank: n
         replanned=[int(c.replanned) for c in calls],
         plan_ms=[round(c.plan_ms, 4) for c in calls],
         **{name: [c.numbers[name] for c in calls] for name in NUMBERS},
+        row_share=[c.row_share for c in calls],
+        slots=[c.slots for c in calls],
         seconds=seconds.max(axis=0).round(9).tolist(),
         seconds_mean=seconds.mean(axis=0).round(9).tolist(),
         bytes_to_owners=kinds[:, 0].tolist(),

@@ -109,6 +109,9 @@ class ObservedCall:
     started: Timestamp
     ended: Timestamp
     use: PlanUse | None  # its plan, until the call's own mask is counted
+    batch: int = 1  # items that share the plan
+    slots: int = 0  # rows that the GPU computes at a time; 0: not known
+    row_share: float = 0.0  # see `Plan.row_share`
     numbers: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(NUMBERS, 1.0))
     work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64[P], active blocks of each rank
     work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # under the contiguous plan
@@ -120,6 +123,7 @@ class ObservedCall:
             return False
         self.numbers, self.use = {name: getattr(plan, name) for name in NUMBERS}, None
         self.work, self.work_before = plan.compared
+        self.row_share = plan.row_share(self.slots) / self.batch
         return True
 
 
@@ -176,9 +180,9 @@ class RunObserver(SessionObserver):
     def attention_ends(self, layer: int, prepared: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
         self.read_counts()
         self.device, self.dtype = q.device, str(q.dtype).removeprefix("torch.")
-        fused = fused_kernel(q)
-        for table in prepared.tables:
-            dense = table.dense if fused else None
+        fused, grid, kernel = fused_kernel(q), prepared.plan.grid, next(reversed(prepared.kernels.values()))
+        for of_chunk in prepared.tables.dense:
+            dense = of_chunk if fused else None
             names = [] if dense is None else [f"torch {fused} (dense heads)"]
             names += [] if dense is not None and dense.every else [prepared.kernel_name]
             self._kernels |= dict.fromkeys(names)
@@ -192,6 +196,8 @@ class RunObserver(SessionObserver):
             started=self._started,
             ended=_timestamp(q.device),
             use=use,
+            batch=len(q) if len(prepared.plan.owner) == q.shape[1] else 1,
+            slots=(kernel.slots and kernel.slots(q, (grid.block_q, grid.block_k))) or 0,
         )
         self.calls.append(call)
         self._open.append(call)

@@ -38,6 +38,8 @@ LAYER_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("sent", "bytes_sent", in_bytes),
 )
 """A layer's numbers in tables, after its own: heading, field of `Totals`, and how to write it."""
+SHOWN_ROW = 0.25
+"""Longest row over a slot's share from which it is shown: below, rows of one rank end at most 1.14 times its mean."""
 _ON_CPU = "times on CPUs say nothing about GPUs"
 
 
@@ -54,8 +56,10 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
         "imbalance, slowest rank over mean; contiguous → db-SP; at best",
     )
     attention = f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each"
+    of_slot = f"{t.row_share:.2f} of a slot's share", f"worst {t.row_share_worst:.2f}; {t.slots} slots"
     return [
         ("ρ_s", ratios, f"{note} {t.rho_best:.3f}"),
+        *([("longest row", *of_slot)] if t.row_share_worst >= SHOWN_ROW else []),
         ("density", f"{t.density:.3f}", "share of blocks computed"),
         ("plans made", f"{t.replans}", f"in {t.calls} attentions of {t.steps} steps; {in_seconds(t.plan_s)} planning"),
         ("strategy", strategies_in_words(report), f"on {report.world_size} ranks, planner {report.planner}"),
@@ -72,6 +76,8 @@ def in_a_line(report: RunReport) -> str:
     if report.world_size > 1:
         saved = f"{'saved' if t.saved_s >= 0 else 'lost'} {in_seconds(abs(t.saved_s))} (modelled)"
         parts += [f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}", _ON_CPU if report.environment.on_cpu else saved]
+    if t.row_share_worst >= SHOWN_ROW:
+        parts.append(f"longest row {t.row_share:.2f} of a slot's share ({t.slots} slots)")
     return ", ".join(parts)
 
 

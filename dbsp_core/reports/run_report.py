@@ -16,7 +16,7 @@ import numpy as np
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import read_text, require_file, user_path, write_atomically
 
-FORMAT = "db-SP report 4"
+FORMAT = "db-SP report 5"
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class CallColumns:
     rho_before: Sequence[float]
     rho: Sequence[float]
     rho_bound: Sequence[float]  # ρ_s that no plan of this granularity falls below
+    row_share: Sequence[float]  # Longest row over the share of one of `slots`, the worst rank's; see `Plan.row_share`
+    slots: Sequence[int]  # Rows that a rank's GPU computes at a time; 0 where that is not known
     seconds: Sequence[float]  # From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks
     seconds_mean: Sequence[float]
     bytes_to_owners: Sequence[int]  # Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources
@@ -93,6 +95,9 @@ class Totals:
     rho: float  # mean for the plans in use
     rho_best: float  # mean of the bounds
     rho_worst: float  # maximum for the plans in use
+    row_share: float  # mean of the longest rows over a slot's share; 0 where no call has slots
+    row_share_worst: float  # maximum
+    slots: int  # maximum
     attention_s: float  # seconds in attention, on the slowest rank at each
     attention_mean_s: float  # the same, mean over ranks
     attention_share: float  # share of attention_s in the run's seconds
@@ -120,6 +125,9 @@ class Totals:
             rho=_mean(calls.rho),
             rho_best=_mean(calls.rho_bound),
             rho_worst=max(calls.rho, default=1.0),
+            row_share=_mean(calls.row_share),
+            row_share_worst=max(calls.row_share, default=0.0),
+            slots=max(calls.slots, default=0),
             attention_s=float(time.sum()),
             attention_mean_s=float(sum(calls.seconds_mean)),
             attention_share=float(time.sum()) / seconds if seconds else 0.0,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from dbsp_core.comm.exchange import LocalKeys
 from dbsp_core.comm.exchange_backward import LocalGradients, gradient_to_owners
 from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.runtime.tables import KernelTable
 from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
 
@@ -30,7 +32,9 @@ def attention_backward(
     # 1. dOut to the owners of rows, as queries came to them.
     dout_rows = gradient_to_owners(route, dout, group).view(rows.shape)
     # 2. All chunks again: dQ is added up; dK and dV of each are sent back while the kernel runs on the next.
-    at_owner = _AtOwner(prepared, kernel, rows, out, lse, dout_rows, scale)
+    slots = kernel.slots and kernel.slots(rows, (prepared.plan.grid.block_q, prepared.plan.grid.block_k))
+    tables = prepared.tables.expanded(len(dout), slots)
+    at_owner = _AtOwner(prepared, tables, slots, kernel, rows, out, lse, dout_rows, scale)
     dq, dkv = torch.zeros_like(rows, dtype=wide), []
     gradients = LocalGradients.zeros(route, group, dout.shape, lse)
     for number, chunk in enumerate(route.chunks([first], LocalKeys(k, v), group)):
@@ -52,6 +56,8 @@ class _AtOwner:
     """One attention at the owner of its rows."""
 
     prepared: PreparedAttention
+    tables: list[KernelTable]
+    slots: int | None  # Rows that the device computes at a time, if known
     kernel: Kernel
     rows: torch.Tensor  # [B·Rq, Bq, D]
     out: torch.Tensor  # [B·Rq, Bq, D]
@@ -64,19 +70,11 @@ class _AtOwner:
 
         With the whole attention's log-sum-exp, chunks need no merging.
         """
-        table, transposed = self.prepared.tables[number], self.prepared.table_layout.transposed[number]
+        table, batch = self.tables[number], kv.shape[1]
+        bits, transposed = self.prepared.tables.bits[number], self.prepared.table_layout.transposed[number]
         keys, values = kv.flatten(1, 2).unbind(0)
-        expanded, batch = table.expanded(kv.shape[1]), kv.shape[1]
-        forward = KernelInputs(
-            self.rows,
-            keys,
-            values,
-            expanded.kv_index,
-            expanded.kv_count,
-            expanded.kv_len,
-            self.scale,
-            expanded.kv_full,
-        )
-        inputs = BackwardInputs(forward, self.dout, self.out, self.lse, lambda: transposed.table(table, batch))
+        forward = KernelInputs(self.rows, keys, values, **vars(table), scale=self.scale)
+        turned = partial(transposed.table, bits, batch, self.slots)
+        inputs = BackwardInputs(forward, self.dout, self.out, self.lse, turned)
         dq, dk, dv = block_attention_backward(inputs, self.kernel)
         return dq, torch.stack([dk, dv]).view(kv.shape)

@@ -12,9 +12,10 @@ from torch.autograd.function import once_differentiable
 from dbsp_core.comm.block_pooling import mean_of_tokens
 from dbsp_core.comm.consistency import ConcurrencyGuard, InputKind, MeetingGroup, input_kind, raised_on_all
 from dbsp_core.comm.exchange import Dispatch, LocalKeys
+from dbsp_core.planning.plan import LONG_ROW
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.tables import ChunkTable
+from dbsp_core.runtime.tables import DenseRows, KernelTable
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import (
     DensePart,
@@ -136,17 +137,22 @@ def _forward(
     kept = None if keep is None else first[0]
     # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
     chunks = route.chunks(first, dispatch.keys, group)
-    # 3. The kernel runs once for each; results merge by log-sum-exp.
-    head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(prepared.tables) > 1
-    running, last = None, prepared.tables[-1]
+    # 3. The kernel runs once for each; results merge by log-sum-exp. On a GPU long rows are cut by keys.
+    dense_rows, slots = prepared.tables.dense, kernel.slots and kernel.slots(q, (plan.grid.block_q, plan.grid.block_k))
+    cut = slots is not None and plan.row_share(slots) >= LONG_ROW * batch
+    apart = any(dense_rows) and kernel.returns_lse and fused_kernel(rows) is not None
+    tables = prepared.tables.expanded(batch, slots, cut=cut, dense=apart)
+    head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(tables) > 1
+    running, last = None, tables[-1]
     check = kind not in prepared.attended or checks_values(q.device)
-    for table in prepared.tables:
+    for table, dense in zip(tables, dense_rows, strict=True):
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
         running = _attend(
             running,
             rows,
             next(chunks) if int8 is None else int8.read(next(chunks), q),
             table,
+            dense if apart else None,
             scale,
             kernel,
             head_tokens,
@@ -174,7 +180,8 @@ def _attend(
     running: PartialAttention | None,
     rows: torch.Tensor,
     kv: torch.Tensor,
-    table: ChunkTable,
+    table: KernelTable,
+    dense: DenseRows | None,
     scale: float,
     kernel: Kernel,
     head_tokens: int | None,
@@ -189,6 +196,7 @@ def _attend(
         running: None before the first chunk.
         rows: [B·Rq, Bq, D].
         kv: [2, B, Ck, Bk, D], keys and values of the chunk.
+        dense: The chunk's dense rows if torch's dense kernel computes them, else None.
         head_tokens: Tokens of a head, if rows are those of whole heads; see `dbsp_kernels.block_attention`.
         out_dtype: Dtype of the result, of at least 32 bits until the last chunk, and if dense rows merge into it.
         lse: True if the log-sum-exp is needed: for other chunks, or for backward.
@@ -196,11 +204,8 @@ def _attend(
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
-    dense, is_first = table.dense, running is None
-    if dense is not None and not (kernel.returns_lse and fused_kernel(rows)):
-        dense = None
+    is_first = running is None
     if dense is not None:
-        table = replace(table, kv_count=dense.kv_count, kv_full=dense.kv_full)
         lse = True
         if not is_first:
             out_dtype = torch.promote_types(rows.dtype, torch.float32)
@@ -209,7 +214,7 @@ def _attend(
             rows,
             keys,
             values,
-            **vars(table.expanded(batch)),
+            **vars(table),
             scale=scale,
             kernel=kernel,
             partial=running,

@@ -13,7 +13,7 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import NO_GRADIENTS, BlockMask, CoarseBranch
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.tables import ChunkTable, TableLayout, build_tables, dense_spans_of, table_layout
+from dbsp_core.runtime.tables import ChunkTables, TableLayout, build_tables, dense_spans_of, table_layout
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
 
 
@@ -29,7 +29,7 @@ class PreparedAttention:
         n_local: Tokens that this rank holds outside attention.
         route: The exchanges, which depend on the plan only, with tables on the device.
         table_layout: Common part of all masks' kernel tables.
-        tables: The kernel tables of the mask, one for each chunk of keys.
+        tables: The kernel tables of the mask, of all chunks of keys.
         kernel: Name of the kernel that was asked for, or "auto".
         coarse: Coarse branch that is added to the output, or None.
         mask_fingerprint: Fingerprint of the mask if ranks compare masks, else 0.
@@ -44,7 +44,7 @@ class PreparedAttention:
     n_local: int
     route: Route
     table_layout: TableLayout
-    tables: tuple[ChunkTable, ...]
+    tables: ChunkTables
     kernel: str
     coarse: CoarseBranch | None
     mask_fingerprint: int = 0
@@ -72,8 +72,8 @@ class PreparedAttention:
         """
         n_local = layout.shard if n_local is None else n_local
         route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
-        tables = table_layout(plan, group.rank).to(device)
-        return cls(plan, layout, group, device, n_local, route, tables, (), kernel, None)
+        of_plan = table_layout(plan, group.rank).to(device)
+        return cls(plan, layout, group, device, n_local, route, of_plan, ChunkTables.none(of_plan), kernel, None)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
         """Returns the same for a mask, or for another one: only its tables are new.

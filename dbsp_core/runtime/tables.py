@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from dbsp_core.masks.block_mask import BlockMask, row_positions
 from dbsp_core.planning.chunks import columns_of_heads
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels import DensePart
+from dbsp_kernels.inputs import TransposedTable
+from dbsp_kernels.row_parts import LEAST_BLOCKS, RowParts
+from dbsp_kernels.schedule import cut_rows, order_rows
 from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
@@ -25,7 +29,8 @@ class KernelTable:
     kv_count: torch.Tensor  # int32[B·Rq]
     kv_len: torch.Tensor  # int32[B·Ck]
     kv_full: torch.Tensor  # int32[B·Rq]
-    row_schedule: torch.Tensor  # int32[B·Rq]
+    row_schedule: torch.Tensor | None = None  # int32[B·Rq]
+    parts: RowParts | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -34,45 +39,71 @@ class DenseRows:
 
     parts: tuple[DensePart, ...]  # Groups of heads of equal size
     every: bool  # True if they are all rows of this rank
-    kv_count: torch.Tensor  # int32[Rq], those of the table, 0 for these rows
-    kv_full: torch.Tensor  # int32[Rq], those of the table, 0 for these rows
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ChunkTable:
-    """Compact table of one chunk: the rows' blocks as bits, an eighth of a byte each (`pack_bits`).
+class ChunkTables:
+    """Compact tables of all chunks: the rows' blocks as bits, an eighth of a byte each (`pack_bits`).
 
     Attributes:
-        bits: uint8[Rq, ceil(width / 8)]; row r attends to packed block base[r] + j where bit j is set.
-        base: int32[Rq].
-        kv_count, kv_full: int32[Rq], the blocks of each row, and how many of them are not short.
-        dense: The rows that torch's dense kernels compute better; None: there are none, or none are known.
-        row_schedule: int32[Rq], head by head, heavy rows first: a head's keys and values stay in the cache while its
-            rows run, and no long row starts last, while the rest of the chip waits for it.
-        kv_len: int32[Ck], tokens of each packed block.
-        width: Blocks of a head in any chunk, at most.
-        block_k: Tokens.
+        layout: What the tables of all masks have in common.
+        bits: uint8[y, Rq, ceil(width / 8)]; row r attends to packed block base[r] + j of the chunk where bit j is set.
+        kv_count, kv_full: int32[y, Rq], the blocks of each row, and how many of them are not short.
+        dense: By chunk, the rows that torch's dense kernels compute better; None: there are none, or none are known.
+        others: int32[y, Rq], 0 for those rows, 1 for the others; None if no chunk has any.
+        scheduled: Counts, orders and parts of rows by the arguments of `expanded`.
     """
 
+    layout: TableLayout
     bits: torch.Tensor
-    base: torch.Tensor
     kv_count: torch.Tensor
     kv_full: torch.Tensor
-    row_schedule: torch.Tensor
-    kv_len: torch.Tensor
-    width: int
-    block_k: int
-    dense: DenseRows | None = None
+    dense: tuple[DenseRows | None, ...]
+    others: torch.Tensor | None = None
+    scheduled: dict[tuple[int, int | None, bool, bool], tuple[Any, ...]] = field(default_factory=dict)
 
-    def expanded(self, batch: int = 1) -> KernelTable:
-        """Returns the table for `batch` copies of the rows, the b-th attending to the b-th copy of the blocks."""
-        index = expand_rows(self.bits, self.base, self.kv_len, self.kv_full, self.width, self.block_k, batch)
-        if batch == 1:
-            return KernelTable(index, self.kv_count, self.kv_len, self.kv_full, self.row_schedule)
-        schedule = self.row_schedule
-        copies = torch.arange(batch, dtype=torch.int32, device=schedule.device)[:, None] * len(schedule)
-        count, length, full = (t.repeat(batch) for t in (self.kv_count, self.kv_len, self.kv_full))
-        return KernelTable(index, count, length, full, (schedule + copies).flatten())
+    @classmethod
+    def none(cls, layout: TableLayout) -> ChunkTables:
+        """Returns the tables of no chunk: there is no mask yet."""
+        nothing = layout.rows.new_empty(0)
+        return cls(layout, nothing, nothing, nothing, ())
+
+    def expanded(
+        self, batch: int = 1, slots: int | None = None, *, cut: bool = False, dense: bool = False
+    ) -> list[KernelTable]:
+        """Returns the tables by chunk for `batch` copies of the rows, the b-th attending to the b-th copy of blocks.
+
+        Args:
+            slots: Rows that the device computes at a time. None: not known, so rows start in an order of the kernel's.
+            cut: True to cut long rows, for kernels that have `slots`.
+            dense: True if dense rows are computed elsewhere, so that they list no blocks.
+        """
+        layout, count, full = self.layout, self.kv_count, self.kv_full
+        # 1. The lists of all chunks at once: [y, B·Rq, width].
+        index = expand_rows(
+            self.bits, layout.base, layout.kv_len, layout.bounds, full, layout.width, layout.block_k, batch
+        )
+        # 2. What rows have to do, and the order in which they start, or the parts of those that are cut; kept for the
+        # next call with this mask.
+        key = batch, slots, cut, dense
+        if key not in self.scheduled:
+            if dense and self.others is not None:
+                count, full = count * self.others, full * self.others
+            orders: Sequence[torch.Tensor | None] = [None] * len(count)
+            parts: Sequence[RowParts | None] = [None] * len(count)
+            if slots is not None and cut and layout.width >= 2 * LEAST_BLOCKS:  # else no row has two parts
+                parts = cut_rows(count, full, layout.spans_of, slots, batch)
+            elif slots is not None:
+                orders = order_rows(count, layout.spans_of, slots, batch).unbind(0)
+            if batch > 1:
+                count, full = count.repeat(1, batch), full.repeat(1, batch)
+            self.scheduled[key] = count, full, orders, parts
+        # 3. Chunk by chunk.
+        lengths = layout.kv_len.split(layout.blocks)
+        if batch > 1:
+            lengths = [length.repeat(batch) for length in lengths]
+        count, full, *starts = self.scheduled[key]
+        return [KernelTable(*of_chunk) for of_chunk in zip(index, count, lengths, full, *starts, strict=True)]
 
 
 class Span(NamedTuple):
@@ -93,26 +124,27 @@ class TableLayout:
     Attributes:
         spans_of: int64[Rq], each row's span.
         rows: int64[Rq], its position in the mask's `row_bits`.
-        turn: int64[Rq], sort-key offset of each row's span, larger than any block count, so that spans never
-            interleave.
         columns: int64[chunks, spans, width]: column j of a row is this KV block of its sequence, the j-th of
             its span's in the chunk, in packing order.
         present: bool[chunks, spans, width], whether there is such a block.
         full: True if it has a whole block's tokens.
         spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
-        base: By chunk int32[Rq], the packed block of each row's column 0.
-        kv_len: By chunk int32[Ck], tokens of each packed block.
+        base: int32[chunks, Rq], the packed block of each row's column 0, counted from the chunk's first.
+        kv_len: int32[ΣCk], tokens of each packed block, chunk by chunk.
+        bounds: int32[chunks + 1], where each chunk's blocks begin, and where the last end.
+        blocks: Ck, by chunk.
         head_tokens: See `whole_head_tokens`.
     """
 
     spans_of: torch.Tensor
     rows: torch.Tensor
-    turn: torch.Tensor
     columns: torch.Tensor
     present: torch.Tensor
     full: torch.Tensor
-    base: tuple[torch.Tensor, ...]
-    kv_len: tuple[torch.Tensor, ...]
+    base: torch.Tensor
+    kv_len: torch.Tensor
+    bounds: torch.Tensor
+    blocks: list[int]
     spans: tuple[tuple[Span, ...], ...]
     block_k: int
     head_tokens: int | None
@@ -126,10 +158,8 @@ class TableLayout:
         if device == self.rows.device:
             return self
 
-        names = ("spans_of", "rows", "turn", "columns", "present", "full")
-        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
-        for by_chunk in ("base", "kv_len"):
-            moved[by_chunk] = tuple(to_device(table, device) for table in getattr(self, by_chunk))
+        tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        moved: dict[str, Any] = {name: to_device(table, device) for name, table in tables.items()}
         return replace(self, **moved)
 
     @cached_property
@@ -138,10 +168,11 @@ class TableLayout:
         per_span = torch.bincount(self.spans_of, minlength=self.columns.shape[1])  # rows are packed span by span
         first = per_span.cumsum(0) - per_span
         most = int(per_span.max()) if len(per_span) else 0
+        bounds = torch.tensor([0, len(self.rows)], dtype=torch.int32, device=self.rows.device)
         by_chunk = []
         for present in self.present:
             span, column = present.nonzero(as_tuple=True)  # in packing order
-            by_chunk.append(TransposedLayout(first[span].to(torch.int32), per_span[span], column, most))
+            by_chunk.append(TransposedLayout(span, first[span].to(torch.int32), per_span[span], column, bounds, most))
         return tuple(by_chunk)
 
 
@@ -165,19 +196,20 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     width += -width % 8  # whole bytes of bits
     # 3. Blocks are packed by chunk and span, as these arrays have them.
     present = np.arange(width) < per_span[..., None]
-    block = np.concatenate([block for _, block in packed])
+    block, blocks = np.concatenate([block for _, block in packed]), [len(block) for _, block in packed]
     columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
     columns[present] = block - axis.bounds[axis.sequence_of[block]]
     full[present] = axis.lengths[block] == axis.block
     return TableLayout(
         spans_of=torch.from_numpy(row_span),
         rows=torch.from_numpy(rows),
-        turn=torch.from_numpy(row_span * (width + 1)),
         columns=torch.from_numpy(columns),
         present=torch.from_numpy(present),
         full=torch.from_numpy(full),
-        base=tuple(torch.from_numpy(of_chunk[row_span]) for of_chunk in first.astype(np.int32)),
-        kv_len=tuple(torch.from_numpy(axis.lengths[block].astype(np.int32)) for _, block in packed),
+        base=torch.from_numpy(first.astype(np.int32).take(row_span, axis=1)),
+        kv_len=torch.from_numpy(axis.lengths[block].astype(np.int32)),
+        bounds=torch.from_numpy(np.cumsum([0, *blocks], dtype=np.int32)),
+        blocks=blocks,
         spans=tuple(
             _spans(numbers, row_span, start, count, axis.lengths[of_chunk])
             for start, count, (_, of_chunk) in zip(first, per_span, packed, strict=True)
@@ -208,53 +240,47 @@ def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
     return dense
 
 
-def build_tables(
-    layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None
-) -> tuple[ChunkTable, ...]:
-    """Builds one table per chunk, on the layout's device.
+def build_tables(layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None) -> ChunkTables:
+    """Builds the tables of all chunks, on the layout's device.
 
     Args:
         mask: Mask on the plan's grid.
         dense_spans: See `dense_spans_of`.
     """
-    # 1. The rows' bits by chunk, and what rows have to do.
     bits = to_device(mask.row_bits, layout.rows.device)
     of_mask = layout.columns, layout.present, layout.full
-    packed, count, full, key = pack_rows(bits, layout.rows, layout.spans_of, layout.turn, *of_mask)
-    # 2. In which order they start.
-    order = torch.argsort(key, dim=1, stable=True).to(torch.int32)
-    # 3. Chunk by chunk.
-    of_rows = (of_all.unbind(0) for of_all in (packed, count, full, order))
-    tables = tuple(
-        ChunkTable(bits, base, count, full, order, kv_len, layout.width, layout.block_k)
-        for bits, count, full, order, base, kv_len in zip(*of_rows, layout.base, layout.kv_len, strict=True)
+    tables = ChunkTables(
+        layout, *pack_rows(bits, layout.rows, layout.spans_of, *of_mask), (None,) * len(layout.blocks)
     )
     if dense_spans is None or not dense_spans.any():
         return tables
-    both = zip(tables, layout.spans, strict=True)
-    return tuple(replace(table, dense=_dense_rows(table, spans, dense_spans)) for table, spans in both)
+    device = layout.rows.device
+    dense, others = zip(*(_dense_rows(layout, spans, dense_spans) for spans in layout.spans), strict=True)
+    return replace(tables, dense=dense, others=to_device(np.stack(others), device)) if any(dense) else tables
 
 
-def _dense_rows(table: ChunkTable, spans: tuple[Span, ...], dense_spans: np.ndarray) -> DenseRows | None:
-    """Returns the dense rows of one chunk; spans of less than two tokens, which cuDNN rejects, are left out."""
-    rest = np.ones(len(table.kv_count), dtype=np.int32)
+def _dense_rows(
+    layout: TableLayout, spans: tuple[Span, ...], dense_spans: np.ndarray
+) -> tuple[DenseRows | None, np.ndarray]:
+    """Returns the dense rows of one chunk, and int32[Rq], 0 for them and 1 for the others.
+
+    Spans of less than two tokens, which cuDNN rejects, are left out.
+    """
+    others = np.ones(len(layout.rows), dtype=np.int32)
     groups: dict[tuple[int, bytes], list[list[Span]]] = {}
     # 1. Spans of equal size that follow one another at equal distance form a group.
     for span in spans:
         if not dense_spans[span.number] or span.lengths.sum() < 2:
             continue
-        rest[slice(*span.rows)] = 0
+        others[slice(*span.rows)] = 0
         of_size = groups.setdefault((span.rows[1] - span.rows[0], span.lengths.tobytes()), [])
         if of_size and _continues(of_size[-1], span):
             of_size[-1].append(span)
         else:
             of_size.append([span])
-    if not groups:
-        return None
     # 2. The block kernel computes the other rows.
-    kept = to_device(rest, table.kv_count.device)
-    parts = tuple(_dense_part(group, table) for of_size in groups.values() for group in of_size)
-    return DenseRows(parts, not rest.any(), table.kv_count * kept, table.kv_full * kept)
+    parts = tuple(_dense_part(group, layout) for of_size in groups.values() for group in of_size)
+    return (DenseRows(parts, not others.any()) if parts else None), others
 
 
 def _continues(group: list[Span], span: Span) -> bool:
@@ -267,7 +293,7 @@ def _continues(group: list[Span], span: Span) -> bool:
     return distance(group[-1], span) == distance(first, second)
 
 
-def _dense_part(group: list[Span], table: ChunkTable) -> DensePart:
+def _dense_part(group: list[Span], layout: TableLayout) -> DensePart:
     """Makes the part of a group of spans."""
 
     def starts(of_spans: list[int], count: int) -> range:
@@ -275,9 +301,9 @@ def _dense_part(group: list[Span], table: ChunkTable) -> DensePart:
         return range(of_spans[0], of_spans[-1] + 1, step)
 
     first, tokens = group[0], None
-    slot, rows, blocks = np.arange(table.block_k), first.rows[1] - first.rows[0], len(first.lengths)
-    if (first.lengths < table.block_k).any():
-        tokens = to_device(np.flatnonzero(slot < first.lengths[:, None]), table.kv_count.device)
+    slot, rows, blocks = np.arange(layout.block_k), first.rows[1] - first.rows[0], len(first.lengths)
+    if (first.lengths < layout.block_k).any():
+        tokens = to_device(np.flatnonzero(slot < first.lengths[:, None]), layout.rows.device)
     return DensePart(
         row_starts=starts([span.rows[0] for span in group], rows),
         rows=rows,
@@ -302,24 +328,33 @@ def whole_head_tokens(plan: Plan) -> int | None:
 class TransposedLayout:
     """The rows of each packed block in one chunk: those of its span, one after the other."""
 
+    span: torch.Tensor  # int64[Ck]
     first: torch.Tensor  # int32[Ck], the first of them
     rows: torch.Tensor  # int64[Ck], how many
     column: torch.Tensor  # int64[Ck], the block's in these rows
+    bounds: torch.Tensor  # int32[2], 0 and Rq
     most: int  # rows of a span, at most
 
-    def table(self, table: ChunkTable, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows that attend to each block, for `batch` copies; on the bits' device, not synchronising."""
-        blocks, device = len(self.first), table.bits.device
+    def table(self, bits: torch.Tensor, batch: int = 1, slots: int | None = None) -> TransposedTable:
+        """Returns the rows that attend to each block, for `batch` copies; on the bits' device, not synchronising.
+
+        Args:
+            bits: uint8[Rq, ceil(width / 8)], the chunk's.
+            slots: See `ChunkTables.expanded`.
+        """
+        blocks, device = len(self.first), bits.device
         if not blocks or not self.most:
             nothing = torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device)
-            return nothing, nothing[:, 0]
+            return nothing, nothing[:, 0], None
         # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
         local_head = torch.arange(self.most, device=device)
-        row = (self.first[:, None] + local_head).clamp(max=len(table.bits) - 1)
+        row = (self.first[:, None] + local_head).clamp(max=len(bits) - 1)
         byte, bit = self.column // 8, (self.column % 8).to(torch.uint8)
-        needed = (table.bits[row.long(), byte[:, None]] >> bit[:, None] & 1).bool() & (local_head < self.rows[:, None])
+        needed = (bits[row.long(), byte[:, None]] >> bit[:, None] & 1).bool() & (local_head < self.rows[:, None])
         # 2. As bits, they expand as the rows' own do: there is nothing short.
-        count = needed.sum(dim=1, dtype=torch.int32)
-        whole = torch.full((len(table.bits),), 1, dtype=torch.int32, device=device)
-        rows = expand_rows(pack_bits(needed), self.first, whole, count, self.most, 1, batch)
-        return rows, count.repeat(batch)
+        count = needed.sum(dim=1, dtype=torch.int32)[None]
+        whole = torch.full((len(bits),), 1, dtype=torch.int32, device=device)
+        of_blocks = pack_bits(needed)[None], self.first[None], whole, self.bounds, count
+        (rows,) = expand_rows(*of_blocks, self.most, 1, batch)
+        order = None if slots is None else order_rows(count, self.span, slots, batch)[0]
+        return rows, count[0].repeat(batch), order

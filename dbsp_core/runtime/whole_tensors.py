@@ -83,7 +83,7 @@ class _SharedKeys(torch.autograd.Function):
         inputs, heads = _in_blocks(q, k, v, ctx.scale), len(q) * q.shape[1]
         turned = _item_table(heads, len(inputs.k) // heads, len(inputs.q) // heads, q.device)
         rows = _blocks(dout.to(q.dtype)), _blocks(out), _blocks(lse[..., None]).squeeze(-1)
-        grads = block_attention_backward(BackwardInputs(inputs, *rows, lambda: turned), _kernel_for(q))
+        grads = block_attention_backward(BackwardInputs(inputs, *rows, lambda: (*turned, None)), _kernel_for(q))
         whole = zip(grads, (q, k, v), strict=True)
         tokens = (grad.view(*tensor.shape[:2], -1, tensor.shape[3])[:, :, : tensor.shape[2]] for grad, tensor in whole)
         return (*(grad.to(q.dtype) for grad in tokens), None, None)

@@ -8,6 +8,7 @@ import torch
 
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, merge_into
 from dbsp_kernels.kernel import Kernel, KernelRequirements, choose_kernel
+from dbsp_kernels.row_parts import RowParts
 
 
 def block_attention(
@@ -22,6 +23,7 @@ def block_attention(
     kernel: str | Kernel = "auto",
     kv_full: torch.Tensor | None = None,
     row_schedule: torch.Tensor | None = None,
+    parts: RowParts | None = None,
     partial: PartialAttention | None = None,
     out_dtype: torch.dtype | None = None,
     head_tokens: int | None = None,
@@ -42,6 +44,8 @@ def block_attention(
             is not checked again for its support.
         kv_full: int32[Rq], how many of the first entries of each row are blocks of Bk tokens (masks cost time).
         row_schedule: int32[Rq], a permutation: the order in which rows start. Default: as they are.
+        parts: Rows of which long ones are cut by keys, from `cut_rows`, in place of `row_schedule`; for kernels that
+            have `slots`.
         partial: A result over other keys, contiguous, to merge this one into: its lse is overwritten, and its out
             too unless `out_dtype` asks for another dtype.
         out_dtype: Dtype of out; default that of `partial`, or q's.
@@ -60,7 +64,7 @@ def block_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = KernelInputs(
-        q, k, v, kv_index, kv_count, kv_len, scale, kv_full, row_schedule, partial, out_dtype, head_tokens
+        q, k, v, kv_index, kv_count, kv_len, scale, kv_full, row_schedule, partial, out_dtype, head_tokens, parts
     )
     if check:
         inputs.check()
@@ -70,6 +74,8 @@ def block_attention(
         lse = lse or partial is not None
         needs = KernelRequirements(inputs.blocks, q.shape[2], lse, head_tokens is None, head_tokens)
         kernel = choose_kernel(kernel, q.device, q.dtype, needs)
+    if parts is not None and kernel.slots is None:
+        raise ValueError(f"kernel {kernel.name!r} does not cut rows; leave out parts")
     result = kernel.run(inputs)
     if kernel.merges:
         return result

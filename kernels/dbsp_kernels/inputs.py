@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from dbsp_kernels.row_parts import RowParts
+
 
 @dataclass(eq=False)  # not frozen: one is made for every chunk, which would take five times as long
 class KernelInputs:
@@ -24,6 +26,7 @@ class KernelInputs:
     partial: PartialAttention | None = None
     out_dtype: torch.dtype | None = None
     head_tokens: int | None = None
+    parts: RowParts | None = None
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -90,6 +93,11 @@ class KernelInputs:
             scheduled = self.row_schedule.long().sort().values
             if not torch.equal(scheduled, torch.arange(rows, device=scheduled.device)):
                 raise ValueError(f"row_schedule must name each of the {rows} rows once")
+        if self.parts is not None:
+            row, _, entries, *_ = self.parts.items.long().unbind(1)
+            listed = entries.new_zeros(rows + 1).index_add_(0, row + 1, entries)[1:]  # without what is not used
+            if not torch.equal(listed, self.kv_count.long()):
+                raise ValueError("the parts of each row must list as many blocks as kv_count")
 
 
 def one_head(t: torch.Tensor) -> torch.Tensor:
@@ -154,6 +162,11 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """dq [Rq, Bq, D], dk and dv [Ck, Bk, D], of `lse_dtype`; zero where nothing was attended to."""
 
 
+TransposedTable = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""The rows int32[Ck, most] that attend to each packed block, in rising order, their count int32[Ck], and the order
+int32[Ck] in which blocks start; None: as they are."""
+
+
 @dataclass(frozen=True, eq=False)
 class BackwardInputs:
     """Inputs of a kernel's backward.
@@ -163,15 +176,14 @@ class BackwardInputs:
         dout: [Rq, Bq, D].
         out, lse: The attention's over *all* keys, those of other calls too: the gradients of calls over disjoint keys
             then just add up, because each one's P = exp(scale·QKᵀ − lse) is its part of the whole softmax.
-        transposed: Returns `kv_index` and `kv_count` the other way round, for kernels that need them: the rows
-            int32[Ck, most] that attend to each packed block, in rising order, and their count int32[Ck].
+        transposed: Returns the forward's tables the other way round, for kernels that need them.
     """
 
     forward: KernelInputs
     dout: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
-    transposed: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    transposed: Callable[[], TransposedTable]
 
     def delta(self) -> torch.Tensor:
         """Returns Σ dout · out, [Rq, Bq], of lse's dtype."""

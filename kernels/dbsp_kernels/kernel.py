@@ -15,6 +15,7 @@ from dbsp_kernels.backends import cpu, fa4, flashinfer, sparge
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention
 from dbsp_kernels.triton.launch import capability_of, interpreted, why_unavailable
+from dbsp_kernels.triton.tiles import int8_tiles_for, row_slots
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 FLOATS = HALVES | {torch.float32, torch.float64}
@@ -57,6 +58,8 @@ class Kernel:
         ragged_rows: True if it supports other rows than those of whole heads.
         approximates: True if it rounds more than its dtypes do, so that "auto" never takes it, however it measures.
         merges: True if it merges into `partial` and returns `out_dtype` by itself.
+        slots: Returns how many rows of q [..., D] and blocks (block_q, block_k) a GPU computes at a time, and None off
+            GPUs. None: it starts rows in an order of its own, and takes no `parts`.
         why_unavailable: Returns why it cannot work on this machine, or None.
         interpreted: True if Triton's interpreter can run it on the CPU.
         auto_on: Device types on which "auto" may choose it: those on which the tests run it.
@@ -74,6 +77,7 @@ class Kernel:
     ragged_rows: bool = True
     approximates: bool = False
     merges: bool = False
+    slots: Callable[[torch.Tensor, tuple[int, int]], int | None] | None = None
     why_unavailable: Callable[[], str | None] = lambda: None
     interpreted: bool = False
     auto_on: frozenset[str] = frozenset()
@@ -134,6 +138,7 @@ _TRITON = Kernel(
     dtypes=FLOATS - {torch.float64},
     head_dims=range(1, 257),
     merges=True,
+    slots=row_slots,
     why_unavailable=why_unavailable,
     interpreted=True,
     auto_on=_CUDA,
@@ -144,6 +149,7 @@ _TRITON_INT8 = replace(
     run=_of_triton("forward:triton_int8_attention"),
     backward=None,
     approximates=True,
+    slots=functools.partial(row_slots, choose=int8_tiles_for),
     auto_on=frozenset(),
 )
 _IN_ORDER = (

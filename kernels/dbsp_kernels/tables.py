@@ -33,72 +33,73 @@ def pack_rows(
     mask: torch.Tensor,
     rows: torch.Tensor,
     spans: torch.Tensor,
-    turn: torch.Tensor,
     columns: torch.Tensor,
     present: torch.Tensor,
     full: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Packs and counts the bits of a rank's rows, for all chunks of keys at once.
 
     A span is a head, or one sequence of a head, that rows attend to: they share the meaning of columns.
 
     Args:
         mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
-        rows, spans, turn: int64[R], each row's position there (in bool[n] its first), its span, and its sort key.
+        rows, spans: int64[R], each row's position there (in bool[n] its first) and its span.
         columns: int64[y, spans, width], the KV block of a row's column, counted along the mask's row.
         present: bool[y, spans, width], whether the column has a block.
         full: True if that block is not short.
 
     Returns:
-        Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short;
-        int64[y, R], turn less each row's blocks.
+        Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short.
     """
     if mask.is_cuda:
         from dbsp_kernels.triton.tables import triton_pack_rows  # here: triton need not be installed
 
-        return triton_pack_rows(mask, rows, spans, turn, columns, present, full)
+        return triton_pack_rows(mask, rows, spans, columns, present, full)
     if mask.ndim == 1:
         needed = mask[rows[:, None] + columns[:, spans]] & present[:, spans]
     else:
         of_rows = mask.index_select(0, rows).expand(len(columns), -1, -1)
         needed = of_rows.gather(2, columns[:, spans]) & present[:, spans]
-    count = needed.sum(dim=2, dtype=torch.int32)
-    return pack_bits(needed), count, (needed & full[:, spans]).sum(dim=2, dtype=torch.int32), turn - count
+    count, whole = (bits.sum(dim=2, dtype=torch.int32) for bits in (needed, needed & full[:, spans]))
+    return pack_bits(needed), count, whole
 
 
 def expand_rows(
     bits: torch.Tensor,
     base: torch.Tensor,
     kv_len: torch.Tensor,
+    bounds: torch.Tensor,
     kv_full: torch.Tensor,
     width: int,
     block: int,
     batch: int = 1,
 ) -> torch.Tensor:
-    """Builds the table that `block_attention` reads, on the bits' device, without a host synchronisation.
+    """Builds the tables that `block_attention` reads, for all chunks of keys at once, without a host synchronisation.
 
     Args:
-        bits: uint8[R, ceil(width / 8)]: row r attends to packed block base[r] + j where its bit j is set.
-        base: int32[R].
-        kv_len: int32[Ck]; blocks shorter than `block` are listed last.
-        kv_full: int32[R], how many of each row's blocks are not short.
+        bits: uint8[y, R, ceil(width / 8)]: row r attends to packed block base[r] + j of the chunk where its bit j is
+            set.
+        base: int32[y, R].
+        kv_len: int32[ΣCk], the chunks' blocks one after another; blocks shorter than `block` are listed last.
+        bounds: int32[y + 1], where each chunk's blocks begin, and where the last end.
+        kv_full: int32[y, R], how many of each row's blocks are not short.
 
     Returns:
-        kv_index int32[batch · R, width]; the b-th copy of the rows has the b-th copy of the Ck blocks. What is beyond
-        a row's count is undefined.
+        kv_index int32[y, batch · R, width]; the b-th copy of the rows has the b-th copy of the chunk's Ck blocks. What
+        is beyond a row's count is undefined.
     """
     if bits.is_cuda:
         from dbsp_kernels.triton.tables import triton_expand_rows  # here: triton need not be installed
 
-        return triton_expand_rows(bits, base, kv_len, kv_full, width, block, batch)
-    rows = len(bits)
+        return triton_expand_rows(bits, base, kv_len, bounds, kv_full, width, block, batch)
+    chunks, rows, _ = bits.shape
     column = torch.arange(width, device=bits.device)
-    needed = (bits[:, column // 8] >> (column % 8).to(torch.uint8) & 1).bool()
-    packed = base[:, None] + column
-    short = kv_len[torch.where(needed, packed, 0).long()] < block if len(kv_len) else torch.zeros_like(needed)
-    position = torch.where(short, kv_full[:, None] + (needed & short).cumsum(1) - 1, (needed & ~short).cumsum(1) - 1)
+    needed = (bits[:, :, column // 8] >> (column % 8).to(torch.uint8) & 1).bool()
+    packed, first = base[..., None] + column, bounds[:-1, None, None]
+    short = kv_len[torch.where(needed, packed + first, 0).long()] < block if len(kv_len) else torch.zeros_like(needed)
+    position = torch.where(short, kv_full[..., None] + (needed & short).cumsum(2) - 1, (needed & ~short).cumsum(2) - 1)
     # Columns that are not needed are written to one beyond the end, which is cut off.
-    index = torch.zeros(rows, width + 1, dtype=torch.int32, device=bits.device)
-    index.scatter_(1, torch.where(needed, position, width).long(), packed.to(torch.int32))
-    copies = torch.arange(batch, dtype=torch.int32, device=bits.device) * len(kv_len)
-    return (index[:, :width] + copies[:, None, None]).flatten(0, 1)
+    index = torch.zeros(chunks, rows, width + 1, dtype=torch.int32, device=bits.device)
+    index.scatter_(2, torch.where(needed, position, width).long(), packed.to(torch.int32))
+    copies = torch.arange(batch, dtype=torch.int32, device=bits.device)[:, None] * bounds.diff()[:, None, None]
+    return (index[:, None, :, :width] + copies[..., None]).flatten(1, 2)

@@ -37,7 +37,7 @@ from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_kernels.inputs import KernelInputs
 from dbsp_kernels.kernel import KERNELS
 from dbsp_kernels.tables import pack_bits
-from dbsp_kernels.triton import exchange, forward, int8, launch, merge, prediction, tables
+from dbsp_kernels.triton import exchange, forward, int8, launch, merge, prediction, schedule, tables
 from scripts.bench.alone_rank import AloneRank
 from scripts.results.result import FOLDER, print_table, write_csv
 
@@ -127,7 +127,7 @@ class SteadyCalls:
         return begin, attentions
 
 
-LAUNCHING = exchange, forward, int8, merge, prediction, tables
+LAUNCHING = exchange, forward, int8, merge, prediction, schedule, tables
 """Modules that launch Triton kernels."""
 
 
@@ -153,6 +153,7 @@ def gpu_stood_in(launch_kernel: Callable[..., None]) -> Iterator[None]:
         replace(torch, "empty", unpinned)
         replace(torch.cuda, "current_stream", lambda device=None: stream)
         replace(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        replace(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(multi_processor_count=132))
         for module in (prepared, size):
             replace(module, "choose_kernel", lambda *_: KERNELS["triton"])
         replace(KernelInputs, "check_values", lambda self: None)

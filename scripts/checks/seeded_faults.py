@@ -61,7 +61,7 @@ merge by log-sum-exp: kernels/dbsp_kernels/inputs.py
 tests/kernels/test_kernels.py -k TestMerge
 
 tables list full blocks first: kernels/dbsp_kernels/tables.py
-- position = torch.where(short, kv_full[:, None] + (needed & short)
+- position = torch.where(short, kv_full[..., None] + (needed & short)
 + position = torch.where(short, (needed & short)
 tests/core/runtime/test_tables.py
 
@@ -69,6 +69,21 @@ the Triton kernel masks short blocks: kernels/dbsp_kernels/triton/forward.py
 - real = start + tl.arange(0, TILE_K) < tl.load(length_ptr + block)
 + real = start + tl.arange(0, TILE_K) <= tl.load(length_ptr + block)
 tests/kernels/test_triton.py -k "any_scale or tokens_beyond"
+
+parts of a row start where the last one ends: kernels/dbsp_kernels/triton/forward.py
+- indices = index_ptr + row * index_width + start
++ indices = index_ptr + row * index_width
+tests/kernels/test_schedule.py -k "as_exact or merge_into"
+
+parts merge with earlier chunks: kernels/dbsp_kernels/triton/merge.py
+- total = tl.where(top == float("-inf"), 0.0, 1.0)
++ total = tl.zeros([TILE], tl.float32)
+tests/kernels/test_schedule.py -k merge_into
+
+equal rows stay whole: kernels/dbsp_kernels/schedule.py
+- parts = torch.where(whole, 1, parts)
++ parts = torch.where(whole, parts, parts)
+tests/kernels/test_schedule.py -k equal_rows
 
 dq is added up over chunks: dbsp_core/runtime/backward.py
 - dq += dq_part

@@ -43,10 +43,11 @@ class TestPlan:
     def test_plans_are_those_of_make_plan(self, dbsp, mask_file, gpus, strategies, planners, keys, layer):
         given = ("--strategy", "all" if " " in strategies else strategies, "--planner", planners, "--layer", layer)
         ask = ("plan", mask_file, "--gpus", gpus, "--keys", keys, *given)
-        code, out, err = dbsp(*ask, "--json")
+        code, out, err = dbsp(*ask, "--machine", "a800", "--json")
         assert (code, err) == (0, "")
         report, mask = json.loads(out), MaskFile(mask_file).layer(layer)
-        assert list(report) == ["file", "gpus", "density", "plans"]
+        assert list(report) == ["file", "gpus", "density", "machine", "slots", "plans"]
+        assert (report["machine"], report["slots"]) == ("a800", 216)
         assert (report["file"], report["gpus"], report["density"]) == (str(mask_file), gpus, mask.density)
         names = list(PLANNERS) if planners == "all" else planners.split(",")
         combinations = list(itertools.product(strategies.split(), names))
@@ -56,7 +57,7 @@ class TestPlan:
             plan = make_plan(mask, strategy, name, layout=layout, keys=keys)
             counted = ("rho_before", "rho", "rho_bound", "moved", "split_heads", "extra_kv")
             expected = {"strategy": strategy, "planner": name} | {key: getattr(plan, key) for key in counted}
-            expected |= {"plan_ms": found["plan_ms"], "keys": keys}
+            expected |= {"plan_ms": found["plan_ms"], "row_share": plan.row_share(216), "keys": keys}
             expected["kv_received"] = traffic_of(plan, layout).kv_received * gpus / (5 * GRID.tokens)
             assert found == pytest.approx(expected)
             assert list(found) == list(expected)
@@ -108,7 +109,7 @@ class TestPlanOfModel:
 MISTAKES = [
     (["plan", "--gpus", "2"], "dbsp plan needs either a mask file or --model"),
     (["plan", "MASK", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan needs either a mask file or --model"),
-    (["plan", "MASK", "--gpus", "2", "--machine", "h100"], "--machine is for --model, not for a mask file"),
+    (["plan", "MASK", "--gpus", "2", "--machine", "a900"], "no hardware 'a900'"),
     *(
         (
             ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given],

@@ -123,7 +123,7 @@ def _properties() -> SimpleNamespace:
     major, minor = divmod(_arch, 10)
     return SimpleNamespace(
         name=NAMES.get(_arch, f"simulated sm{_arch}"), major=major, minor=minor, uuid="0", gcnArchName="",
-        total_memory=MEMORY_BYTES, multi_processor_count=132, warp_size=32, L2_cache_size=50 << 20,
+        total_memory=MEMORY_BYTES, multi_processor_count=4, warp_size=32, L2_cache_size=50 << 20,
         max_threads_per_multi_processor=2048, shared_memory_per_block=48 << 10,
     )  # fmt: skip
 

@@ -17,6 +17,11 @@ def transposed(p: Packed) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, torch.tensor([len(r) for r in readers], dtype=torch.int32)
 
 
+def turned(count: int) -> torch.Tensor:
+    """Returns int32[count], an order in which rows or blocks may start."""
+    return torch.arange(count, dtype=torch.int32).flip(0)
+
+
 def expected_and_inputs(
     p: Packed, others: Packed | None = None, device: str = "cpu"
 ) -> tuple[list[torch.Tensor], BackwardInputs]:
@@ -42,8 +47,8 @@ def expected_and_inputs(
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(p.q.dtype)
     (out * dout.double()).sum().backward()
     wide = torch.promote_types(p.q.dtype, torch.float32)
-    given = KernelInputs(*vars(p.to(device)).values(), scale, full_counts(p).to(device))
+    given = KernelInputs(*vars(p.to(device)).values(), scale, full_counts(p).to(device), turned(len(p.q)).to(device))
     rows, count = (one.to(device) for one in transposed(p))
     parts = (one.to(device) for one in (dout, out.detach().to(p.q.dtype), lse.to(wide)))
-    inputs = BackwardInputs(given, *parts, lambda: (rows, count))
+    inputs = BackwardInputs(given, *parts, lambda: (rows, count, turned(len(count)).to(device)))
     return [t.grad for t in leaves], inputs  # type: ignore[misc]

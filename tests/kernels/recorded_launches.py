@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
+from dbsp_kernels.row_parts import RowParts
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import (
@@ -39,6 +40,7 @@ from dbsp_kernels.triton.prediction import (
     select_blocks_triton,
     sum_tokens_triton,
 )
+from dbsp_kernels.triton.schedule import triton_cut_rows, triton_order_rows
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from scripts.checks.machine_code.launches import gpu_of
 
@@ -106,17 +108,23 @@ def attend(rows: int, blocks: int, offset: int) -> None:
     for options in ({}, wide, {"partial": partial}, {"partial": partial, "out_dtype": torch.bfloat16}):
         triton_attention(KernelInputs(**(vars(plain) | options)))
         triton_int8_attention(KernelInputs(**(vars(plain) | options)))
-    turned = table(blocks, rows, offset=offset), table(blocks, offset=offset)
+        cut = RowParts(table(rows + 9, 5, offset=offset), table(9, 3, offset=offset))
+        triton_attention(KernelInputs(**(vars(plain) | options | {"parts": cut})))
+    turned = table(blocks, rows, offset=offset), table(blocks, offset=offset), table(blocks, offset=offset)
     triton_attention_backward(BackwardInputs(plain, q, q, partial[1], lambda: turned))
     triton_merge_into(*partial, q, partial[1])
 
 
 def make_tables(rows: int, blocks: int, offset: int) -> None:
-    bits = table(rows, -(-blocks // 8), offset=offset, dtype=torch.uint8)
-    counts = [table(rows, offset=offset) for _ in range(2)]
-    triton_expand_rows(bits, counts[0], table(blocks, offset=offset), counts[1], blocks, BLOCK, 1 + rows % 2)
-    longs = [table(rows, offset=offset, dtype=torch.int64) for _ in range(3)]
-    columns, here = (table(1 + rows % 3, HEADS, blocks, dtype=dtype) for dtype in (torch.int64, torch.bool))
+    chunks, batch = 1 + rows % 3, 1 + rows % 2
+    bits = table(chunks, rows, -(-blocks // 8), offset=offset, dtype=torch.uint8)
+    base, count, full = (table(chunks, rows, offset=offset) for _ in range(3))
+    kv_len, bounds = table(chunks * blocks, offset=offset), table(chunks + 1, offset=offset)
+    triton_expand_rows(bits, base, kv_len, bounds, full, blocks, BLOCK, batch)
+    longs = [table(rows, offset=offset, dtype=torch.int64) for _ in range(2)]
+    triton_order_rows(count, longs[1], rows, batch)
+    triton_cut_rows(count, full, longs[1], rows, batch)
+    columns, here = (table(chunks, HEADS, blocks, dtype=dtype) for dtype in (torch.int64, torch.bool))
     triton_pack_rows(table(rows, blocks, offset=offset, dtype=torch.bool), *longs, columns, here, here)
 
 

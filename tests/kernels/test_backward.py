@@ -77,6 +77,6 @@ def test_nothing_to_attend_to(kernel, rows, blocks):
     p = replace(p, k=p.k[:blocks], v=p.v[:blocks], kv_len=p.kv_len[:blocks], kv_count=torch.zeros_like(p.kv_count))
     given = KernelInputs(p.q, p.k, p.v, p.kv_index, p.kv_count, p.kv_len, 0.25, torch.zeros_like(p.kv_count))
     lse = torch.full(p.q.shape[:2], -torch.inf)
-    inputs = BackwardInputs(given, torch.ones_like(p.q), torch.zeros_like(p.q), lse, lambda: transposed(p))
+    inputs = BackwardInputs(given, torch.ones_like(p.q), torch.zeros_like(p.q), lse, lambda: (*transposed(p), None))
     with interpreted():
         assert not any(bool(one.any()) for one in block_attention_backward(inputs, kernel))

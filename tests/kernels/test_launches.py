@@ -15,10 +15,15 @@ from tests.support.repository import ROOT, child_environment
 
 pytest.importorskip("triton")
 MOST_VARIANTS = {
-    "forward_kernel": 8,  # output in the model's dtype or float32, merged with a partial result or not; of int8 or not
+    "forward_kernel": 12,  # output in the model's dtype or float32, merged with a partial result or not; whole rows,
+    # int8 or not, or of rows in parts
     "backward_rows_kernel": 1,
     "backward_keys_kernel": 1,
     "merge_kernel": 1,
+    "merge_parts_kernel": 4,  # output in the model's dtype or float32, merged with a partial result or not
+    "key_kernel": 1,
+    "position_kernel": 2,  # for an order or for parts
+    "items_kernel": 1,
     "expand_kernel": 1,
     "pack_kernel": 1,
     "sum_kernel": 2,  # to rows one after another, or to given ones

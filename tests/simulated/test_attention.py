@@ -103,6 +103,21 @@ def test_attention_on_gpus_equals_one_process(gpu_node: GpuNode, case: Case) -> 
     check(gpu_node, case)
 
 
+def errors_and_launches(rank: int, world: int, case: Case) -> tuple[float, int, int]:
+    """Returns the largest error, and the launches of the attention and of the merge of parts, of all ranks so far."""
+    errors = largest_errors(rank, world, case)
+    return max(errors), recorded.launches["forward_kernel"], recorded.launches["merge_parts_kernel"]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_long_rows_are_cut_on_gpus(gpu_node: GpuNode, batch: int) -> None:
+    """5 rows of up to 65 blocks in each chunk, on 8 slots: parts have at least 16."""
+    case = small("U1R2", tokens=260, block_q=64, block_k=2, heads=1, density=0.9, batch=batch)
+    for error, kernels, merges in gpu_node.run(2, errors_and_launches, case):
+        assert error <= 1e-5
+        assert 0 < merges <= kernels
+
+
 @pytest.mark.parametrize(("strategy", "arch", "name"), [("U2R1", 80, "flash"), ("U1R2", 90, "cudnn")])
 def test_dense_heads_run_on_the_fused_kernel_of_the_gpu(
     gpu_node: GpuNode, strategy: str, arch: int, name: str

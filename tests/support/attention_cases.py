@@ -13,7 +13,7 @@ from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.chunks import NEEDED, Chunks
 from dbsp_core.planning.comm_dtype import CommDtype, read_comm_dtype
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.tables import ChunkTable
+from dbsp_core.runtime.tables import ChunkTables
 from tests.support.interpreter import interpreted
 from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
 from tests.support.shared import shared
@@ -200,13 +200,15 @@ def attend(
         plan, mask, layout, SequenceGroup.from_group(), n_local=local[0].shape[2], kernel=case.kernel, debug=case.debug
     )
     if case.sabotage == "wrong order of chunks":
-        first, *others = executor.prepared.tables
-        executor = with_tables(executor, (first, *reversed(others)))
+        tables = executor.prepared.tables
+        order = [0, *range(len(tables.bits) - 1, 0, -1)]
+        swapped = {name: getattr(tables, name)[order] for name in ("bits", "kv_count", "kv_full")}
+        executor = with_tables(executor, replace(tables, **swapped))
     scale *= 1.01 if case.sabotage == "wrong scale" else 1
     return executor(*local, scale=scale * case.head_dim**-0.5)
 
 
-def with_tables(attention: DualBalancedAttention, tables: tuple[ChunkTable, ...]) -> DualBalancedAttention:
+def with_tables(attention: DualBalancedAttention, tables: ChunkTables) -> DualBalancedAttention:
     """Returns the attention with other kernel tables."""
     return replace(attention, prepared=replace(attention.prepared, tables=tables))
 

@@ -30,16 +30,18 @@ def _tile(  # type: ignore[no-untyped-def]
     return tile.to(tl.float32) if UPCAST else tile
 
 
-@triton.jit(do_not_specialize=("lse_ptr", "delta_ptr", "index_ptr", "count_ptr", "length_ptr", "index_width"))
+@triton.jit(
+    do_not_specialize=("lse_ptr", "delta_ptr", "index_ptr", "count_ptr", "length_ptr", "order_ptr", "index_width")
+)
 def backward_rows_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, index_ptr, count_ptr, length_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, index_ptr, count_ptr, length_ptr, order_ptr, dq_ptr,
     index_width, scale, scale_log2,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes dQ of up to TILE_Q queries of a row. Contiguous tensors; lse in base 2, +inf if a row has no block."""
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
-    row = tl.program_id(0).to(tl.int64)
+    row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * TILE_Q
     query, dims = first + tl.arange(0, TILE_Q), tl.arange(0, TILE_D)
     real = query < BLOCK_Q
@@ -62,16 +64,18 @@ def backward_rows_kernel(  # type: ignore[no-untyped-def]
     tl.store(dq_ptr + offsets, dq * scale, mask=real[:, None] & (dims[None, :] < HEAD_DIM))
 
 
-@triton.jit(do_not_specialize=("lse_ptr", "delta_ptr", "rows_ptr", "count_ptr", "length_ptr", "rows_width"))
+@triton.jit(
+    do_not_specialize=("lse_ptr", "delta_ptr", "rows_ptr", "count_ptr", "length_ptr", "order_ptr", "rows_width")
+)
 def backward_keys_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rows_ptr, count_ptr, length_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse_ptr, delta_ptr, rows_ptr, count_ptr, length_ptr, order_ptr, dk_ptr, dv_ptr,
     rows_width, scale, scale_log2,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Computes dK and dV of up to TILE_K keys of one block, over the rows that attend to it, in rising order."""
     STEPS: tl.constexpr = (BLOCK_Q + TILE_Q - 1) // TILE_Q
-    block = tl.program_id(0).to(tl.int64)
+    block = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * TILE_K
     key, dims = first + tl.arange(0, TILE_K), tl.arange(0, TILE_D)
     present = key < tl.load(length_ptr + block)
@@ -106,7 +110,11 @@ def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     if rows == 0 or blocks == 0:
         return dq, dk, dv
     lse = (inputs.lse * LOG2_E).masked_fill(torch.isneginf(inputs.lse), torch.inf).contiguous()
-    delta, (turned, count) = inputs.delta().contiguous(), inputs.transposed()
+    delta, (turned, count, key_order) = inputs.delta().contiguous(), inputs.transposed()
+    row_order, key_order = (
+        torch.arange(number, dtype=torch.int32, device=q.device) if order is None else order
+        for order, number in ((forward.row_schedule, rows), (key_order, blocks))
+    )
     tile_d = padded(head_dim)
     of_rows, of_keys = backward_tiles_for(block_q, block_k, head_dim, q.dtype)
     sizes = {"BLOCK_Q": block_q, "BLOCK_K": block_k, "HEAD_DIM": head_dim, "TILE_D": tile_d}
@@ -114,12 +122,12 @@ def triton_attention_backward(inputs: BackwardInputs) -> Gradients:
     scales = (forward.scale, forward.scale * LOG2_E)
     launch(
         backward_rows_kernel, (rows, -(-block_q // of_rows.queries)),
-        q, k, v, dout, lse, delta, forward.kv_index.contiguous(), forward.kv_count, forward.kv_len, dq,
+        q, k, v, dout, lse, delta, forward.kv_index.contiguous(), forward.kv_count, forward.kv_len, row_order, dq,
         forward.kv_index.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_rows),
     )  # fmt: skip
     launch(
         backward_keys_kernel, (blocks, -(-block_k // of_keys.keys)),
-        q, k, v, dout, lse, delta, turned, count, forward.kv_len, dk, dv,
+        q, k, v, dout, lse, delta, turned, count, forward.kv_len, key_order, dk, dv,
         turned.shape[1], *scales, **sizes, UPCAST=upcast, **_options(of_keys),
     )  # fmt: skip
     return dq, dk, dv

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
 from dbsp_kernels.triton.int8 import LEAST, largest_magnitudes, quantise, quantise_blocks, scales_of
 from dbsp_kernels.triton.launch import capability_of, launch
+from dbsp_kernels.triton.merge import triton_merge_parts
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, int8_tiles_for, padded, tiles_for
 
 LOG2_E = 1 / math.log(2)
@@ -182,12 +183,13 @@ def _attend_late(  # type: ignore[no-untyped-def]
         "lse_ptr",
         "running_lse_ptr",
         "index_width",
+        "part_lse_ptr",
     )
 )
 def forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_source, v_source, index_ptr, count_ptr, full_ptr, length_ptr, order_ptr,
     out_ptr, lse_ptr, running_ptr, running_lse_ptr, scale_ptr,
-    q_row, q_token, k_block, k_token, v_block, v_token, index_width, scale_log2,
+    q_row, q_token, k_block, k_token, v_block, v_token, index_width, scale_log2, part_ptr, part_lse_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, SHORT_ONLY: tl.constexpr, RUNNING: tl.constexpr,
@@ -199,13 +201,22 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         q, out, running: [rows, BLOCK_Q, HEAD_DIM].
         k, v: [blocks, BLOCK_K, HEAD_DIM], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
         scale: [blocks], scales of int8 keys, with which queries are rounded to int8, too; None: k is of v's dtype.
+        order: [rows]; or, if there is `part`, the items of `RowParts`.
+        part, part_lse: fp32 [places, BLOCK_Q, HEAD_DIM] and [places, BLOCK_Q], of parts; None: rows are whole.
         LOOP: See `Tiles.loop`.
         FULL_FIRST: The first full[row] entries are full blocks.
         SHORT_ONLY: Those entries are left out.
         RUNNING: The result is merged with running and running_lse, which may be out and lse themselves.
         INTERPRET_FP32: Computes in fp32 where the interpreter cannot do bf16.
     """
-    row = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
+    PARTS: tl.constexpr = part_ptr is not None
+    at = tl.program_id(0) * 5 if PARTS else tl.program_id(0)
+    row = tl.load(order_ptr + at).to(tl.int64)
+    start = 0
+    if PARTS:
+        if row < 0:  # not used
+            return
+        start = tl.load(order_ptr + at + 1)
     queries = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
     dims = tl.arange(0, TILE_D)
     in_q = (queries[:, None] < BLOCK_Q) & (dims[None, :] < HEAD_DIM)
@@ -224,11 +235,11 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     LATE: tl.constexpr = LOOP == "late" or LOOP == "scale_first"
     acc = tl.zeros([TILE_Q, TILE_D // 2 if HALVES else TILE_D], tl.float32)
     second = tl.zeros([TILE_Q, TILE_D // 2 if HALVES else 1], tl.float32)
-    indices = index_ptr + row * index_width
-    count = tl.load(count_ptr + row)
+    indices = index_ptr + row * index_width + start
+    count = tl.load(order_ptr + at + 2 if PARTS else count_ptr + row)
     full = 0
     if FULL_FIRST or SHORT_ONLY:
-        full = tl.load(full_ptr + row)
+        full = tl.load(order_ptr + at + 3 if PARTS else full_ptr + row)
     if FULL_FIRST and not LATE:
         top, total, acc, second = _attend(
             q, k_source, v_source, top, total, acc, second, indices, length_ptr, scale_ptr, 0, full, scale_log2,
@@ -249,6 +260,18 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     empty = total == 0.0  # a row without blocks: out 0, lse −inf
     lse = tl.where(empty, float("-inf"), top + tl.log2(tl.where(empty, 1.0, total)))
     share, other_share = 1.0 / tl.where(empty, 1.0, total), tl.zeros([TILE_Q], tl.float32)
+    HALF: tl.constexpr = TILE_D // 2
+    if PARTS:
+        place = tl.load(order_ptr + at + 4).to(tl.int64)
+        if place >= 0:  # merged with the row's other parts, and then with what was there, by `merge_parts_kernel`
+            slots = place * BLOCK_Q + queries
+            _store_merged(part_ptr, part_ptr, acc, share, other_share, slots, queries, 0, BLOCK_Q, HEAD_DIM, False)
+            if HALVES:
+                _store_merged(
+                    part_ptr, part_ptr, second, share, other_share, slots, queries, HALF, BLOCK_Q, HEAD_DIM, False
+                )
+            tl.store(part_lse_ptr + slots, lse * 0.6931471805599453, mask=queries < BLOCK_Q)
+            return
     slots = row * BLOCK_Q + queries
     if RUNNING:
         other_lse = tl.load(running_lse_ptr + slots, mask=queries < BLOCK_Q, other=0.0) * 1.4426950408889634
@@ -261,7 +284,6 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         share, other_share = share * (weight / sum_of_weights), other_weight / sum_of_weights
     _store_merged(out_ptr, running_ptr, acc, share, other_share, slots, queries, 0, BLOCK_Q, HEAD_DIM, RUNNING)
     if HALVES:
-        HALF: tl.constexpr = TILE_D // 2
         _store_merged(
             out_ptr, running_ptr, second, share, other_share, slots, queries, HALF, BLOCK_Q, HEAD_DIM, RUNNING
         )
@@ -317,24 +339,29 @@ def triton_attention(
     v_columns = tile_d // 2 if loop == "halves" else tile_d
     k_source = _described(k, tiles.keys, tile_d) if use_tma else k
     v_source = _described(v, tiles.keys, v_columns) if use_tma else v
-    schedule = inputs.row_schedule
-    if schedule is None:
+    schedule, parts, part = inputs.row_schedule, inputs.parts, None
+    if parts is not None:
+        schedule = parts.items
+        part = lse.new_empty(parts.places, block_q, head_dim), lse.new_empty(parts.places, block_q)
+    elif schedule is None:
         schedule = torch.arange(rows, dtype=torch.int32, device=q.device)
     other, other_lse = partial or (out, lse)
     launch(
-        forward_kernel, (rows, -(-block_q // tiles.queries)),
+        forward_kernel, (schedule.shape[0], -(-block_q // tiles.queries)),
         q, k_source, v_source,
         inputs.kv_index.contiguous(), kv_count, kv_count if kv_full is None else kv_full, inputs.kv_len,
         schedule.contiguous(),
         out, lse, other, other_lse, key_scale,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        inputs.kv_index.shape[1], scale * LOG2_E,
+        inputs.kv_index.shape[1], scale * LOG2_E, *(part or (None, None)),
         BLOCK_Q=block_q, BLOCK_K=block_k, HEAD_DIM=head_dim, TILE_Q=tiles.queries, TILE_K=tiles.keys, TILE_D=tile_d,
         USE_TMA=use_tma, FULL_FIRST=not short_only and kv_full is not None,
         SHORT_ONLY=short_only,
         RUNNING=partial is not None, INTERPRET_FP32=q.dtype == torch.bfloat16 and interpreted,
         STAGES=tiles.stages, LOOP=loop, num_warps=tiles.warps, enable_fp_fusion=True,
     )  # fmt: skip
+    if parts is not None and part is not None:
+        triton_merge_parts(out, lse, *part, parts.cuts, partial)
     return out, lse
 
 

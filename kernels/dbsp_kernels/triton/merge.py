@@ -1,4 +1,4 @@
-"""The merge of two partial results as a Triton kernel: reads both once, writes over the first."""
+"""Merges of partial results as Triton kernels: of two, written over the first; and of the parts of cut rows."""
 
 from __future__ import annotations
 
@@ -57,4 +57,66 @@ def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tens
         merge_kernel, (-(-tokens // tile), items),
         out, lse, out_part, lse_part, tokens, out.stride(0) if items > 1 else tokens * head_dim, lse.stride(0),
         HEAD_DIM=head_dim, TILE=tile, TILE_D=padded(head_dim), num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("part_lse_ptr", "cuts_ptr", "lse_ptr", "running_lse_ptr"))
+def merge_parts_kernel(  # type: ignore[no-untyped-def]
+    part_ptr, part_lse_ptr, cuts_ptr, out_ptr, lse_ptr, running_ptr, running_lse_ptr,
+    BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr, RUNNING: tl.constexpr,
+):  # fmt: skip
+    """Merges TILE queries of one row per program: what was there if RUNNING, and its parts in rising order."""
+    cut = cuts_ptr + tl.program_id(0) * 3
+    parts = tl.load(cut + 2)
+    if parts == 0:  # not used
+        return
+    query, dims = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, TILE_D)
+    there = query < BLOCK_Q
+    inside = there[:, None] & (dims[None, :] < HEAD_DIM)
+    at_row = tl.load(cut).to(tl.int64) * BLOCK_Q + query
+    out, top = tl.zeros([TILE, TILE_D], tl.float32), tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    if RUNNING:
+        top = tl.load(running_lse_ptr + at_row, mask=there, other=float("-inf"))
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+        out = tl.load(running_ptr + at_row[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(cut + 1).to(tl.int64) * BLOCK_Q
+    for part in range(parts):
+        at = first + part * BLOCK_Q + query
+        lse = tl.load(part_lse_ptr + at, mask=there, other=float("-inf"))
+        new_top = tl.maximum(top, lse)
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top)
+        kept, share = tl.exp(top - finite), tl.exp(lse - finite)
+        of_part = tl.load(part_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
+        out, total, top = out * kept[:, None] + of_part * share[:, None], total * kept + share, new_top
+    total = tl.where(total == 0.0, 1.0, total)  # neither saw a key: top is −inf
+    lse = top + tl.log(total)
+    out = out / total[:, None]
+    tl.store(out_ptr + at_row[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(lse_ptr + at_row, lse, mask=there)
+
+
+def triton_merge_parts(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    part: torch.Tensor,
+    part_lse: torch.Tensor,
+    cuts: torch.Tensor,
+    partial: tuple[torch.Tensor, torch.Tensor] | None,
+) -> None:
+    """Writes the rows that are cut: out [R, Bq, D] and lse [R, Bq], from their parts and, if given, `partial`.
+
+    Args:
+        part: float32[places, Bq, D].
+        part_lse: float32[places, Bq].
+        cuts: See `dbsp_kernels.schedule.RowParts`.
+        partial: What `out` is merged with, which may be `out` and `lse` themselves.
+    """
+    (_, block_q, head_dim), (running, running_lse) = out.shape, partial or (out, lse)
+    tile = min(padded(block_q), max(1, ELEMENTS // padded(head_dim)))
+    launch(
+        merge_parts_kernel, (cuts.shape[0], -(-block_q // tile)),
+        part, part_lse, cuts, out, lse, running, running_lse,
+        BLOCK_Q=block_q, HEAD_DIM=head_dim, TILE=tile, TILE_D=padded(head_dim), RUNNING=partial is not None,
+        num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

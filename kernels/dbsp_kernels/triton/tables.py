@@ -13,13 +13,18 @@ CHUNK = 1024  # columns at a time
 
 @triton.jit(do_not_specialize=range(10))  # all arguments but the constant
 def expand_kernel(  # type: ignore[no-untyped-def]
-    bits_ptr, base_ptr, length_ptr, full_ptr, index_ptr, rows, row_bytes, width, block, blocks, CHUNK: tl.constexpr
-):
-    """Packs one row of one copy in each program: full blocks from its first position on, short ones behind them."""
-    row = tl.program_id(0).to(tl.int64)
+    bits_ptr, base_ptr, length_ptr, bounds_ptr, full_ptr, index_ptr, rows, row_bytes, width, block,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Packs one row of one copy in one chunk of keys in each program: full blocks first, short ones behind them."""
     copy = tl.program_id(1)
+    chunk = tl.program_id(2)
+    row = chunk.to(tl.int64) * rows + tl.program_id(0)
     base = tl.load(base_ptr + row)
-    index_row = index_ptr + (copy * rows + row) * width
+    first = tl.load(bounds_ptr + chunk)
+    blocks = tl.load(bounds_ptr + chunk + 1) - first
+    length_ptr += first
+    index_row = index_ptr + ((chunk.to(tl.int64) * tl.num_programs(1) + copy) * rows + tl.program_id(0)) * width
     full_position = 0
     short_position = tl.load(full_ptr + row)
     for start in range(0, width, CHUNK):
@@ -35,10 +40,10 @@ def expand_kernel(  # type: ignore[no-untyped-def]
         short_position += tl.sum(short, 0)
 
 
-@triton.jit(do_not_specialize=range(15))  # all arguments but the constant
+@triton.jit(do_not_specialize=range(13))  # all arguments but the constant
 def pack_kernel(  # type: ignore[no-untyped-def]
-    mask_ptr, rows_ptr, spans_ptr, turn_ptr, columns_ptr, present_ptr, full_ptr,
-    bits_ptr, count_ptr, counted_ptr, key_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
+    mask_ptr, rows_ptr, spans_ptr, columns_ptr, present_ptr, full_ptr,
+    bits_ptr, count_ptr, counted_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Expands one row in one chunk of keys in each program."""
     row = tl.program_id(0)
@@ -62,51 +67,49 @@ def pack_kernel(  # type: ignore[no-untyped-def]
         tl.store(bits_ptr + position * row_bytes + byte, packed.to(tl.uint8), mask=byte < row_bytes)
     tl.store(count_ptr + position, count)
     tl.store(counted_ptr + position, counted)
-    tl.store(key_ptr + position, tl.load(turn_ptr + row) - count)
 
 
 def triton_pack_rows(
     mask: torch.Tensor,
     rows: torch.Tensor,
     spans: torch.Tensor,
-    turn: torch.Tensor,
     columns: torch.Tensor,
     present: torch.Tensor,
     full: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Implements the contract of `dbsp_kernels.tables.pack_rows`, for columns in any order."""
     mask = mask[:, None] if mask.ndim == 1 else mask if mask.stride(1) == 1 else mask.contiguous()
     (chunks, all_spans, width), count = columns.shape, rows.shape[0]
     bits = rows.new_empty(chunks, count, -(-width // 8), dtype=torch.uint8)
     counts, counted = rows.new_empty(2, chunks, count, dtype=torch.int32).unbind(0)
-    keys = rows.new_empty(chunks, count)
     if bits.numel():
         launch(
             pack_kernel, (count, chunks),
-            mask, rows, spans, turn, columns, present, full, bits, counts, counted, keys,
+            mask, rows, spans, columns, present, full, bits, counts, counted,
             mask.stride(0), all_spans, width, bits.shape[2], CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     else:
-        counts.zero_(), counted.zero_(), keys.copy_(turn)
-    return bits, counts, counted, keys
+        counts.zero_(), counted.zero_()
+    return bits, counts, counted
 
 
 def triton_expand_rows(
     bits: torch.Tensor,
     base: torch.Tensor,
     kv_len: torch.Tensor,
+    bounds: torch.Tensor,
     kv_full: torch.Tensor,
     width: int,
     block: int,
     batch: int,
 ) -> torch.Tensor:
     """Implements the contract of `dbsp_kernels.tables.expand_rows`."""
-    rows = bits.shape[0]
-    index = torch.empty(batch * rows, width, dtype=torch.int32, device=bits.device)
+    chunks, rows, row_bytes = bits.shape
+    index = torch.empty(chunks, batch * rows, width, dtype=torch.int32, device=bits.device)
     if index.numel():
         launch(
-            expand_kernel, (rows, batch),
-            bits, base, kv_len, kv_full, index, rows, bits.shape[1], width, block, kv_len.shape[0],
+            expand_kernel, (rows, batch, chunks),
+            bits, base, kv_len, bounds, kv_full, index, rows, row_bytes, width, block,
             CHUNK=CHUNK, num_warps=4,
         )  # fmt: skip
     return index

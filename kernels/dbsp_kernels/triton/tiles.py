@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from dbsp_kernels.triton.launch import triton_version
+from dbsp_kernels.triton.launch import capability_of, triton_version
 
 HOPPER = 90
 
@@ -93,6 +94,36 @@ def int8_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype
     if capability // 10 == 8:
         block_q = min(block_q, 64)
     return tiles_for(block_q, min(block_k, 64), head_dim, dtype, capability)
+
+
+ChooseTiles = Callable[[int, int, int, torch.dtype, int], Tiles]
+
+
+def row_slots(q: torch.Tensor, blocks: tuple[int, int], choose: ChooseTiles = tiles_for) -> int | None:
+    """Returns how many rows of blocks (block_q, block_k) q's GPU computes at a time, and None off GPUs.
+
+    Args:
+        q: [..., D].
+        choose: Returns the kernel's tiles.
+    """
+    if not q.is_cuda:
+        return None
+    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    return slots_of(multiprocessors, capability_of(q.device), blocks, q.shape[-1], q.dtype, choose)
+
+
+def slots_of(
+    multiprocessors: int,
+    capability: int,
+    blocks: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    choose: ChooseTiles = tiles_for,
+) -> int:
+    """Returns `row_slots` of a GPU: multiprocessors × programs on each (two of four warps fit) / programs of a row."""
+    tiles = choose(*blocks, head_dim, dtype, capability)
+    programs = multiprocessors * (2 if tiles.warps == 4 else 1)
+    return max(1, programs // -(-blocks[0] // tiles.queries))
 
 
 def backward_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:

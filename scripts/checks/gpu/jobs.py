@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.runtime.tables import ChunkTable, KernelTable, build_tables, dense_spans_of, table_layout
+from dbsp_core.runtime.tables import ChunkTables, KernelTable, build_tables, dense_spans_of, table_layout
 from dbsp_core.sources import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_kernels import KernelInputs, attend_dense_part, block_attention
 from dbsp_kernels.triton.launch import capability_of
-from dbsp_kernels.triton.tiles import HOPPER, Tiles, tiles_for
+from dbsp_kernels.triton.tiles import HOPPER, Tiles, row_slots, tiles_for
 from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.setting import Model, Setting, Shape
 
@@ -44,15 +44,16 @@ class PackedJob:
         return source.mask(MaskRequest(0, self.heads, self.model.thw))
 
     @cached_property
-    def chunk(self) -> ChunkTable:
+    def tables(self) -> ChunkTables:
         device = torch.device(self.setting.device)
         layout = table_layout(make_plan(self.mask, "U1R1"), 0).to(device)
-        (chunk,) = build_tables(layout, self.mask, dense_spans_of(self.mask, device))
-        return chunk
+        return build_tables(layout, self.mask, dense_spans_of(self.mask, device))
 
     @cached_property
     def table(self) -> KernelTable:
-        return self.chunk.expanded()
+        q, blocks = self.inputs[0][0], (self.shape.block_q, self.shape.block_k)
+        (table,) = self.tables.expanded(slots=row_slots(q, blocks))
+        return table
 
     @cached_property
     def inputs(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -91,8 +92,9 @@ class PackedJob:
 
     def dense_rows(self) -> Work:
         """Returns attention of all rows by the fused kernel, if the mask is dense."""
-        assert self.chunk.dense is not None
-        (part,) = self.chunk.dense.parts
+        (dense,) = self.tables.dense
+        assert dense is not None
+        (part,) = dense.parts
 
         def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             q, k, v = (tensor[None] for tensor in self.inputs[i % len(self.inputs)])
@@ -101,9 +103,10 @@ class PackedJob:
         return attend
 
     def error(self, work: Work, rows: int = 16) -> float:
-        """Returns the relative error of the first rows of the order and the last, against float64."""
+        """Returns the relative error of the shortest and longest rows, against float64."""
         (q, k, v), (out, _) = self.inputs[0], work(0)
-        picked = torch.cat([self.table.row_schedule[: rows // 2], self.table.row_schedule[-(rows // 2) :]]).long()
+        order = self.table.kv_count.argsort()
+        picked = torch.cat([order[: rows // 2], order[-(rows // 2) :]])
         table = {name: getattr(self.table, name)[picked] for name in ("kv_index", "kv_count")}
         wide = (q[picked].double(), k.double(), v.double())
         expected, _ = block_attention(*wide, **table, kv_len=self.table.kv_len, kernel="reference")

@@ -212,20 +212,19 @@ def row_bits(setting: Setting) -> Iterator[Row]:
     rows, width = (5, 24) if setting.dry else (50, 1200)
     mask = torch.from_numpy(rng.random((rows, width)) < 0.4)
     length = torch.from_numpy(rng.integers(63, 65, width)).int()
-    order, spans, turn = torch.from_numpy(rng.permutation(rows)), torch.zeros(rows).long(), torch.arange(rows) * 9999
+    order, spans = torch.from_numpy(rng.permutation(rows)), torch.zeros(rows).long()
     columns, present = torch.arange(width)[None, None], torch.ones(1, 1, width, dtype=torch.bool)
-    inputs = mask, order, spans, turn, columns, present, (length == 64)[None, None]
+    inputs = mask, order, spans, columns, present, (length == 64)[None, None]
     packed_bits = pack_rows(*inputs)
     on_device = triton_pack_rows(*(tensor.to(setting.device) for tensor in inputs))
-    for name, tensor, twin in zip(("bits", "counts", "full counts", "turns"), on_device, packed_bits, strict=True):
+    for name, tensor, twin in zip(("bits", "counts", "full counts"), on_device, packed_bits, strict=True):
         yield differing(f"{name} that differ", tensor, twin)
-    bits, count, full, _ = (tensor[0] for tensor in packed_bits)
-    base = torch.zeros(rows, dtype=torch.int32)
-    arguments = bits, base, length, full
+    bits, count, full = packed_bits
+    arguments = bits, torch.zeros(1, rows, dtype=torch.int32), length, torch.tensor([0, width]).int(), full
     for batch in (1, 3):
         expected = expand_rows(*arguments, width, 64, batch)
         index = triton_expand_rows(*(tensor.to(setting.device) for tensor in arguments), width, 64, batch).cpu()
-        used = (torch.arange(width) < count[:, None]).repeat(batch, 1)
+        used = (torch.arange(width) < count[..., None]).repeat(1, batch, 1)
         yield differing(f"entries that differ, batch {batch}", index[used], expected[used])
 
 

@@ -12,6 +12,7 @@ import triton
 
 from dbsp_kernels.exchange import row_words
 from dbsp_kernels.inputs import BackwardInputs, KernelInputs
+from dbsp_kernels.row_parts import RowParts, most_added_parts
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.triton.backward import triton_attention_backward
 from dbsp_kernels.triton.exchange import (
@@ -29,6 +30,7 @@ from dbsp_kernels.triton.prediction import (
     select_blocks_triton,
     sum_tokens_triton,
 )
+from dbsp_kernels.triton.schedule import triton_cut_rows, triton_order_rows
 from dbsp_kernels.triton.tables import triton_expand_rows, triton_pack_rows
 from scripts.checks.machine_code.launches import compiled_launches
 from scripts.checks.machine_code.reading import findings
@@ -43,9 +45,9 @@ SHIPPED = (
 """(block_q, block_k, D) of shipped configurations and mask sources' defaults; tests compile them for sm80 to sm120."""
 
 SELECTIONS = tuple(f"{rule} of {blocks}" for rule in ("cdf", "count") for blocks in (48, 1182, 5000))
-ROWS, BLOCKS, HEADS, TOKENS = 1182, 1182, 5, 75_600
-"""A head of Wan2.1-14B at 720p in blocks of 64, and the heads of a rank of eight. Only what they are multiples of,
-and how many blocks a row is chosen among, is seen in machine code."""
+ROWS, BLOCKS, HEADS, TOKENS, SLOTS = 1182, 1182, 5, 75_600, 132
+"""A head of Wan2.1-14B at 720p in blocks of 64, the heads of a rank of eight, and what an H100 computes at a time.
+Only what they are multiples of, and how many blocks a row is chosen among, is seen in machine code."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,12 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def inputs_of(of: Variant) -> KernelInputs:
     dtype = DTYPES[of.dtype]
-    partial = None
-    if of.case == "ring":
+    partial = parts = None
+    if of.case.startswith("ring"):
         partial = _tensor(ROWS, of.block_q, of.head_dim, dtype=torch.float32), _tensor(ROWS, of.block_q).float()
+    if of.case.endswith("parts"):
+        added = most_added_parts(SLOTS)
+        parts = RowParts(_tensor(ROWS + added, 5), _tensor(added, 3))
     return KernelInputs(
         _tensor(ROWS, of.block_q, of.head_dim, dtype=dtype),
         _tensor(BLOCKS, of.block_k, of.head_dim, dtype=dtype),
@@ -138,12 +143,13 @@ def inputs_of(of: Variant) -> KernelInputs:
         kv_full=_tensor(ROWS),
         row_schedule=_tensor(ROWS),
         partial=partial,
+        parts=parts,
     )
 
 
 def _backward(of: Variant) -> None:
     given = inputs_of(of)
-    table = _tensor(BLOCKS, ROWS), _tensor(BLOCKS)
+    table = _tensor(BLOCKS, ROWS), _tensor(BLOCKS), _tensor(BLOCKS)
     lse = _tensor(ROWS, of.block_q, dtype=torch.float32)
     triton_attention_backward(BackwardInputs(given, given.q, given.q, lse, lambda: table))
 
@@ -215,28 +221,40 @@ def _rotate(of: Variant) -> None:
 
 
 def _expand(of: Variant) -> None:
-    bits = _tensor(ROWS, -(-BLOCKS // 8), dtype=torch.uint8)
-    triton_expand_rows(bits, _tensor(ROWS), _tensor(BLOCKS), _tensor(ROWS), BLOCKS, 64, 1)
+    bits = _tensor(1, ROWS, -(-BLOCKS // 8), dtype=torch.uint8)
+    triton_expand_rows(bits, _tensor(1, ROWS), _tensor(BLOCKS), _tensor(2), _tensor(1, ROWS), BLOCKS, 64, 1)
 
 
 def _pack(of: Variant) -> None:
     columns = _tensor(1, HEADS, BLOCKS, dtype=torch.int64)
     here = _tensor(1, HEADS, BLOCKS, dtype=torch.bool)
     rows = _tensor(ROWS, dtype=torch.int64)
-    triton_pack_rows(_tensor(ROWS, BLOCKS, dtype=torch.bool), rows, rows, rows, columns, here, here)
+    triton_pack_rows(_tensor(ROWS, BLOCKS, dtype=torch.bool), rows, rows, columns, here, here)
+
+
+def _order(of: Variant) -> None:
+    triton_order_rows(_tensor(1, ROWS), _tensor(ROWS, dtype=torch.int64), SLOTS, 1)
+
+
+def _cut(of: Variant) -> None:
+    triton_cut_rows(_tensor(1, ROWS), _tensor(1, ROWS), _tensor(ROWS, dtype=torch.int64), SLOTS, 1)
 
 
 OF_HEADS, OF_ALL = ((0, 0, 128), (0, 0, 64)), ((0, 0, 0),)
 """Shapes of kernels whose code depends on D alone, and on none."""
+CASES = "", "ring", "parts", "ring, parts"
 KERNELS = {
-    "triton": Kernel("forward_kernel", lambda of: triton_attention(inputs_of(of)), ("", "ring")),
-    "triton-int8": Kernel("forward_kernel", lambda of: triton_int8_attention(inputs_of(of)), ("", "ring")),
+    "triton": Kernel("forward_kernel", lambda of: triton_attention(inputs_of(of)), CASES),
+    "triton-int8": Kernel("forward_kernel", lambda of: triton_int8_attention(inputs_of(of)), CASES),
     "triton-dq": Kernel("backward_rows_kernel", _backward),
     "triton-dkv": Kernel("backward_keys_kernel", _backward),
     "sum-tokens": Kernel("sum_kernel", _sum_tokens, shapes=OF_HEADS),
     "copy": Kernel("copy_kernel", _copy, ("blocks", "tokens", "added", "q, k, v"), OF_HEADS),
     "copy-to-both": Kernel("copy_kernel", _copy_to_both, shapes=OF_HEADS),
     "merge": Kernel("merge_kernel", _merge, shapes=OF_HEADS),
+    "merge-parts": Kernel(
+        "merge_parts_kernel", lambda of: triton_attention(inputs_of(of)), CASES[2:], ((64, 64, 128), (128, 64, 128))
+    ),
     "quantise": Kernel("quantise_kernel", _quantise, ("blocks", "tokens", "less a mean", "output"), OF_HEADS),
     "rotate": Kernel("rotate_kernel", _rotate, ("blocks", "tokens", "rows"), OF_HEADS),
     "quantise-blocks": Kernel("quantise_blocks_kernel", _quantise_blocks, ("64", "128"), OF_HEADS),
@@ -245,5 +263,9 @@ KERNELS = {
     "select": Kernel("select_kernel", _select, SELECTIONS, OF_ALL, ("-",)),
     "expand-rows": Kernel("expand_kernel", _expand, shapes=OF_ALL, dtypes=("-",)),
     "pack-rows": Kernel("pack_kernel", _pack, shapes=OF_ALL, dtypes=("-",)),
+    "row-keys": Kernel("key_kernel", _order, shapes=OF_ALL, dtypes=("-",)),
+    "row-order": Kernel("position_kernel", _order, shapes=OF_ALL, dtypes=("-",)),
+    "row-parts": Kernel("position_kernel", _cut, shapes=OF_ALL, dtypes=("-",)),
+    "row-items": Kernel("items_kernel", _cut, shapes=OF_ALL, dtypes=("-",)),
 }
 ATTENTION = ("triton", "triton-int8", "triton-dq", "triton-dkv")

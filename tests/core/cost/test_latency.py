@@ -44,6 +44,19 @@ def test_blocks_rows_scores_and_merges_are_counted():
     assert merged[0] == pytest.approx(0)
 
 
+def test_whole_rows_take_as_long_as_the_longest():
+    """On kernels that do not cut rows; one row in a slot of 132 takes 132 times its share of the GPU."""
+    bits = np.zeros((4, 8, 8), dtype=bool)
+    bits[:, :, 0], bits[0, 0] = True, True
+    plan = make_plan(BlockMask(bits, BlockGrid.uniform(8 * 128, 128)), "U2R1")
+    known = replace(machine(flops_per_s=1e9), multiprocessors=132, capability=90)
+    shape = AttentionShape(1, 4, 128)
+    seconds = [predict(plan, shape, known.with_kernel(kernel)).attention_s for kernel in ("triton", "fa4")]
+    block = 4 * 128**3 / 1e9
+    assert seconds == pytest.approx([plan.work.max() * block, 132 * 8 * block])
+    assert known.fingerprint != known.with_kernel("fa4").fingerprint
+
+
 ORDERED = BlockGrid(480, 0, 16, 16, thw=(5, 8, 12), orders=("thw", "hwt", "thw"))
 
 

@@ -103,8 +103,9 @@ def test_contiguous_and_paper_plans_equal_those_by_hand():
         [[0, 1], [2, 3]],
         [[2, 3], [0, 1]],
     ]
-    assert plan.work.tolist() == [3, 7]
+    assert (plan.work.tolist(), plan.longest.tolist()) == ([3, 7], [2, 4])
     assert (plan.rho, plan.moved) == (1.4, 0.0)
+    assert plan.row_share(3) == max(2 * 3 / 3, 4 * 3 / 7)
     # The same mask, R_b = 1. Rows, largest first: 4 stays, as 0 − 4 < 0; 3, 0 locally: 4 − 3 > 0, moves to rank 0;
     # 2 locally: 3 − 2 < 4, stays; 1 locally: 5 − 1 = 4, a tie that the lower rank wins, so it stays.
     plan = make_plan(mask, "U1R2", "paper")
@@ -112,6 +113,11 @@ def test_contiguous_and_paper_plans_equal_those_by_hand():
     assert plan.work.tolist() == [6, 4]
     assert (plan.rho, plan.rho_before, plan.rho_bound) == (1.2, 1.4, 1.0)
     assert plan.moved == 0.25
+
+
+def test_idle_ranks_have_no_longest_row():
+    plan = make_plan(BlockMask(np.zeros((2, 4, 4), dtype=bool), BlockGrid.uniform(64, 16)), "U2R1")
+    assert (plan.longest.tolist(), plan.row_share(132)) == ([0, 0], 0)
 
 
 def test_more_ring_ranks_than_blocks_leave_ranks_idle():

@@ -26,7 +26,7 @@ from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.masks.grid import Video
 from dbsp_core.reports.collect import make_report
 from dbsp_core.reports.observer import observed_session
-from dbsp_core.reports.page import report_page
+from dbsp_core.reports.page import headline, in_a_line, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
 from dbsp_core.runtime import session as sessions
 from dbsp_core.runtime.mask_provider import MaskProvider
@@ -238,6 +238,8 @@ def small_report(**changes):
         rho_before=[1.25, 1.5] * steps,
         rho=[1.0, 1.125] * steps,
         rho_bound=[1.0] * count,
+        row_share=[0.5, 1.0] * steps,
+        slots=[132] * count,
         seconds=[0.5] * count,
         seconds_mean=[0.375] * count,
         bytes_to_owners=[1000] * count,
@@ -280,7 +282,7 @@ def test_json_is_read_back_equal_and_other_files_are_rejected(tmp_path):
     again.write(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == values
     for change, message in (
-        ({"format": "db-SP report 3"}, "expected format 'db-SP report 4'"),
+        ({"format": "db-SP report 3"}, "expected format 'db-SP report 5'"),
         ({"calls": values["calls"] | {"rho": [1.0]}}, "columns have different lengths"),
         ({"ranks": values["ranks"] | {"attention_s": [1.0] * 9}}, "different numbers of ranks"),
         ({"seconds": "long"}, "unsupported operand"),
@@ -298,6 +300,16 @@ def test_page_has_the_numbers_and_loads_nothing():
     data = html.split('<script type="application/json" id="data">')[1].split("</script>")[0]
     assert json.loads(data)["calls"]["rho"] == [1.0, 1.125] * 3
     assert "<script>alert" not in report_page(small_report(model='</script><script>alert("x")</script>'))
+
+
+def test_longest_row_is_shown_from_a_quarter_of_a_slots_share():
+    report = small_report()
+    shown = "longest row 0.75 of a slot's share (132 slots)"
+    assert in_a_line(report).endswith(shown)
+    assert ("longest row", "0.75 of a slot's share", "worst 1.00; 132 slots") in headline(report)
+    short = dataclasses.replace(report.calls, row_share=[0.24] * len(report.calls))
+    assert "longest row" not in in_a_line(small_report(calls=short))
+    assert "longest row" not in {name for name, _, _ in headline(small_report(calls=short))}
 
 
 def test_cli_with_one_run_prints_it(dbsp, tmp_path):

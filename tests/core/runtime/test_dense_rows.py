@@ -32,8 +32,8 @@ def with_dense_heads(mask: BlockMask, heads: tuple[int, ...]) -> BlockMask:
 
 def dense_parts(mask: BlockMask) -> tuple[DensePart, ...]:
     """Returns the parts of the dense rows of one rank without a ring: heads are whole, and follow one another."""
-    (table,) = build_tables(table_layout(make_plan(mask, "U1R1"), 0), mask, dense_spans_of(mask, CUDA))
-    return table.dense.parts if table.dense else ()
+    (dense,) = build_tables(table_layout(make_plan(mask, "U1R1"), 0), mask, dense_spans_of(mask, CUDA)).dense
+    return dense.parts if dense else ()
 
 
 def covered(starts: range, count: int) -> list[list[int]]:
@@ -74,24 +74,24 @@ def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
     rank = data.draw(st.integers(0, Strategy.parse(strategy).world - 1))
     layout = table_layout(make_plan(mask, strategy), rank)
     tables = build_tables(layout, mask, dense_spans_of(mask, CUDA))
-    for table, spans in zip(tables, layout.spans, strict=True):
+    for number, (of_chunk, spans) in enumerate(zip(tables.dense, layout.spans, strict=True)):
         dense = {s.rows: s for s in spans if s.number // len(mask.parts) in heads and s.lengths.sum() > 1}
-        parts = table.dense.parts if table.dense else ()
+        parts = of_chunk.parts if of_chunk else ()
         found = {}
         for part in parts:
             for row, block in zip(part.row_starts, part.block_starts, strict=True):
                 found[row, row + part.rows] = (block, block + part.blocks), part.tokens
         assert {rows: blocks for rows, (blocks, _) in found.items()} == {r: s.blocks for r, s in dense.items()}
         for rows, (_, tokens) in found.items():
-            real = np.flatnonzero(np.arange(table.block_k) < dense[rows].lengths[:, None])
-            every = range(dense[rows].lengths.size * table.block_k)
+            real = np.flatnonzero(np.arange(layout.block_k) < dense[rows].lengths[:, None])
+            every = range(dense[rows].lengths.size * layout.block_k)
             assert list(real) == list(every if tokens is None else tokens.tolist())
-        if table.dense:
-            inside = np.zeros(len(table.kv_count), dtype=bool)
+        if of_chunk:
+            inside = np.zeros(len(layout.rows), dtype=bool)
             for rows in dense:
                 inside[slice(*rows)] = True
-            assert table.dense.every == inside.all()
-            assert torch.equal(table.dense.kv_count != table.kv_count, torch.from_numpy(inside) & (table.kv_count > 0))
+            assert of_chunk.every == inside.all()
+            assert torch.equal(tables.others[number] == 0, torch.from_numpy(inside))
 
 
 def test_single_token_stays_with_the_block_kernel():
@@ -116,7 +116,7 @@ def run(rank: int, world: int, case: Case, heads: tuple[int, ...]) -> tuple[floa
     out = with_tables(attention, tables)(*inputs.local, scale=case.head_dim**-0.5)
     q, k, v = inputs.full
     expected = dense_attention(q[:, :, inputs.mine], k, v, mask, queries=inputs.mine)
-    parts = sum(len(table.dense.parts) for table in tables if table.dense)
+    parts = sum(len(dense.parts) for dense in tables.dense if dense)
     return largest_difference(out[:, :, inputs.slots], expected), parts > 0, parts
 
 

@@ -21,34 +21,39 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="scripts/gpu_
 
 @st.composite
 def bit_rows(draw: st.DrawFn) -> dict:
-    """Draws rows of several heads, whose packed blocks follow one another, some of them short."""
+    """Draws rows of several heads in up to three chunks, whose packed blocks follow one another, some short."""
     rng = np.random.default_rng(draw(SEEDS))
-    width, heads = draw(st.integers(1, 40)), draw(st.integers(1, 3))
-    per_head = rng.integers(0, width + 1, heads)
+    width, heads, chunks = draw(st.integers(1, 40)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    per_head = rng.integers(0, width + 1, (chunks, heads))
     head = rng.integers(heads, size=draw(st.integers(0, 6)))
-    needed = (rng.random((len(head), width)) < 0.6) & (np.arange(width) < per_head[head][:, None])
-    lengths = rng.integers(1, 3, per_head.sum())
-    base = (np.cumsum(per_head) - per_head)[head]
-    packed = base[:, None] + np.arange(width)
-    full = [sorted(set(packed[r][needed[r]][lengths[packed[r][needed[r]]] == 2])) for r in range(len(head))]
-    short = [sorted(set(packed[r][needed[r]][lengths[packed[r][needed[r]]] == 1])) for r in range(len(head))]
-    counts = torch.tensor([len(f) for f in full], dtype=torch.int32)
-    arguments = (pack_bits(torch.from_numpy(needed)), torch.from_numpy(base).int(), torch.from_numpy(lengths).int())
-    return {"arguments": (*arguments, counts, width, 2), "lists": [f + s for f, s in zip(full, short, strict=True)]}
+    needed = (rng.random((chunks, len(head), width)) < 0.6) & (np.arange(width) < per_head[:, head, None])
+    base = (per_head.cumsum(1) - per_head).take(head, axis=1)
+    lengths = [rng.integers(1, 3, count) for count in per_head.sum(1)]
+    lists, counts = [], np.zeros(base.shape, dtype=np.int32)
+    for chunk, length in enumerate(lengths):
+        packed = base[chunk][:, None] + np.arange(width)
+        blocks = [packed[row][needed[chunk][row]] for row in range(len(head))]
+        counts[chunk] = [(length[of_row] == 2).sum() for of_row in blocks]
+        lists.append([[*of_row[length[of_row] == 2], *of_row[length[of_row] == 1]] for of_row in blocks])
+    bounds = np.cumsum([0, *map(len, lengths)])
+    tables = (torch.from_numpy(table).int() for table in (base, np.concatenate(lengths), bounds, counts))
+    return {"arguments": (pack_bits(torch.from_numpy(needed)), *tables, width, 2), "lists": lists}
 
 
-def assert_lists(index: torch.Tensor, lists: list[list[int]], batch: int, blocks: int) -> None:
-    for copy, rows in enumerate(index.view(batch, len(lists), index.shape[1])):
-        for row, wanted in zip(rows, lists, strict=True):
-            assert row[: len(wanted)].tolist() == [entry + copy * blocks for entry in wanted]
+def assert_lists(index: torch.Tensor, case: dict, batch: int) -> None:
+    blocks = case["arguments"][3].diff().tolist()
+    for of_chunk, lists, count in zip(index, case["lists"], blocks, strict=True):
+        for copy, rows in enumerate(of_chunk.unflatten(0, (batch, len(lists)))):
+            for row, wanted in zip(rows, lists, strict=True):
+                assert row[: len(wanted)].tolist() == [entry + copy * count for entry in wanted]
 
 
 @given(case=bit_rows(), batch=st.integers(1, 3))
 @examples(60)
 def test_table_lists_full_blocks_first(case, batch):
     index = expand_rows(*case["arguments"], batch=batch)
-    assert (index.dtype, len(index)) == (torch.int32, batch * len(case["lists"]))
-    assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
+    assert (index.dtype, index.shape[1]) == (torch.int32, batch * len(case["lists"][0]))
+    assert_lists(index, case, batch)
 
 
 @without_gpu
@@ -61,7 +66,7 @@ def test_triton_kernel_expands_rows_as_torch(case, batch):
     for chunk in (16, 1024):
         with mock.patch.object(triton_rows, "CHUNK", chunk), interpreted():
             index = triton_rows.triton_expand_rows(*case["arguments"], batch)
-        assert_lists(index, case["lists"], batch, len(case["arguments"][2]))
+        assert_lists(index, case, batch)
 
 
 @without_gpu
@@ -74,7 +79,7 @@ def test_triton_kernel_packs_rows_as_torch(mask, data):
     strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U2R2", "U1R3"]))
     layout = table_layout(make_plan(mask, strategy), 0)
     bits = mask.row_bits
-    of_mask = layout.rows, layout.spans_of, layout.turn, layout.columns, layout.present, layout.full
+    of_mask = layout.rows, layout.spans_of, layout.columns, layout.present, layout.full
     expected = pack_rows(bits, *of_mask)
     with mock.patch.object(triton_rows, "CHUNK", 16), interpreted():  # several chunks a row
         found = triton_rows.triton_pack_rows(bits, *of_mask)

@@ -173,7 +173,7 @@ def run_packed(rank: int, world: int, case: PackedCase) -> float:
     if case.dense_parts:
         dense = dense_spans_of(mask, torch.device("cuda"))
         executor = with_tables(executor, build_tables(executor.prepared.table_layout, mask, dense))
-        has_some = torch.tensor([any(table.dense is not None for table in executor.prepared.tables)])
+        has_some = torch.tensor([any(executor.prepared.tables.dense)])
         assert any(group.all_gather(has_some)), "some rank must have dense rows"
     out = redistribution.back(executor(q, k, v), dim=2)
     out.backward(local[3])
