@@ -14,15 +14,11 @@ import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 from dbsp_core.planning.comm_dtype import INT8, MODEL, CommDtype
-from dbsp_core.planning.plan import Plan
 from dbsp_kernels.exchange import copy_segments, copy_to_both, rotate_segments, row_words
 from dbsp_kernels.segments import CopySegments
 
 CHUNKS_IN_FLIGHT = 2
 """Chunks of keys and values that a rank holds or awaits at a time: the one that its kernel reads, and the next."""
-
-IMBALANCED = 1.05
-"""Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -241,20 +237,6 @@ def _on_device(segments: tuple[CopySegments, ...], device: torch.device) -> tupl
     return tuple(
         segment if segment.table.device.type == device.type == "cpu" else segment.to(device) for segment in segments
     )
-
-
-def exchange_q_separately(plan: Plan) -> bool:
-    """Returns True if queries are exchanged when keys and values are unpacked, which lowers the peak.
-
-    Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
-    whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
-    peak comes later.
-    """
-    world = plan.strategy.world
-    if plan.strategy.ring > 1 or world == 1:
-        return False
-    rows = np.bincount(plan.owner.ravel(), minlength=world)
-    return bool(rows.max() * world > IMBALANCED * plan.owner.size)
 
 
 _REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from

@@ -10,12 +10,15 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from dbsp_core.comm.exchange import Exchange, Route, exchange_q_separately
+from dbsp_core.comm.exchange import Exchange, Route
 from dbsp_core.layout.sequence_layout import SequenceLayout, ShardSegments
 from dbsp_core.masks.grid import BlockAxis
 from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels.segments import CopySegments
+
+IMBALANCED = 1.05
+"""Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
 
 
 def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
@@ -42,6 +45,20 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     combine = _exchange(world, [([q_packed], [local_q])], device, comm_dtype, zeros=padding, returns=True)
     slots = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
     return Route(tuple(dispatch), combine, *slots, grid.block_k, fetch, fetched_blocks, _packed_again(fetch))
+
+
+def exchange_q_separately(plan: Plan) -> bool:
+    """Returns True if queries are exchanged when keys and values are unpacked, which lowers the peak.
+
+    Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
+    whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
+    peak comes later.
+    """
+    world = plan.strategy.world
+    if plan.strategy.ring > 1 or world == 1:
+        return False
+    rows = np.bincount(plan.owner.ravel(), minlength=world)
+    return bool(rows.max() * world > IMBALANCED * plan.owner.size)
 
 
 def _packed_again(exchanges: Sequence[Exchange]) -> tuple[bool, ...]:

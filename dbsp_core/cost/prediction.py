@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from dbsp_core.comm.block_pooling import mean_bytes
-from dbsp_core.comm.exchange import exchange_q_separately
+from dbsp_core.comm.exchange_tables import exchange_q_separately
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy

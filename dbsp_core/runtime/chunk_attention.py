@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +137,9 @@ def _forward(
     del packed_q, chunk  # free before the remaining chunks run
     kept = None if keep is None else first[0]
     # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
-    chunks = route.chunks(first, dispatch.keys, group)
+    chunks: Iterator[torch.Tensor] = route.chunks(first, dispatch.keys, group)
+    if int8 is not None:
+        chunks = map(partial(int8.read, like=q), chunks)
     # 3. The kernel runs once for each; results merge by log-sum-exp. On a GPU long rows are cut by keys.
     dense_rows, slots = prepared.tables.dense, kernel.slots and kernel.slots(q, (plan.grid.block_q, plan.grid.block_k))
     cut = slots is not None and plan.row_share(slots) >= LONG_ROW * batch
@@ -147,19 +150,8 @@ def _forward(
     check = kind not in prepared.attended or checks_values(q.device)
     for table, dense in zip(tables, dense_rows, strict=True):
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
-        running = _attend(
-            running,
-            rows,
-            next(chunks) if int8 is None else int8.read(next(chunks), q),
-            table,
-            dense if apart else None,
-            scale,
-            kernel,
-            head_tokens,
-            dtype,
-            lse,
-            check=check,
-        )
+        of_chunk = table, dense if apart else None
+        running = _attend(running, rows, next(chunks), *of_chunk, scale, kernel, head_tokens, dtype, lse, check=check)
     prepared.attended.add(kind)
     if running is None:
         raise ValueError("attention needs at least one chunk of keys")

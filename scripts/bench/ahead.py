@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dbsp_core import Plan, SequenceLayout, Strategy, make_plan
-from dbsp_core.comm.exchange import exchange_q_separately
+from dbsp_core.comm.exchange_tables import exchange_q_separately
 from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape, exchange_s, predict, traffic_of
 from dbsp_core.planning.plan import usual_layout

@@ -13,7 +13,7 @@ from itertools import zip_longest
 import numpy as np
 import torch
 
-from dbsp_core.comm.exchange import IMBALANCED
+from dbsp_core.comm.exchange_tables import IMBALANCED
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.cost.prediction import (
     MERGE_BYTES,
