@@ -116,13 +116,6 @@ class ReuseStatistics:
             notes.append(f"dense attention replaced masks too dense to be faster in {share} (layers {layers})")
         return notes
 
-    def count(self, plan: Plan) -> None:
-        """Adds the plan of a call that was added, with the numbers of the call's own mask."""
-        self.counted += 1
-        self.rho_sum += plan.rho
-        self.worst_rho = max(self.worst_rho, plan.rho)
-        self.dense += plan.density == 1
-
     def waited(self, wait_s: float, plan_s: float) -> None:
         """Adds a host wait for a call's own counts, and the time of planning by them."""
         self.waits += 1

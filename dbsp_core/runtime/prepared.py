@@ -1,7 +1,8 @@
-"""One rank's part of an attention, apart from q, k and v."""
+"""One rank's part of an attention, apart from q, k and v; and a mask that attentions share."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,6 +13,7 @@ from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import NO_GRADIENTS, BlockMask, CoarseBranch
+from dbsp_core.masks.grid import Video
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.tables import ChunkTables, TableLayout, build_tables, dense_spans_of, table_layout
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
@@ -111,3 +113,35 @@ class PreparedAttention:
     def kernel_name(self) -> str:
         """Name of the kernel that was chosen last, or what was asked for before the first call."""
         return next(reversed(self.kernels.values())).name if self.kernels else self.kernel
+
+
+@dataclass(eq=False)
+class KnownMask:
+    """A mask that is known without q and k: one object for all attentions of a size that have it.
+
+    Its bits are not kept, which may be 57 MB (40 heads of a 720p video).
+
+    Attributes:
+        key: The videos and the source's cache key.
+        number: The order in which a size's masks were met, which ranks compare.
+        shares_plan: True if its attentions share a plan; False where masks change by step, and each goes on with its
+            own.
+        replaces: True if it takes the place of predicted masks that are too dense; see `Size.replacement`.
+        plan: The shared plan.
+        prepared: Route and tables, while any of `users` attentions has them. Ranks compare a mask that is new, so all
+            must drop it at the same call: a weak reference would not do.
+    """
+
+    key: tuple[tuple[Video, ...], Hashable]
+    number: int
+    shares_plan: bool
+    replaces: bool = False
+    plan: Plan | None = None
+    prepared: PreparedAttention | None = None
+    users: int = 0
+
+    def release(self) -> None:
+        """Takes one of its users away, and drops its tables after the last."""
+        self.users -= 1
+        if self.users == 0:
+            self.prepared = None

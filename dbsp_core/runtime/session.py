@@ -42,10 +42,10 @@ from dbsp_core.runtime.consistency_checks import (
 )
 from dbsp_core.runtime.forward_passes import ForwardPass, ForwardPasses
 from dbsp_core.runtime.mask_provider import MaskProvider
-from dbsp_core.runtime.prepared import PreparedAttention
+from dbsp_core.runtime.prepared import KnownMask, PreparedAttention
 from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_core.runtime.size import Size, SizeKey
-from dbsp_core.runtime.slot import KnownMask, Slot
+from dbsp_core.runtime.slot import Slot
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.spec import mask_in_words
 from dbsp_core.utils.errors import fingerprint_of, in_number

@@ -28,8 +28,8 @@ from dbsp_core.runtime.consistency_checks import (
     HasSettings,
 )
 from dbsp_core.runtime.mask_provider import DENSE, MaskProvider
-from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.slot import KnownMask, Slot
+from dbsp_core.runtime.prepared import KnownMask, PreparedAttention
+from dbsp_core.runtime.slot import Slot
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import log
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel, fused_kernel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,39 +14,7 @@ from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan
 from dbsp_core.planning.reuse import MakePlan, PlanUse, ReuseStatistics, UsualCounts, next_use
-from dbsp_core.runtime.prepared import PreparedAttention
-
-
-@dataclass(eq=False)
-class KnownMask:
-    """A mask that is known without q and k: one object for all attentions of a size that have it.
-
-    Its bits are not kept, which may be 57 MB (40 heads of a 720p video).
-
-    Attributes:
-        key: The videos and the source's cache key.
-        number: The order in which a size's masks were met, which ranks compare.
-        shares_plan: True if its attentions share a plan; False where masks change by step, and each goes on with its
-            own.
-        replaces: True if it takes the place of predicted masks that are too dense; see `Size.replacement`.
-        plan: The shared plan.
-        prepared: Route and tables, while any of `users` attentions has them. Ranks compare a mask that is new, so all
-            must drop it at the same call: a weak reference would not do.
-    """
-
-    key: tuple[tuple[Video, ...], Hashable]
-    number: int
-    shares_plan: bool
-    replaces: bool = False
-    plan: Plan | None = None
-    prepared: PreparedAttention | None = None
-    users: int = 0
-
-    def release(self) -> None:
-        """Takes one of its users away, and drops its tables after the last."""
-        self.users -= 1
-        if self.users == 0:
-            self.prepared = None
+from dbsp_core.runtime.prepared import KnownMask, PreparedAttention
 
 
 @dataclass(eq=False)
@@ -131,7 +98,7 @@ class Slot:
         self.statistics.calls += 1
         self.statistics.plans += use.new
         if use.counted is not None:
-            self.statistics.count(use.counted)
+            self._count(use.counted)
         if known is not None and known.replaces:  # plan and tables of predicted masks stay, for the next one
             known.plan, known.prepared = use.plan, prepared
             self.statistics.replaced[self.key[1]] += 1
@@ -162,8 +129,15 @@ class Slot:
             return None
         if use.counted is None and use.counts is not None:
             use.counted = use.plan.counted(use.counts.rows, compare=self.compare)
-            self.statistics.count(use.counted)
+            self._count(use.counted)
         return use.counted or use.plan
+
+    def _count(self, plan: Plan) -> None:
+        """Adds the plan of a call, with the numbers of the call's own mask, to the statistics."""
+        self.statistics.counted += 1
+        self.statistics.rho_sum += plan.rho
+        self.statistics.worst_rho = max(self.statistics.worst_rho, plan.rho)
+        self.statistics.dense += plan.density == 1
 
     def last_plan(self) -> Plan | None:
         """Returns the plan of the last call with the numbers of its mask. Waits for its counts."""

@@ -20,7 +20,7 @@ from dbsp_core import BlockMask, Plan, Strategy
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import plan_from_counts
-from dbsp_core.planning.reuse import replay
+from dbsp_core.planning.reuse import MakePlan, next_use, replay
 from scripts.reproduce.common import arguments
 from scripts.reproduce.fig11 import masks_by_step
 from scripts.results.figures import imbalance_axis, legend_below, panels
@@ -45,7 +45,7 @@ class Row:
         plans: Made by one attention in the whole series, the first included.
         rho: Mean ρ_s in use; rho_worst: the largest of any layer. Of several videos, from the second on; of one,
             rho_worst is looked for after the first `SETTLED` calls.
-        rho_last, worst_last: The same if plans were judged by the last call's counts alone.
+        rho_last, worst_last: The same if plans were judged by the last call's counts alone (`by_last_call`).
         rho_fresh: Mean ρ_s if each call had a plan made from its own counts.
     """
 
@@ -108,8 +108,8 @@ def measure(series: Series, strategy: str) -> list[Row]:
     rows_by_threshold = []
     for threshold in THRESHOLDS:
         uses = replay(counts, threshold, make, steps=series.steps)
-        by_last_call = replay(counts, threshold, make)  # as one long video, of whose steps none comes again
-        rho, rho_last = ([use.counted.rho for use in each if use.counted is not None] for each in (uses, by_last_call))
+        rho = [use.counted.rho for use in uses if use.counted is not None]
+        rho_last = by_last_call(counts, threshold, make, series.steps)
         rows_by_threshold.append(
             Row(
                 series=series.name,
@@ -124,6 +124,23 @@ def measure(series: Series, strategy: str) -> list[Row]:
             )
         )
     return rows_by_threshold
+
+
+def by_last_call(counts: list[np.ndarray], threshold: float, make: MakePlan, steps: int) -> list[float]:
+    """Returns ρ_s in use by call if nothing was expected: a plan is kept while the last call's counts are balanced.
+
+    A video begins with the plan that the last video's first call led to.
+    """
+    rho, plan, first = [], make(counts[0], None), None
+    for call, rows in enumerate(counts):
+        if first is not None and call % steps == 0:
+            plan = first
+        elif call > 0:
+            plan = next_use(plan.counted(counts[call - 1], compare=False), counts[call - 1], threshold, make).plan
+        if call % steps == 1:
+            first = plan
+        rho.append(plan.counted(rows, compare=False).rho)
+    return rho
 
 
 def over_layers(rows: list[Row]) -> Row:

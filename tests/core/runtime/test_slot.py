@@ -18,7 +18,8 @@ from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import Plan, plan_from_counts
 from dbsp_core.planning.reuse import MakePlan, PlanUse, ReuseStatistics, UsualCounts, replay
-from dbsp_core.runtime.slot import KnownMask, Slot
+from dbsp_core.runtime.prepared import KnownMask
+from dbsp_core.runtime.slot import Slot
 from tests.core.runtime.session_cases import PREDICTED, Session
 
 GRID = BlockGrid.uniform(8 * 16, 16)
