@@ -2,7 +2,8 @@
 
     python -m scripts.bench.int8_errors
 
-Tokens are drawn; rounding is the product's (`dbsp_kernels.exchange`), everything else is float64. Nothing is timed.
+Tokens are drawn, or those of the small trained model. Rounding is the product's (`dbsp_kernels.exchange`), everything
+else is float64. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+from unittest import mock
 
 import torch
+from torch.nn import functional
 
 from dbsp_kernels.exchange import butterflies, restore_rows, rows_of_tokens, signs
 from dbsp_kernels.rounding import norm_of, stages_of
 from scripts.results.result import Result, arguments
+from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
 
 HEADS, TOKENS, HEAD_DIMS = 4, 1536, (128, 64, 72, 96, 120, 256)
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -91,18 +97,46 @@ def rotated_back(tokens: torch.Tensor) -> torch.Tensor:
     return butterflies(tokens) * signs(head_dim) * norm_of(head_dim)
 
 
+def errors(qkv: QKV) -> list[float]:
+    """Returns the numbers of a `Row`."""
+    q, k, v = qkv
+    exact, k = attention(qkv), k - k.mean(dim=1, keepdim=True)
+    came, turned = ((sent(q, on), sent(k, on), sent(v, on)) for on in (False, True))
+    rotated = attention(turned)
+    outputs = (
+        *(attention(came), rotated_back(rotated), rotated_back(sent(rotated, rotate=False))),
+        *(attention(in_kernel(came)), rotated_back(attention(in_kernel(turned)))),
+    )
+    return [float((out - exact).norm() / exact.norm()) for out in outputs]
+
+
+def trained() -> Iterator[QKV]:
+    """Yields q, k and v of each self-attention of a video of the small trained model, whole blocks of 64 keys."""
+    kept: list[QKV] = []
+    compute = functional.scaled_dot_product_attention
+
+    def keep(*args: Any, **given: Any) -> torch.Tensor:
+        if "query" in given and given["query"].shape == given["key"].shape:
+            q, k, v = (given[name][0].double() for name in ("query", "key", "value"))
+            whole = q.shape[1] // 64 * 64
+            kept.append((q[:, :whole], k[:, :whole], v[:, :whole]))
+        return compute(*args, **given)
+
+    with mock.patch.object(functional, "scaled_dot_product_attention", keep):
+        generate(load_pipeline(), PROMPTS[0], seed=0, steps=4)
+    yield from kept
+
+
 def rows(_: argparse.Namespace) -> Iterator[Row]:
     for head_dim in HEAD_DIMS:
-        for name, (q, k, v) in kinds(head_dim):
-            exact, k = attention((q, k, v)), k - k.mean(dim=1, keepdim=True)
-            came, turned = ((sent(q, on), sent(k, on), sent(v, on)) for on in (False, True))
-            rotated = attention(turned)
-            outputs = (
-                *(attention(came), rotated_back(rotated), rotated_back(sent(rotated, rotate=False))),
-                *(attention(in_kernel(came)), rotated_back(attention(in_kernel(turned)))),
-            )
-            errors = (float((out - exact).norm() / exact.norm()) for out in outputs)
-            yield Row(head_dim, 1 << stages_of(head_dim), name, *(float(f"{error:.2e}") for error in errors))
+        for name, qkv in kinds(head_dim):
+            yield row(head_dim, name, errors(qkv))
+    of_all = [errors(qkv) for qkv in trained()]
+    yield row(24, f"trained model, mean of {len(of_all)}", [fmean(numbers) for numbers in zip(*of_all, strict=True)])
+
+
+def row(head_dim: int, tokens: str, numbers: list[float]) -> Row:
+    return Row(head_dim, 1 << stages_of(head_dim), tokens, *(float(f"{error:.2e}") for error in numbers))
 
 
 if __name__ == "__main__":
