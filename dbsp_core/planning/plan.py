@@ -119,7 +119,7 @@ class Plan:
         return imbalance_ratio(self.work)
 
     def row_share(self, slots: int) -> float:
-        """Returns the worst rank's longest row over the share of one of `slots`, the rows that a GPU computes at a time."""
+        """Returns the worst rank's longest row over the share of one of `slots`: rows at a time on a GPU."""
         return float((self.longest * slots / np.maximum(self.work, 1)).max())
 
     @property
