@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -26,9 +26,6 @@ from dbsp_core.planning.planners import (
 )
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
-
-LONG_ROW = 0.125
-"""Share of a slot's work from which a GPU cuts rows by keys; see `Plan.row_share`."""
 
 
 @lru_cache(maxsize=16)
@@ -84,8 +81,7 @@ class Plan:
         owner: int64[H, nq], the rank that computes each row, a (head, query block).
         chunks: The KV blocks that each rank is sent in each chunk.
         planner: The planner's name.
-        work: int64[P], active blocks of each rank.
-        longest: int64[P], active blocks of each rank's longest row.
+        work, longest: int64[P], active blocks of each rank, and of its longest row.
         comm_dtype: Communication dtype of queries, keys, values and the output.
         baseline_work: int64[P], the active blocks of each rank without db-SP, or None if not compared.
         rho_bound: ρ_s that no plan of whole rows can beat; NaN if not compared.
@@ -99,8 +95,8 @@ class Plan:
     chunks: Chunks
     planner: str
     work: np.ndarray
-    longest: np.ndarray
     comm_dtype: CommDtype = MODEL
+    longest: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     baseline_work: np.ndarray | None = None
     rho_bound: float = float("nan")
     moved: float = 0.0
@@ -123,14 +119,8 @@ class Plan:
         return imbalance_ratio(self.work)
 
     def row_share(self, slots: int) -> float:
-        """Returns the longest row over a slot's share of its rank's work, the worst rank's.
-
-        Args:
-            slots: Rows that a rank's device computes at a time. They take at least max(1, row share) times as long
-                as a slot's share, and whole rows less than 1 + row share.
-        """
-        shares = zip(self.longest.tolist(), self.work.tolist(), strict=True)
-        return max(longest * slots / max(work, 1) for longest, work in shares)
+        """Returns the worst rank's longest row over the share of one of `slots`: rows at a time on a GPU."""
+        return float((self.longest * slots / np.maximum(self.work, 1)).max())
 
     @property
     def rho_before(self) -> float:
@@ -325,8 +315,7 @@ def plan_from_counts(
     owner = assign(problem)
     chunks = Chunks.of_heads(owner, k_ring_rank, strategy)
     plan_ms = (time.perf_counter() - start) * 1e3
-    nothing = np.zeros(strategy.world, dtype=np.int64)
-    plan = Plan(strategy, grid, owner, chunks, planner, work=nothing, longest=nothing, comm_dtype=comm_dtype)
+    plan = Plan(strategy, grid, owner, chunks, planner, np.zeros(strategy.world, dtype=np.int64), comm_dtype)
     return replace(plan.counted(row_work, compare=compare), moved=_moved(plan, layout), plan_ms=plan_ms)
 
 

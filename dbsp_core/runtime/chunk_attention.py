@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 from dbsp_core.comm.block_pooling import mean_of_tokens
 from dbsp_core.comm.consistency import ConcurrencyGuard, InputKind, MeetingGroup, input_kind, raised_on_all
 from dbsp_core.comm.exchange import Dispatch, LocalKeys
-from dbsp_core.planning.plan import LONG_ROW
 from dbsp_core.runtime.backward import attention_backward
 from dbsp_core.runtime.prepared import PreparedAttention
 from dbsp_core.runtime.tables import DenseRows, KernelTable
@@ -28,6 +27,7 @@ from dbsp_kernels import (
     fused_kernel,
     merge_into,
 )
+from dbsp_kernels.row_parts import LONG_ROW
 
 CheckGradient = Callable[[torch.Tensor], None]
 """Takes the output's gradient before it is used."""
@@ -142,8 +142,8 @@ def _forward(
         chunks = map(partial(int8.read, like=q), chunks)
     # 3. The kernel runs once for each; results merge by log-sum-exp. On a GPU long rows are cut by keys.
     dense_rows, slots = prepared.tables.dense, kernel.slots and kernel.slots(q, (plan.grid.block_q, plan.grid.block_k))
-    cut = slots is not None and plan.row_share(slots) >= LONG_ROW * batch
     apart = any(dense_rows) and kernel.returns_lse and fused_kernel(rows) is not None
+    cut = slots is not None and plan.row_share(slots) >= LONG_ROW * batch
     tables = prepared.tables.expanded(batch, slots, cut=cut, dense=apart)
     head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(tables) > 1
     running, last = None, tables[-1]
@@ -186,8 +186,7 @@ def _attend(
 
     Args:
         running: None before the first chunk.
-        rows: [B·Rq, Bq, D].
-        kv: [2, B, Ck, Bk, D], keys and values of the chunk.
+        rows, kv: [B·Rq, Bq, D], and the chunk's keys and values, [2, B, Ck, Bk, D].
         dense: The chunk's dense rows if torch's dense kernel computes them, else None.
         head_tokens: Tokens of a head, if rows are those of whole heads; see `dbsp_kernels.block_attention`.
         out_dtype: Dtype of the result, of at least 32 bits until the last chunk, and if dense rows merge into it.

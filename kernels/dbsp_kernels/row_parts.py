@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+LONG_ROW = 0.125  # Row share from which long rows are cut: the longest over a slot's share of the work
 SHORT = 10  # Rows over a 10th of a slot's share start first, and the lightest 10th of the work last
 LEAST_BLOCKS = 16  # of a part
 SHARES = 32  # No limit is below a 32nd of a slot's share

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.planning.plan import LONG_ROW, Plan, plan_from_counts
+from dbsp_core.planning.plan import Plan, plan_from_counts
 from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
-from dbsp_kernels.row_parts import PART_BLOCKS
+from dbsp_kernels.row_parts import LONG_ROW, PART_BLOCKS
 from dbsp_kernels.schedule import cut_rows, order_rows
 
 HUNYUAN, HUNYUAN_480, MINIMAX, MINIMAX_480 = (31, 45, 80), (31, 30, 52), (52, 48, 84), (24, 30, 52)

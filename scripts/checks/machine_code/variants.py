@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -188,6 +188,10 @@ def _merge(of: Variant) -> None:
     triton_merge_into(out, lse, _tensor(ROWS * 64, of.head_dim, dtype=DTYPES[of.dtype]), lse.clone())
 
 
+def _merge_parts(of: Variant) -> None:
+    triton_attention(inputs_of(replace(of, block_q=64, block_k=64, case=f"{of.case} parts")))
+
+
 def _copy(of: Variant) -> None:
     tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     mean, sources = 1.0 if of.case == "tokens" else 64.0, 3 if of.case == "q, k, v" else 1
@@ -252,9 +256,7 @@ KERNELS = {
     "copy": Kernel("copy_kernel", _copy, ("blocks", "tokens", "added", "q, k, v"), OF_HEADS),
     "copy-to-both": Kernel("copy_kernel", _copy_to_both, shapes=OF_HEADS),
     "merge": Kernel("merge_kernel", _merge, shapes=OF_HEADS),
-    "merge-parts": Kernel(
-        "merge_parts_kernel", lambda of: triton_attention(inputs_of(of)), CASES[2:], ((64, 64, 128), (128, 64, 128))
-    ),
+    "merge-parts": Kernel("merge_parts_kernel", _merge_parts, ("", "ring"), OF_HEADS),
     "quantise": Kernel("quantise_kernel", _quantise, ("blocks", "tokens", "less a mean", "output"), OF_HEADS),
     "rotate": Kernel("rotate_kernel", _rotate, ("blocks", "tokens", "rows"), OF_HEADS),
     "quantise-blocks": Kernel("quantise_blocks_kernel", _quantise_blocks, ("64", "128"), OF_HEADS),

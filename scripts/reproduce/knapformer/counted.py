@@ -54,7 +54,7 @@ def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayou
     grid, strategy = BlockGrid.packed(grids), Strategy(layout.world, 1)
     chunks = Chunks.of_heads(owner, np.zeros(grid.nk, dtype=np.int64), strategy)
     not_counted = np.zeros(layout.world, dtype=np.int64)
-    traffic = traffic_of(Plan(strategy, grid, owner, chunks, "contiguous", not_counted, not_counted), layout)
+    traffic = traffic_of(Plan(strategy, grid, owner, chunks, "contiguous", not_counted), layout)
     sizes = layer.head_dim, layer.element_bytes
     to_owners = traffic.dispatch * layer.comm_dtype.token_bytes(*sizes)
     return np.stack([to_owners, traffic.queries.T * layer.comm_dtype.out_bytes(*sizes)])
