@@ -103,7 +103,7 @@ def compared_before_attention(
 ) -> dict[str, int]:
     """Returns what ranks send from `enable` to the first q, or from a second call to its first q, by name."""
     group, pipe = dist.new_group(list(range(world))), load("wan", folder)
-    sent = mock.patch.object(Route, "dispatch", side_effect=CommunicationError("far enough"))
+    sent = mock.patch.object(Route, "start", side_effect=CommunicationError("far enough"))
     if again:
         dbsp_diffusers.enable(pipe, settings, group=group)
         latents(pipe, seed=None, **BRIEF)
