@@ -249,11 +249,11 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
     _, from_token, to_head, to_token, length, zeros = _entry(table_ptr, segment, segments)
-    size = length + zeros
+    filled = length + zeros
     from_row = batch * from_batch + from_token * from_token_stride
     to_row = to_ptr + batch * to_batch + to_head * to_head_stride + to_token * to_token_stride
     dims = tl.arange(0, TILE_D).to(tl.int64)
-    for first in range(0, tl.max(size, 0), TOKENS):
+    for first in range(0, tl.max(filled, 0), TOKENS):
         token = first + (row % TOKENS).to(tl.int64)
         copied = (token < length)[:, None] & (dims[None, :] < HEAD_DIM)
         start = from_row + token * from_token_stride
@@ -267,7 +267,7 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
         tl.store(
             to_row[:, None] + token[:, None] * to_token_stride + dims[None, :] * to_dim_stride,
             values,
-            mask=(token < size)[:, None] & (dims[None, :] < HEAD_DIM),
+            mask=(token < filled)[:, None] & (dims[None, :] < HEAD_DIM),
         )
 
 
