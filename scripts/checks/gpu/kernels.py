@@ -15,6 +15,8 @@ import torch
 from dbsp_kernels import block_attention_backward, merge_into
 from dbsp_kernels import prediction as predicted
 from dbsp_kernels.exchange import copy_segments, quantise_segments, restore_rows, rotate_segments, row_words
+from dbsp_kernels.row_parts import RowParts
+from dbsp_kernels.schedule import cut_rows, order_rows
 from dbsp_kernels.segments import CopySegments
 from dbsp_kernels.tables import expand_rows, pack_rows
 from scripts.checks.gpu.results import Case, Row
@@ -49,6 +51,7 @@ def of_shapes(setting: Setting, shapes: Iterable[Shape]) -> Iterator[Case]:
     for shape in shapes:
         yield Case(f"forward, {shape.name}", partial(forward, setting, shape))
         yield Case(f"merging, {shape.name}", partial(merging, setting, shape))
+        yield Case(f"long rows, {shape.name}", partial(long_rows, setting, shape))
         yield Case(f"backward, {shape.name}", partial(backward, setting, shape))
 
 
@@ -107,6 +110,30 @@ def merging(setting: Setting, shape: Shape) -> Iterator[Row]:
     yield Row("error by a merge", relative_error(merged[0].cpu(), expected), "‖·‖", MOST_ERROR[shape.dtype])
     apart = (lse - merged[1])[torch.isfinite(lse)].abs()
     yield Row("difference of lse", float(apart.max()), "", 1e-3)
+
+
+def long_rows(setting: Setting, shape: Shape) -> Iterator[Row]:
+    """Orders rows and cuts long ones, as torch does, and merges their parts."""
+    from dbsp_kernels.triton.schedule import triton_cut_rows, triton_order_rows
+
+    rows, blocks, slots = (6, 80, 3) if setting.dry else (40, 120, 12)
+    made = packed(rows, blocks, shape.block_q, shape.block_k, shape.head_dim, shape.dtype, seed=1)
+    p = kinder(replace(made, kv_index=made.kv_index.clamp(min=0)))
+    full, spans = full_counts(p), torch.arange(rows) // 20
+    count, of_full, on = p.kv_count[None], full[None], setting.device
+    # 1. The order and the cuts; items that are not used may differ.
+    order = triton_order_rows(count.to(on), spans.to(on), slots, 1)
+    yield differing("places of rows that differ", order, order_rows(count, spans, slots))
+    (parts,) = cut_rows(count, of_full, spans, slots)
+    (items,), (cuts,) = triton_cut_rows(count.to(on), of_full.to(on), spans.to(on), slots, 1)
+    used = parts.items[:, 0] >= 0
+    yield Row("cases in which no row is cut", float(not parts.cuts[:, 2].any()), "", 0.0)
+    yield differing("items that differ", items.cpu()[used], parts.items[used])
+    yield differing("cuts that differ", cuts.cpu()[:, 2], parts.cuts[:, 2])
+    # 2. What they give, with int8 too.
+    for name, kernel, expected in (("", "triton", p), (" of int8", "triton-int8", rounded_to_int8(p))):
+        out = p.to(on).attend(kernel, kv_full=full.to(on), parts=RowParts(items, cuts))[0].cpu()
+        yield Row(f"error{name}", relative_error(out, expected.exact()[0]), "‖·‖", MOST_ERROR[shape.dtype])
 
 
 def backward(setting: Setting, shape: Shape) -> Iterator[Row]:
