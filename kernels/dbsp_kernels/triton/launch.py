@@ -22,9 +22,11 @@ def interpreted() -> bool:
 
 
 @functools.cache
-def triton_version() -> tuple[int, int]:
-    """Returns the first two numbers of the installed Triton's version."""
-    import triton  # here: triton need not be installed, and its import takes a while
+def triton_version() -> tuple[int, int] | None:
+    """Returns the first two numbers of the installed Triton's version, or None without one."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    import triton  # here: its import takes a while
 
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
@@ -38,8 +40,9 @@ def why_unavailable() -> str | None:
         return "there is no GPU, and TRITON_INTERPRET=1 is not set"
     if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0 (Ampere) or newer"
-    if triton_version() < LEAST_TRITON:
-        major, minor = triton_version()
+    version = triton_version()
+    if version is not None and version < LEAST_TRITON:
+        major, minor = version
         return f"Triton {major}.{minor} is older than 3.5; install torch 2.9 or newer, which brings a newer Triton"
     return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from dbsp_core.cost.machine import RECORDED, SHIPPED, Constants, load_hardware, 
 from dbsp_core.cost.prediction import AttentionShape, predict
 from dbsp_core.cost.sequence_cost import LayerSize, sequence_cost
 from dbsp_core.utils.schema import convert
+from dbsp_kernels.triton.launch import triton_version
+from dbsp_kernels.triton.tiles import tiles_for
 
 NAMES = sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
@@ -32,6 +35,14 @@ def test_shipped_file_has_a_source_for_each_constant(name):
     record = yaml.safe_load((SHIPPED / f"{name}.yaml").read_text())
     assert record["notes"]
     assert ("date" in record) == (name in ("cpu-demo", "h200")), "only what was measured has a date"
+
+
+def test_slots_of_a_gpu_are_known_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    triton_version.cache_clear(), tiles_for.cache_clear()
+    assert triton_version() is None
+    assert load_hardware("h100").row_slots(128, 64, 128) == 132
+    triton_version.cache_clear(), tiles_for.cache_clear()
 
 
 def test_written_file_is_read_back_equal(tmp_path):
