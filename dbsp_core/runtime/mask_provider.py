@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -26,7 +27,6 @@ class MaskProvider:
     Attributes:
         steps: Returns the number of denoising steps, if a framework knows it.
         count_steps: True to keep `moment` also if no mask depends on it.
-        predicts: True if masks are predicted from q and k, at every call.
         moment: Denoising step and CFG pass of the current forward pass.
     """
 
@@ -37,13 +37,14 @@ class MaskProvider:
     steps: Callable[[], int | None] = lambda: None
     count_steps: bool = False
     clock: StepClock = field(default_factory=StepClock)
-    predicts: bool = field(init=False)
     moment: DenoisingStep = field(default_factory=DenoisingStep)
     _videos: tuple[Video, ...] = ()
     """Videos of the current forward pass: several are packed, in this order, and none attends to another."""
 
-    def __post_init__(self) -> None:
-        self.predicts = self.source.changes == "per_call"
+    @cached_property
+    def predicts(self) -> bool:
+        """True if masks are predicted from q and k, at every call."""
+        return self.source.changes == "per_call"
 
     @property
     def by_step(self) -> bool:

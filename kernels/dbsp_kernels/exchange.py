@@ -15,14 +15,14 @@ def row_words(head_dim: int) -> int:
     return -(-head_dim // 4) + 1
 
 
-def signs(head_dim: int) -> torch.Tensor:
+def signs(head_dim: int, device: torch.device) -> torch.Tensor:
     """Returns ±1.0 for each channel, float32[D], which rotation multiplies by before `butterflies`.
 
     Otherwise a part that is common to all channels would end up in one. These signs are a bent function: they spread
     that part, and each other pattern that `butterflies` adds up, over all channels.
     """
     # Bits 0 and 1 of a channel's number make a pair, bits 2 and 3 and so on: minus if an odd number of pairs are 11.
-    channel = torch.arange(head_dim)
+    channel = torch.arange(head_dim, device=device)
     odd = channel & (channel >> 1) & 0x5555
     for bits in (8, 4, 2):
         odd ^= odd >> bits
@@ -78,7 +78,7 @@ def rows_of_tokens(tokens: torch.Tensor, rotate: bool = True) -> torch.Tensor:
     """Quantizes float32[..., D] to int32[..., row_words(D)], by torch's own operations; see `quantise_segments`."""
     head_dim = tokens.shape[-1]
     if rotate:
-        tokens = butterflies(tokens * signs(head_dim))
+        tokens = butterflies(tokens * signs(head_dim, tokens.device))
     largest = tokens.abs().amax(dim=-1)  # NaN where one is
     scale = largest / LARGEST
     scale = torch.where(largest.isfinite(), scale, torch.nan).masked_fill_(largest < TINY, 0.0)
@@ -112,7 +112,7 @@ def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: C
     tokens = source[from_token].transpose(0, 1)  # [B, copied tokens, W]
     wide = torch.promote_types(destination.dtype, torch.float32)
     tokens = restore_rows(tokens.contiguous(), head_dim, wide) if tokens.dtype == torch.int32 else tokens.to(wide)
-    tokens = butterflies(tokens) * (signs(head_dim) * norm_of(head_dim))
+    tokens = butterflies(tokens) * (signs(head_dim, tokens.device) * norm_of(head_dim))
     destination[:, to_head, to_token] = tokens.to(destination.dtype)
     destination[:, zero_head, zero_token] = 0
 

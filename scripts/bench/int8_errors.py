@@ -94,7 +94,7 @@ def in_kernel(qkv: QKV) -> QKV:
 
 def rotated_back(tokens: torch.Tensor) -> torch.Tensor:
     head_dim = tokens.shape[-1]
-    return butterflies(tokens) * signs(head_dim) * norm_of(head_dim)
+    return butterflies(tokens) * signs(head_dim, tokens.device) * norm_of(head_dim)
 
 
 def errors(qkv: QKV) -> list[float]:

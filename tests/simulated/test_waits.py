@@ -156,7 +156,7 @@ def test_steady_step_makes_no_host_wait_and_few_launches(gpu_node: GpuNode, stra
 
 def test_plan_of_the_calls_own_counts_makes_one_host_wait(gpu_node: GpuNode) -> None:
     settings = STEADY["sparge"] | {"plan": "current"}
-    gpu_node.run(2, steady_step, settings, "U2R1", 17, 17, 1)
+    gpu_node.run(2, steady_step, settings, "U2R1", 19, 15, 1)
 
 
 def known_generation(rank: int, world: int, settings: dict[str, Any], strategy: str, training: bool) -> None:
