@@ -119,8 +119,18 @@ class Plan:
         return imbalance_ratio(self.work)
 
     def row_share(self, slots: int) -> float:
-        """Returns the worst rank's longest row over the share of one of `slots`: rows at a time on a GPU."""
-        return float((self.longest * slots / np.maximum(self.work, 1)).max())
+        """Returns the longest row over a slot's share of its rank's work, the worst rank's.
+
+        Args:
+            slots: Rows that a rank's device computes at a time. They take at least max(1, row share) times as long
+                as a slot's share, and whole rows less than 1 + row share.
+        """
+        return slots * self._longest_share
+
+    @cached_property
+    def _longest_share(self) -> float:
+        """The longest row over all of its rank's work, the worst rank's."""
+        return float((self.longest / np.maximum(self.work, 1)).max())
 
     @property
     def rho_before(self) -> float:

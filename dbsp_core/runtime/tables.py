@@ -99,9 +99,7 @@ class ChunkTables:
                 count, full = count.repeat(1, batch), full.repeat(1, batch)
             self.scheduled[key] = count, full, orders, parts
         # 3. Chunk by chunk.
-        lengths = layout.kv_len.split(layout.blocks)
-        if batch > 1:
-            lengths = [length.repeat(batch) for length in lengths]
+        lengths = layout.lengths if batch == 1 else [length.repeat(batch) for length in layout.lengths]
         count, full, *starts = self.scheduled[key]
         return [KernelTable(*of_chunk) for of_chunk in zip(index, count, lengths, full, *starts, strict=True)]
 
@@ -152,6 +150,11 @@ class TableLayout:
     @cached_property
     def width(self) -> int:
         return self.columns.shape[2]
+
+    @cached_property
+    def lengths(self) -> tuple[torch.Tensor, ...]:
+        """By chunk int32[Ck], tokens of each packed block."""
+        return self.kv_len.split(self.blocks)
 
     def to(self, device: torch.device) -> TableLayout:
         """Returns a copy with all tables on `device`. The tables of `self` must be on the CPU; spans stay there."""

@@ -106,10 +106,15 @@ def row_slots(q: torch.Tensor, blocks: tuple[int, int], choose: ChooseTiles = ti
         q: [..., D].
         choose: Returns the kernel's tiles.
     """
-    if not q.is_cuda:
-        return None
-    multiprocessors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    return slots_of(multiprocessors, capability_of(q.device), blocks, q.shape[-1], q.dtype, choose)
+    return _slots_on(q.device, blocks, q.shape[-1], q.dtype, choose) if q.is_cuda else None
+
+
+@functools.lru_cache(maxsize=64)  # asked at every attention
+def _slots_on(
+    device: torch.device, blocks: tuple[int, int], head_dim: int, dtype: torch.dtype, choose: ChooseTiles
+) -> int:
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return slots_of(multiprocessors, capability_of(device), blocks, head_dim, dtype, choose)
 
 
 def slots_of(
