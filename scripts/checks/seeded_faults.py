@@ -195,6 +195,11 @@ a rank that left a pass is noticed by the count of calls: dbsp_core/runtime/sess
 + if len(set(calls)) > 2:
 tests/core/runtime/test_session.py -k plans_are_dropped
 
+q, k and v leave before their mask is predicted: dbsp_core/runtime/session.py
+- if group is self.group and not debug:
++ if group is self.group and debug:
+tests/core/runtime/test_session.py -k leave_before
+
 coarse branches have no gradients: dbsp_core/runtime/prepared.py
 - return self.plan.comm_dtype.no_gradients or (NO_GRADIENTS if self.coarse else None)
 + return self.plan.comm_dtype.no_gradients
