@@ -47,9 +47,7 @@ class Constants:
     serial_s: float = 0.0  # Time for each video of what one device does alone (text encoder, VAE)
     network_latency_s: float | None = None  # What crosses nodes in exchanges and chunks. None: not known
     network_bytes_per_s: float | None = None  # A rank's share of its node's adapters
-    predict_s: float | None = (
-        None  # Time to predict a mask, for each token and head of a rank's share. None: not known
-    )
+    predict_s: float | None = None  # To predict a mask, a token and head of a rank's share; None: not known
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

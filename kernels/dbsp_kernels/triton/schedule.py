@@ -16,6 +16,13 @@ TILE = 32  # rows of a program
 STEP = 64  # rows that they are compared with at a time
 
 
+@triton.jit
+def _precedes(of_other, of_row, other, row):  # type: ignore[no-untyped-def]
+    """Returns bool[STEP, TILE]: whether others' keys are less than the rows', or equal and the others come first."""
+    less, equal = of_other[:, None] < of_row[None, :], of_other[:, None] == of_row[None, :]
+    return less | (equal & (other[:, None] < row[None, :]))
+
+
 @triton.jit(do_not_specialize=range(7))  # all arguments but the constants
 def key_kernel(  # type: ignore[no-untyped-def]
     count_ptr, spans_ptr, key_ptr, wave_ptr, rows, all_rows, slots,
@@ -35,9 +42,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     for first in range(0, all_rows, STEP):
         other = first + tl.arange(0, STEP)
         of_other = tl.load(count_ptr + other % rows, mask=other < all_rows, other=-1)
-        heavier = (of_other[:, None] > count[None, :]) | (
-            (of_other[:, None] == count[None, :]) & (other[:, None] < row[None, :])
-        )
+        heavier = _precedes(-of_other, -count, other, row)
         before += tl.where(heavier, of_other[:, None], 0)
         rank += heavier.to(tl.int32)
         total += tl.maximum(of_other, 0)
@@ -54,9 +59,8 @@ def key_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _earlier(key_ptr, key, row, other, all_rows):  # type: ignore[no-untyped-def]
     """Returns bool[STEP, TILE]: whether the other rows start before the rows."""
-    of_other = tl.load(key_ptr + other, mask=other < all_rows, other=0)[:, None]
-    earlier = (of_other < key[None, :]) | ((of_other == key[None, :]) & (other[:, None] < row[None, :]))
-    return earlier & (other < all_rows)[:, None]
+    of_other = tl.load(key_ptr + other, mask=other < all_rows, other=0)
+    return _precedes(of_other, key, other, row) & (other < all_rows)[:, None]
 
 
 @triton.jit(do_not_specialize=range(10))  # all arguments but the constants
