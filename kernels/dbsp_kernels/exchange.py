@@ -112,7 +112,7 @@ def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: C
     tokens = source[from_token].transpose(0, 1)  # [B, copied tokens, W]
     wide = torch.promote_types(destination.dtype, torch.float32)
     tokens = restore_rows(tokens.contiguous(), head_dim, wide) if tokens.dtype == torch.int32 else tokens.to(wide)
-    tokens = butterflies(tokens) * (signs(head_dim, tokens.device) * norm_of(head_dim))
+    tokens = butterflies(tokens) * (signs(head_dim, tokens.device).to(wide) * norm_of(head_dim))
     destination[:, to_head, to_token] = tokens.to(destination.dtype)
     destination[:, zero_head, zero_token] = 0
 

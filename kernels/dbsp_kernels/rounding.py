@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 # The fixed point of sums of tokens.
 LIMIT = 2.0**15  # magnitudes beyond it count as it: no attention has such queries or keys
 MEAN_UNIT = 2.0**-32  # with LIMIT, int64 holds the sum of 2**16 tokens
@@ -29,5 +27,5 @@ def stages_of(head_dim: int) -> int:
 
 
 def norm_of(head_dim: int) -> float:
-    """Returns what makes `dbsp_kernels.exchange.butterflies` a rotation, rounded to float32."""
-    return float(np.float32(2.0 ** (-stages_of(head_dim) / 2)))
+    """Returns what makes `dbsp_kernels.exchange.butterflies` a rotation."""
+    return float(2.0 ** (-stages_of(head_dim) / 2))

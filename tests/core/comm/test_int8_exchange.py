@@ -169,6 +169,12 @@ def test_equals_dense_attention_of_rounded_inputs(threads, world, strategy):
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
+@pytest.mark.parametrize("head_dim", [24, 32, 40])
+def test_float64_is_rotated_in_float64(threads, head_dim):
+    case = Case("U2R2", heads=3, tokens=203, head_dim=head_dim, precision="int8", dtype=torch.float64)
+    assert max(threads(4).run(run_case, case)) <= 1e-12
+
+
 OUTPUTS = Case(
     "-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2, head_dim=24, precision="int8"
 )
