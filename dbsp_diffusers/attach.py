@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from dbsp_core.utils.process import log
 from dbsp_diffusers.attached import STATE, Attached
 from dbsp_diffusers.devices import NO_DEVICE, require_own_gpus, use_model_device
 from dbsp_diffusers.models import architecture_of, heads_of
-from dbsp_diffusers.models.gates import GATE, gates_in_checkpoint
+from dbsp_diffusers.models.gates import branch_layer, branch_layers_in_checkpoint
 from dbsp_diffusers.models.transformers import transformers_in, transformers_of
 from dbsp_diffusers.patching import PatchSet, reject_copies
 from dbsp_diffusers.report_hook import report_calls
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from dbsp_diffusers.sharding.guidance import Halves
 
 _WEIGHTS_DIFFER = (
-    "the transformer's weights differ in name, shape, dtype, adapters or gates on rank(s) {}; load the same "
+    "the transformer's weights differ in name, shape, dtype, adapters or branches on rank(s) {}; load the same "
     "checkpoint, LoRA and quantisation on every rank"
 )
 _VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
@@ -117,7 +118,7 @@ class _Attaching:
     pipe: Any = None  # The pipeline; None for a transformer without one
     transformers: dict[str, Any] = field(default_factory=dict)  # By their names in the pipeline
     sessions: dict[nn.Module, AttentionSession] = field(default_factory=dict)  # By transformer
-    gates: int = 0  # Number of layers whose gates came from the checkpoint
+    branch_layers: Counter[str] = field(default_factory=Counter)  # By name, how many came from the checkpoint
     generations: Generations = field(init=False)  # Follows the pipeline's calls
 
     def attach(self, config: ConfigLike, steps: Callable[[], int | None] | None) -> tuple[tuple[int, int], int]:
@@ -182,14 +183,15 @@ class _Attaching:
             )
 
     def shard(self) -> None:
-        """Lets all ranks have the first one's inputs, shards them, and adds gates that a checkpoint brings."""
+        """Lets all ranks have the first one's inputs, shards them, and adds layers that a checkpoint brings."""
         debug = any(session.config.debug for session in self.sessions.values())
         for name, transformer in self.transformers.items():
             session = self.sessions[transformer]
-            gates = gates_in_checkpoint(transformer, session.config.mask, None if self.pipe is None else name)
-            self.gates += len(gates)
-            for attention, gate in gates.items():
-                self.changes.add_module(attention, GATE, gate)
+            mask, layer_name = session.config.mask, branch_layer(session.config.mask) or ""
+            layers = branch_layers_in_checkpoint(transformer, mask, None if self.pipe is None else name)
+            for attention, layer in layers.items():
+                self.changes.add_module(attention, layer_name, layer)
+            self.branch_layers += Counter({layer_name: len(layers)})
             if self.framework.halves is None:
                 self.generations.hook(transformer, self.changes, always=debug)
             together = shard_transformer(transformer, session, self.changes)
@@ -217,13 +219,13 @@ class _Attaching:
             reject_copies(part, self.changes)
 
     def log(self) -> None:
-        """Logs the settings in effect, and gates that were found."""
+        """Logs the settings in effect, and layers of branches that were found."""
         for transformer, session in self.sessions.items():
             log_config(session, transformer, self.pipe, self.framework.ranks)
         if self.framework.halves is not None:
             log.info("each half of the ranks computes one of the CFG passes of a step")
-        if self.gates:
-            log.info("mask source vsa: the checkpoint has gates (%s) of %s layers, which are used", GATE, self.gates)
+        for layer, count in self.branch_layers.items():
+            log.info("the checkpoint has %s for %s layers, which is used", layer, count)
 
     def _exchanged(self) -> UserError | None:
         """Returns the error for a transformer that was put into the pipeline after db-SP was enabled on it, if any."""

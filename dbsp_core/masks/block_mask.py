@@ -1,4 +1,4 @@
-"""The bits of a mask on its grid, and VSA's coarse branch with them."""
+"""The bits of a mask on its grid, and the branch that a model adds to their attention."""
 
 from __future__ import annotations
 
@@ -11,40 +11,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
+from dbsp_core.masks.branches import Branch
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_counts import MaskCounts
 from dbsp_core.utils.errors import UserError
-
-NO_GRADIENTS = (
-    "gradients do not flow through a coarse branch; give the mask source coarse: false, or call attention under "
-    "torch.no_grad()"
-)
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class CoarseBranch:
-    """Attention over pooled tokens, which is multiplied by a gate and added to the local output.
-
-    (Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention, arXiv 2505.13389, 2025, Eq. 3.)
-    """
-
-    coarse: torch.Tensor  # float32[B · H, n, D], of the n query blocks of which this rank has tokens
-    block: torch.Tensor  # int64[n_local], each slot's among them
-    real: torch.Tensor  # bool[n_local], whether there is a token
-    gate: torch.Tensor  # [B, H, n_local, D]
-
-    def __repr__(self) -> str:
-        """Returns the same text on all ranks."""
-        return "CoarseBranch()"
-
-    def add_to(self, out: torch.Tensor) -> None:
-        """Adds it to the local output, [B, H, n_local, D] or [1, B · H, n_local, D]."""
-        if not self.coarse.shape[1]:  # a rank of padding alone
-            return
-        gate, coarse = (tensor.reshape(*out.shape[:2], *tensor.shape[-2:]) for tensor in (self.gate, self.coarse))
-        added = gate * coarse.index_select(2, self.block)
-        out.add_(added.masked_fill_(~self.real[:, None], 0.0))
-
 
 Value = TypeVar("Value")
 
@@ -60,7 +30,7 @@ class BlockMask:
             may be empty. On a packed grid bool[H · pairs]: one sequence's [H, nq, nk] after another, and nothing
             between sequences. Counts are renewed once a tensor has been set in place; plans are not.
         grid: The blocks.
-        coarse: VSA's coarse branch, which is added to the output, or None.
+        branch: What the model adds to the output, or None.
         heads: H.
 
     Raises:
@@ -69,7 +39,7 @@ class BlockMask:
 
     bits: torch.Tensor
     grid: BlockGrid
-    coarse: CoarseBranch | None = None
+    branch: Branch | None = None
     heads: int = field(init=False)
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """Results by name, each with the version of the bits that it was computed from."""
@@ -118,7 +88,7 @@ class BlockMask:
         It is on a GPU if one of the masks is.
 
         Raises:
-            UserError: For no masks, different numbers of heads or block sizes, or a coarse branch.
+            UserError: For no masks, different numbers of heads or block sizes, or a branch.
         """
         if not masks:
             raise UserError("BlockMask.packed needs at least one sequence's mask, got none")
@@ -128,8 +98,11 @@ class BlockMask:
                 "sequences that are packed need equal numbers of heads, got masks of "
                 f"{' and '.join(map(str, heads))}; give masks of one model"
             )
-        if any(mask.coarse is not None for mask in masks):
-            raise UserError("a coarse branch is of one sequence and is not packed; give the mask source coarse: false")
+        branch = next((mask.branch for mask in masks if mask.branch is not None), None)
+        if branch is not None:
+            raise UserError(
+                f"a {branch.name} is of one sequence and is not packed; give the mask source {branch.without}"
+            )
         grid = BlockGrid.packed([mask.grid for mask in masks])
         if len(grid.sequences) == 1:
             return masks[0]
@@ -171,8 +144,8 @@ class BlockMask:
         """A number below 2^63 that differs between masks, for ranks to compare."""
 
         def compute() -> int:
-            coarse = "" if self.coarse is None else repr(self.coarse)
-            digest = hashlib.blake2b((str(self.grid) + coarse).encode(), digest_size=8)
+            branch = "" if self.branch is None else self.branch.name
+            digest = hashlib.blake2b((str(self.grid) + branch).encode(), digest_size=8)
             for piece in self.bits.flatten().split(AT_ONCE):
                 digest.update(np.packbits(piece.cpu().numpy()).tobytes())
             return int.from_bytes(digest.digest(), "big") >> 1

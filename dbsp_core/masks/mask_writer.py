@@ -132,9 +132,10 @@ def save_mask(
     if any(mask.grid.with_orders((CANONICAL,)) != grid or mask.heads != heads for mask in flat):
         raise UserError("all layers of a mask file need the same grid and number of heads")
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
-    if any(mask.coarse is not None for mask in flat):
+    branch = next((mask.branch for mask in flat if mask.branch is not None), None)
+    if branch is not None:
         raise UserError(
-            "a coarse branch follows from values and gates, and is not in a mask file; save a mask without it: "
+            f"a {branch.name} follows from values and weights, and is not in a mask file; save a mask without it: "
             "BlockMask(mask.bits, mask.grid)"
         )
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
@@ -142,6 +143,6 @@ def save_mask(
 
 
 def mask_file_bytes(mask: BlockMask) -> bytes:
-    """Returns the content of a packed mask file with one mask for all layers, without its coarse branch if any."""
+    """Returns the content of a packed mask file with one mask for all layers, without a branch."""
     layout = MaskLayout(mask.grid.with_orders((CANONICAL,)), mask.heads, orders=(mask.grid.orders,))
     return b"".join(_mask_file_pieces(layout, [mask.bits], packed=True))

@@ -163,8 +163,8 @@ def _forward(
     at_owner = [out.view(batch, 1, -1, head_dim)]
     del out
     local = route.combine(at_owner.pop(), q, group)
-    if prepared.coarse is not None:
-        prepared.coarse.add_to(local)
+    if prepared.branch is not None:
+        prepared.branch.add_to(local)
     return local
 
 

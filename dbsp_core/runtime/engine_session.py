@@ -204,7 +204,7 @@ class EngineSession:
             q, k, v: [B, shard, H, D], this rank's tokens with padding.
             text: q, k or v of the text that every rank has whole, [B, slots, H, D]: its tokens, then padding, which is
                 no key, and whose outputs are 0. None: a single rank may have it in its sequence.
-            gate: Of q's shape: by what the model multiplies a coarse branch, for mask source vsa.
+            gate: Of q's shape: by what the model multiplies a coarse branch, for mask source vsa; for sla [D + 1, D].
 
         Returns:
             Of q's shape; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
@@ -213,7 +213,7 @@ class EngineSession:
         if text is None and self._layout.text:
             (q, k, v), text = self._without_text((q, k, v))
         local = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
-        gate = None if gate is None else gate.transpose(1, 2)
+        gate = gate.transpose(1, 2) if gate is not None and gate.ndim == q.ndim else gate
         with ConcurrencyGuard(self.session.group):
             out = self.session.attend(layer, *(tensor.transpose(1, 2) for tensor in local), scale=scale, gate=gate)
             out = out.transpose(1, 2)

@@ -12,7 +12,8 @@ from dbsp_core.comm.exchange import Route
 from dbsp_core.comm.exchange_tables import build_route
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.masks.block_mask import NO_GRADIENTS, BlockMask, CoarseBranch
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.branches import Branch
 from dbsp_core.masks.grid import Video
 from dbsp_core.planning.plan import Plan
 from dbsp_core.runtime.tables import ChunkTables, TableLayout, build_tables, dense_spans_of, table_layout
@@ -33,7 +34,7 @@ class PreparedAttention:
         table_layout: Common part of all masks' kernel tables.
         tables: The kernel tables of the mask, of all chunks of keys.
         kernel: Name of the kernel that was asked for, or "auto".
-        coarse: Coarse branch that is added to the output, or None.
+        branch: What the model adds to the output, or None.
         mask_fingerprint: Fingerprint of the mask if ranks compare masks, else 0.
         kernels: The kernel that was chosen for each kind of inputs, in the order of choice.
         attended: Kinds of inputs that were attended with, whose shapes and tables need no second check.
@@ -48,7 +49,7 @@ class PreparedAttention:
     table_layout: TableLayout
     tables: ChunkTables
     kernel: str
-    coarse: CoarseBranch | None
+    branch: Branch | None
     mask_fingerprint: int = 0
     kernels: dict[InputKind, Kernel] = field(default_factory=dict)
     attended: set[InputKind] = field(default_factory=set)
@@ -86,12 +87,17 @@ class PreparedAttention:
         """
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
         mask_fingerprint = mask.fingerprint if fingerprint else 0
-        return replace(self, plan=plan, tables=tables, coarse=mask.coarse, mask_fingerprint=mask_fingerprint)
+        return replace(self, plan=plan, tables=tables, branch=mask.branch, mask_fingerprint=mask_fingerprint)
 
     @property
     def no_gradients(self) -> str | None:
         """Error message if there are no gradients, else None."""
-        return self.plan.comm_dtype.no_gradients or (NO_GRADIENTS if self.coarse else None)
+        if self.branch is None:
+            return self.plan.comm_dtype.no_gradients
+        return (
+            f"gradients do not flow through a {self.branch.name}; give the mask source {self.branch.without}, or call "
+            "attention under torch.no_grad()"
+        )
 
     def kernel_for(self, kind: InputKind) -> Kernel:
         """Returns the kernel for inputs of a kind, chosen once. Raises UserError if none supports them."""

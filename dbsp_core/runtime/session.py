@@ -248,7 +248,7 @@ class AttentionSession:
     ) -> torch.Tensor:
         """Computes attention of one layer: q, k, v and the result are [B, H, shard, D], this rank's padded tokens.
 
-        `gate`, of their shape, is what mask sources multiply a coarse branch by.
+        `gate` is what the model has for the branch that its mask source adds: see `LocalQK`.
         """
         with self._concurrency_guard:
             scale = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale

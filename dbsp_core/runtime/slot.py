@@ -105,9 +105,9 @@ class Slot:
             return
         if known is not None:
             known.prepared = prepared
-        elif prepared.coarse is not None:
-            # Gate and coarse branch belong to one call, and each is as large as q: layers must not hold them.
-            prepared = replace(prepared, coarse=None)
+        elif prepared.branch is not None:
+            # It belongs to one call, and holds tensors as large as q: layers must not keep it.
+            prepared = replace(prepared, branch=None)
         if known is not None and known.shares_plan:
             known.plan = use.plan
         else:

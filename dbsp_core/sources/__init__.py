@@ -6,6 +6,7 @@ from dbsp_core.sources.base import LocalQK, MaskRequest, MaskSource, packed_mask
 from dbsp_core.sources.callable import CallableSource
 from dbsp_core.sources.frame_patterns import RadialSource, SvgSource
 from dbsp_core.sources.lowrank import LowRankSource, RecordQKSource
+from dbsp_core.sources.sla import SlaSource
 from dbsp_core.sources.sol import SolSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
@@ -27,6 +28,7 @@ __all__ = [
     "ParoSource",
     "RadialSource",
     "RecordQKSource",
+    "SlaSource",
     "SolSource",
     "SpargeSource",
     "SvgSource",
@@ -43,6 +45,7 @@ SOURCES: dict[str, type[MaskSource]] = {
     "file": FileSource,
     "paro": ParoSource,
     "sparge": SpargeSource,
+    "sla": SlaSource,
     "sol": SolSource,
     "vsa": VsaSource,
     "lowrank": LowRankSource,

@@ -55,7 +55,8 @@ class LocalQK:
         layout: The distribution of tokens over the ranks of `group`.
         scale: Factor of the scores.
         v: Its values, for sources that make more of them than a mask; None: not given.
-        gate: Factor of a coarse branch in the model, of their shape; None: it has none.
+        gate: What the model has for the branch that a source adds: for vsa a factor of their shape, for sla its
+            projection of zeros and of each channel alone, [D + 1, D]; None: nothing.
     """
 
     q: torch.Tensor

@@ -100,10 +100,12 @@ class UnionSource:
         bits = masks[0].bits.repeat(heads // masks[0].heads, 1, 1)
         for mask in masks[1:]:
             bits |= mask.bits.to(bits.device).repeat(heads // mask.heads, 1, 1)
-        coarse = [mask.coarse for mask in masks if mask.coarse is not None]
-        if len(coarse) > 1:
-            raise UserError("several masks of a union have a coarse branch; give all but one of them coarse: false")
-        return BlockMask(bits, grid, *coarse)
+        branches = [mask.branch for mask in masks if mask.branch is not None]
+        if len(branches) > 1:
+            raise UserError(
+                f"several masks of a union have a {branches[0].name}; give all but one of them {branches[0].without}"
+            )
+        return BlockMask(bits, grid, *branches)
 
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
         """Returns the blocks of all parts: with the video's size where one of them, from a file, lacks it."""

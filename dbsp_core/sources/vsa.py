@@ -9,7 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from dbsp_core.masks.block_mask import BlockMask, CoarseBranch
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.branches import CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
 from dbsp_core.sources.head_shares import LocalBlocks, pool_own_heads, predict_bits, send_to_sources
@@ -41,7 +42,13 @@ class VsaSource(BlockSizes):
     tile: tuple[int, int, int] = (4, 4, 4)
     coarse: bool = True
     dense_text: bool = True
+    gate: ClassVar[str] = "to_gate_compress"
     changes: ClassVar[Changes] = "per_call"
+
+    @property
+    def branch_layer(self) -> str | None:
+        """Name of the layer of a self-attention module that makes the branch's gate."""
+        return self.gate if self.coarse else None
 
     def __post_init__(self) -> None:
         super().__post_init__()

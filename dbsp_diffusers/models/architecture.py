@@ -118,7 +118,8 @@ class Architecture:
         padded_text: True if a mask of its self-attention says only which text is padding, which `sequence` leaves out.
         pipeline: Class name of the pipeline that it is usually in, where published checkpoints are known by it.
         own_mask: The sparse mask that it brings, if any.
-        gate_names: Checkpoints' names of the layer of VSA's gate, from the block on, if the class lacks it.
+        branch_layers: Checkpoints' names, from the block on, of layers of branches that the class lacks: VSA's gate,
+            SLA's projection.
         guidance: How diffusers' pipelines run classifier-free guidance: "calls", under `cache_context("cond")` and
             ("uncond"); "batch", both in one batch; or None, in another way or not at all.
         unsupported: Returns why a transformer of the class cannot be run, or None.
@@ -135,7 +136,7 @@ class Architecture:
     padded_text: bool = False
     pipeline: str = ""
     own_mask: OwnMask | None = None
-    gate_names: tuple[str, ...] = ()
+    branch_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     guidance: Literal["calls", "batch"] | None = None
     unsupported: Callable[[Any], str | None] = lambda transformer: None
 

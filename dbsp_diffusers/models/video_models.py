@@ -68,7 +68,10 @@ _WAN = Architecture(
     shard_plan=ShardPlan(
         {"": {"timestep": ShardSpec("video", 1, ndim=2)}}, {"patch_embedding": _EMBEDDED, **_WAN_ROPE}, OUTPUT
     ),
-    gate_names=("attn1.to_gate_compress", "to_gate_compress"),  # of FastWan2.2; of FastWan2.1, as FastVideo's block
+    branch_layers={
+        "to_gate_compress": ("attn1.to_gate_compress", "to_gate_compress"),  # FastWan2.2's; FastWan2.1's
+        "proj_l": ("attn1.attn_op.local_attn.proj_l", "attn1.proj_l"),  # TurboWan's in diffusers' layout; as saved
+    },
     guidance="calls",
 )
 

@@ -87,7 +87,7 @@ class SdpaOverride(TorchFunctionMode):
         number: int64, the function's number in `_attends`.
         other_keys: True if attention to another sequence's keys is replaced.
         any_mask: True if a mask is ignored, rather than rejected.
-        gate: [B, n, H · D], what the module's gate gives for its tokens; None: it has none.
+        gate: What `gate_of` made of the module's tokens; None: it has none.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ def intercept_attention(
     any_mask: bool = False,
     other_keys: bool = False,
     skipped_by: str = "",
-    gate: nn.Module | None = None,
+    gate: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
     """Lets `attend` compute the attention inside one attention module, whose projections and norms stay.
 
@@ -152,7 +152,8 @@ def intercept_attention(
         any_mask: True if a mask that the module passes is ignored, as it says only which text is padding.
         other_keys: True if the module attends to another sequence's keys: k and v are then [B, H, m, D].
         skipped_by: Name of an argument that makes the module attend to nothing.
-        gate: Makes [B, n, H · D] of the module's hidden states [B, n, C], which `attend` is given as gate=….
+        gate: Makes of the module's hidden states [B, n, C] what `attend` is given as gate=…: [B, n, H · D], or what
+            does not depend on tokens, [D + 1, D].
     """
     key = next(_numbers)
     _attends[key] = attend

@@ -112,7 +112,7 @@ ODD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "adapted": (
         _adapted,
         {},
-        "the transformer's weights differ in name, shape, dtype, adapters or gates on",
+        "the transformer's weights differ in name, shape, dtype, adapters or branches on",
     ),
     "spread": (_spread, {}, "this one's transformers are on cuda:0, cuda:1 (a device map?)"),
     "class": (lambda: torch.nn.Linear(2, 2), {}, "does not know Linear"),

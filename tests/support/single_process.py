@@ -18,7 +18,7 @@ from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.mask_provider import MaskProvider
 from dbsp_core.sources import LocalQK
 from dbsp_diffusers.models import TokenSequence, architecture_of, heads_of
-from dbsp_diffusers.models.gates import GATE, gate_of, gates_in_checkpoint
+from dbsp_diffusers.models.gates import branch_layer, branch_layers_in_checkpoint, gate_of
 from dbsp_diffusers.patching import Arguments, PatchSet, current_cfg_pass, signature_of, without_argument
 from dbsp_diffusers.resolve import resolve_config
 from dbsp_diffusers.sharding.attention import intercept_attention
@@ -47,7 +47,7 @@ def attach_single_process(
     provider = MaskProvider(
         config.mask, config.dense_schedule, heads, len(attentions), steps, clock=clock or StepClock()
     )
-    gates, patches = gates_in_checkpoint(transformer, config.mask), PatchSet()
+    layers, patches = branch_layers_in_checkpoint(transformer, config.mask), PatchSet()
     branch = current_cfg_pass(transformer, patches)
     cache: dict[Hashable, BlockMask] = {}
     sequence = TokenSequence((0, 0, 0))
@@ -74,15 +74,15 @@ def attach_single_process(
         key, (qs, ks, vs) = provider.cache_key(layer), (x.index_select(2, slots) for x in (q, k, v))
         mask = None if key is None else cache.get(key)
         if mask is None:
-            gates = None if gate is None else gate.index_select(2, slots)
+            gates = gate if gate is None or gate.ndim == 2 else gate.index_select(2, slots)
             mask = provider.mask(layer, LocalQK.alone(qs, ks, scale, vs, gates))
         if key is not None:
             cache[key] = mask
         return torch.zeros_like(q).index_copy_(2, slots, masked_attention(qs, ks, vs, mask, scale))
 
     patches.hook(transformer.register_forward_pre_hook, begin, with_kwargs=True)
-    for attention, gate in gates.items():
-        patches.add_module(attention, GATE, gate)
+    for attention, module in layers.items():
+        patches.add_module(attention, branch_layer(config.mask), module)
     for layer, attention in enumerate(attentions):
         intercept_attention(
             attention,
@@ -121,8 +121,8 @@ def masked_attention(
         allowed = allowed.unflatten(0, q.shape[:2])
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
     out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
-    if mask.coarse is not None:
-        mask.coarse.add_to(out)
+    if mask.branch is not None:
+        mask.branch.add_to(out)
     return out
 
 

@@ -139,6 +139,6 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMa
     """Computes attention [1, H, N, D] in float64 by torch's own operations, differentiable; zero at empty rows."""
     there = BlockMask(mask.bits.to(q.device), mask.grid)
     out = dense_attention(q, k, v, there, torch.arange(q.shape[2]))
-    if mask.coarse is not None:
-        mask.coarse.add_to(out)
+    if mask.branch is not None:
+        mask.branch.add_to(out)
     return out

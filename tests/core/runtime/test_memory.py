@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, Plan, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange import CHUNKS_IN_FLIGHT
-from dbsp_core.masks.block_mask import CoarseBranch
+from dbsp_core.masks.branches import CoarseBranch
 from dbsp_core.masks.grid import Video
 from tests.support.settings import session_of, with_debug
 

@@ -70,7 +70,7 @@ def use_predicted(slot: Slot, mask: BlockMask, make: MakePlan, generation: int =
     now = DenoisingStep(step, generation=generation)
     ahead = slot.next_use(torch.empty(1, mask.heads, 0, 0), now, make)
     use = slot.use_predicted(mask, ahead, make, now)
-    slot.keep(None, mock.Mock(coarse=None), use)
+    slot.keep(None, mock.Mock(branch=None), use)
     return use
 
 

@@ -16,7 +16,7 @@ import dbsp_diffusers
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import vsa
 from dbsp_core.utils.errors import UserError
-from dbsp_diffusers.models.gates import gates_in_checkpoint
+from dbsp_diffusers.models.gates import branch_layers_in_checkpoint
 from tests.support.models.gated_wan import (
     FASTWAN21,
     FASTWAN22,
@@ -113,12 +113,14 @@ def test_equals_gates_put_in_by_hand(threads, wan, checkpoint, tmp_path, monkeyp
 
 def test_gates_are_read_where_the_mask_needs_them_and_the_layer_is_lacking(wan, checkpoint, tmp_path):
     mask = DbspConfig.load({"mask": VSA}).mask
-    assert gates_in_checkpoint(load(checkpoint), DbspConfig.load({"mask": VSA | {"coarse": False}}).mask) == {}
-    assert gates_in_checkpoint(put_gates(load(checkpoint)), mask) == {}
-    assert gates_in_checkpoint(make_tiny_transformer("flux"), mask) == {}
+    assert branch_layers_in_checkpoint(load(checkpoint), DbspConfig.load({"mask": VSA | {"coarse": False}}).mask) == {}
+    assert branch_layers_in_checkpoint(put_gates(load(checkpoint)), mask) == {}
+    assert branch_layers_in_checkpoint(make_tiny_transformer("flux"), mask) == {}
     wan.save_pretrained(tmp_path)
     add_to_checkpoint(tmp_path, {name: one for name, one in named_gates(wan).items() if name.endswith("weight")})
-    assert [gate.bias for gate in gates_in_checkpoint(load(tmp_path), mask).values()] == [None] * len(wan.blocks)
+    assert [gate.bias for gate in branch_layers_in_checkpoint(load(tmp_path), mask).values()] == [None] * len(
+        wan.blocks
+    )
 
 
 SPOILED = {
@@ -163,7 +165,7 @@ def test_mistake_on_one_rank_is_rejected_on_all(threads, wan, checkpoint, tmp_pa
 def test_ranks_must_all_find_them(threads, wan, checkpoint, tmp_path):
     wan.save_pretrained(tmp_path)
     for answer in threads(3).run(unsupported, [load(checkpoint), load(checkpoint), load(tmp_path)]):
-        assert "weights differ in name, shape, dtype, adapters or gates on rank(s) [2]" in answer
+        assert "weights differ in name, shape, dtype, adapters or branches on rank(s) [2]" in answer
 
 
 def test_gates_of_two_transformers_are_their_own(wan, tmp_path):
@@ -179,8 +181,8 @@ def test_gates_of_two_transformers_are_their_own(wan, tmp_path):
         assert torch.equal(transformer.blocks[0].attn1.to_gate_compress.weight, first)
     dbsp_diffusers.disable(pipe)
     with pytest.raises(UserError, match="has two transformers, and nothing says which one this is"):
-        gates_in_checkpoint(pipe.transformer_2, mask)
-    assert gates_in_checkpoint(load(tmp_path / "transformer_2"), mask)
+        branch_layers_in_checkpoint(pipe.transformer_2, mask)
+    assert branch_layers_in_checkpoint(load(tmp_path / "transformer_2"), mask)
 
 
 def test_checkpoint_without_gates_is_unchanged(threads, wan, tmp_path, monkeypatch):

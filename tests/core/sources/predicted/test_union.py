@@ -131,8 +131,8 @@ def test_coarse_branch_of_one_part_is_kept_and_of_two_rejected():
     case = UnionCase(thw=(4, 8, 8))
     q, k = case.tensors()
     tokens = LocalQK.alone(q, k, v=k, gate=q)
-    kept = UnionCase(mask="vsa+sol:token_order=tile:4x4x4").source.mask(case.request, tokens).coarse
-    alone = UnionCase(mask="vsa+window:tile=[4,4,4]").source.of[0].mask(case.request, tokens).coarse
+    kept = UnionCase(mask="vsa+sol:token_order=tile:4x4x4").source.mask(case.request, tokens).branch
+    alone = UnionCase(mask="vsa+window:tile=[4,4,4]").source.of[0].mask(case.request, tokens).branch
     assert kept is not None
     assert torch.equal(kept.coarse, alone.coarse)
     with pytest.raises(UserError, match="several masks of a union have a coarse branch; give all but one"):

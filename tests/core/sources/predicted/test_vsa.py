@@ -12,7 +12,7 @@ import torch
 
 from dbsp_core import SequenceGroup, Strategy
 from dbsp_core.config import DbspConfig
-from dbsp_core.masks.block_mask import CoarseBranch
+from dbsp_core.masks.branches import CoarseBranch
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
@@ -106,7 +106,7 @@ def test_follows_its_definition(case):
     mask = alone(case)
     assert mask.grid.q_axis.lengths.tolist() == [len(tile) for tile in tiles(case)]
     assert torch.equal(mask.bits, bits)
-    assert (branch_of(mask.coarse, case.tensors()[0]) - branch).abs().max() < 1e-5
+    assert (branch_of(mask.branch, case.tensors()[0]) - branch).abs().max() < 1e-5
 
 
 def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, float]:
@@ -114,7 +114,7 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
     tokens = local_tokens(rank, world, case, Strategy.parse(strategy))
     (gate, v), mine, slots = shards(list(gate_and_values(case)), tokens.layout, rank, padded=True)
     mask = case.source.mask(case.request, replace(tokens, gate=gate, v=v))
-    branch = branch_of(mask.coarse, tokens.q)
+    branch = branch_of(mask.branch, tokens.q)
     assert not at_padding(branch[None], slots).any()
     return mask.fingerprint, largest_difference(branch[:, slots], written_out(case)[1][:, mine])
 
