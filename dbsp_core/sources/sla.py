@@ -32,8 +32,8 @@ class SlaSource(PredictedSource):
 
     For models that were trained with it, as TurboWan, whose projection of the branch (`attn1.proj_l`) makes it fit; it
     is added where the model has the projection. The mask is that of `SpargeSource` with topk, without similarity.
-    For the branch, ranks exchange sums over all tokens alone, float32[B, H, D, D + 1]. (Zhang et al., SLA: Beyond Sparsity
-    in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, arXiv 2509.24006, 2025.)
+    For the branch ranks exchange sums over all tokens alone, float32[B, H, D, D + 1]. (Zhang et al., SLA: Beyond
+    Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, arXiv 2509.24006, 2025.)
 
     Attributes:
         topk: Share of the row's blocks, rounded down, but at least one.

@@ -75,8 +75,8 @@ def branch_layers_in_checkpoint(
 ) -> dict[nn.Module, nn.Linear]:
     """Loads the layers of a mask source's branch that a transformer lacks and its checkpoint has.
 
-    diffusers' Wan has no place for them, and drops their weights when it reads FastWan's or TurboWan's checkpoint. They
-    are read from safetensors in a local folder or in Hugging Face's cache; nothing is downloaded.
+    diffusers' Wan has no place for them, and drops their weights when it reads FastWan's or TurboWan's checkpoint.
+    They are read from safetensors in a local folder or in Hugging Face's cache; nothing is downloaded.
 
     Args:
         name: The transformer's name in its pipeline; None: it is given alone.

@@ -162,7 +162,7 @@ def intercept_attention(
     native = "native" if names is None else names("native")  # a member, which torch.compile need not look up
 
     def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        hidden: Any = kwargs.get("hidden_states", args[0] if args else None)
         mode = SdpaOverride(number, any_mask, other_keys, None if gate is None else gate(hidden))
         with mode, _backend(getattr(attention, "processor", None), native):
             output = forward(*args, **kwargs)

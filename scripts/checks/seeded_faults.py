@@ -30,6 +30,16 @@ AT_ONCE = 2
 FOUND, MISSED = 1, 0
 """Exit status of pytest: some tests failed; all passed."""
 SEEDED = """
+a linear branch sums over the tokens of all ranks: dbsp_core/sources/sla.py
+- .view(group.size, share).sum(0)
++ .view(group.size, share)[0]
+tests/core/sources/predicted/test_sla.py
+
+padding is no key of a linear branch: dbsp_core/sources/sla.py
+- feature(k[:, heads]).masked_fill_(padding, 0.0)
++ feature(k[:, heads])
+tests/core/sources/predicted/test_sla.py
+
 ρ_s counts the slowest rank: dbsp_core/planning/balance.py
 - return float(max(blocks) * len(blocks) / total)
 + return float(min(blocks) * len(blocks) / total)

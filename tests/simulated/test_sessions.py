@@ -66,6 +66,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "sparge": SPARGE,
     "sol": {"source": "sol", "tau": 1.0, **BLOCKS},
     "vsa": {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16},
+    "sla": {"source": "sla", "topk": 0.4, **BLOCKS},
     "nabla": {"source": "nabla", **BLOCKS},
     "union": {"source": "union", "of": [WINDOW, SPARGE]},
     "callable": {"source": "callable", "function": "tests.support.user_masks:heads_apart", **BLOCKS},
@@ -74,7 +75,7 @@ MASKS: dict[str, dict[str, Any]] = {
 BFLOAT16 = 5e-2
 BY_SOURCE = {
     "dense": "U2R1", "window": "U1R2", "radial": "U2R1", "svg": "U1R2", "sparge": "U2R2", "sol": "U2R1",
-    "vsa": "U2R1", "nabla": "U1R2", "union": "U2R1", "callable": "U2R1", "synthetic": "U1R2",
+    "vsa": "U2R1", "sla": "U1R2", "nabla": "U1R2", "union": "U2R1", "callable": "U2R1", "synthetic": "U1R2",
     "file": "U2R1", "paro": "U1R2", "lowrank": "U2R1", "record_qk": "U1R2",
 }  # fmt: skip
 

@@ -26,6 +26,7 @@ from dbsp_core.sources import (
     MaskRequest,
     MaskSource,
     RadialSource,
+    SlaSource,
     SolSource,
     SpargeSource,
     SvgSource,
@@ -44,7 +45,7 @@ CASES_PER_WORLD = 20
 """So many numbers in a row have one world size: starting processes takes seconds."""
 ORDERS = ("thw", "twh", "htw", "hwt", "wth", "wht", "tile:2x2x2", "tile:1x3x4")
 STATIC = ("random", "dense", "window", "tile", "radial", "svg", "synthetic", "file", "function")
-PREDICTED = ("sparge", "lowrank", "sol", "union", "vsa")
+PREDICTED = ("sparge", "lowrank", "sol", "union", "vsa", "sla")
 BLOCKS = (1, 3, 5, 8, 12, 16, 16, 24, 32)
 TOKENS = 420
 """Most of a sequence's video."""
@@ -180,6 +181,8 @@ def _source(kind: str, case: Draw, grid: BlockGrid) -> MaskSource:
         return CallableSource(*blocks, function=_function, parameters={"seed": case.seed, "density": case.density})
     if kind == "sol":
         return SolSource(*blocks, tau=float(rng.uniform(-1, 2)), thresh_type=str(rng.choice(["diag", "exact"])))  # type: ignore[arg-type]
+    if kind == "sla":
+        return SlaSource(*blocks, topk=float(rng.uniform(0.05, 0.9)), linear=False)
     if kind == "union":
         window = WindowSource(*blocks, window=tuple(rng.integers(1, 5, 3).tolist()))
         return UnionSource((window, SpargeSource(*blocks, topk=float(rng.uniform(0.1, 0.6)), similarity=0.2)))

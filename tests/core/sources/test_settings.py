@@ -25,6 +25,10 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
         ({"tile": [4, 8, 8]}, "set block_q and block_k to 256"),
     ],
+    "sla": [
+        ({"topk": 0.0}, "topk=0.0 must be above 0 and at most 1"),
+        ({"feature": "tanh"}, "must be 'softmax' or 'elu' or 'relu', got 'tanh'"),
+    ],
     "lowrank": [
         ({"topk": 0.2}, "needs the path of a fitted file; fit one with: dbsp masks fit"),
         ({"path": "/no/such", "topk": 0.2}, "fitted file /no/such does not exist; fit one"),
