@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from dbsp_core.layout.sequence_layout import Streams
@@ -91,12 +92,14 @@ class OwnMask:
 
     Attributes:
         argument: That of its forward which asks for it. Without, attention is dense and tokens are in (t, h, w) order:
-            so it is left out, and db-SP's mask takes its place.
+            so it is left out, and db-SP's mask takes its place. "" if its attention modules make the mask themselves.
         source: Returns the mask of a transformer by its configuration, or None where it is dense.
+        processor: What such modules compute with instead of their own processor, without a mask; None: their own.
     """
 
     argument: str
     source: Callable[[Any], MaskSource | None]
+    processor: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

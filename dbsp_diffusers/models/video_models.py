@@ -1,14 +1,17 @@
-"""The transformer classes that make videos: Wan, CogVideoX, HunyuanVideo, LTX, Cosmos, Kandinsky 5, MiniMax H3."""
+"""The transformer classes that make videos: Wan, CogVideoX, HunyuanVideo, LTX, Cosmos, Kandinsky, MiniMax H3."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
+from dbsp_core.masks.grid import video_order
 from dbsp_core.sources import MaskSource, NablaSource
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.architecture import (
@@ -193,6 +196,35 @@ def _nabla(transformer: Any) -> MaskSource | None:
     return NablaSource(cdf=config.attention_P, window=(config.attention_wT, config.attention_wH, config.attention_wW))
 
 
+def _kandinsky_sr(transformer: Any, inputs: Inputs) -> TokenSequence:
+    """Reads videos [B, F, H, W, C], whose tokens reach the blocks tile after tile of 8 × 8."""
+    thw = _kandinsky_grid(transformer, inputs)
+    return TokenSequence(thw, timestep=timestep_of(inputs), packed=_slots_in_tiles(thw))
+
+
+@lru_cache(maxsize=8)
+def _slots_in_tiles(thw: tuple[int, int, int]) -> torch.Tensor:
+    """Returns int64[t·h·w], the slot of each token in order "tile:1x8x8"."""
+    return torch.from_numpy(np.argsort(video_order("tile:1x8x8", thw)))
+
+
+def _attend_without_nabla(
+    attention: Any, hidden_states: torch.Tensor, rotary_emb: torch.Tensor, sparse_params: Any = None
+) -> torch.Tensor:
+    """Computes what Kandinsky 6 SR's processor does, but for its mask of the tokens [B, n, C] that it is given."""
+    from diffusers.models.transformers.transformer_kandinsky6_sr import apply_rotary
+
+    q, k, v = (
+        layer(hidden_states).unflatten(-1, (attention.num_heads, -1))
+        for layer in (attention.to_query, attention.to_key, attention.to_value)
+    )
+    q = apply_rotary(attention.query_norm(q.float()).type_as(q), rotary_emb)
+    k = apply_rotary(attention.key_norm(k.float()).type_as(k), rotary_emb)
+    out = F.scaled_dot_product_attention(*(tokens.transpose(1, 2) for tokens in (q, k, v)))
+    projected: torch.Tensor = attention.out_layer(out.transpose(1, 2).flatten(2, 3))
+    return projected
+
+
 def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
     """Reads the generated video from the last run of the packed sequence's video rows; text, audio and given images
     count as text. Its timestep rises from 0 to 1, another one for each kind of rows."""
@@ -355,6 +387,26 @@ VIDEO_MODELS = {
         ),
         own_mask=OwnMask("sparse_params", _nabla),
         pipeline="Kandinsky5T2VPipeline",
+    ),
+    "Kandinsky6SRTransformer3DModel": Architecture(
+        attention=("visual_transformer_blocks.*.self_attention",),
+        sequence=_kandinsky_sr,
+        shard_plan=ShardPlan(
+            inputs={
+                "visual_transformer_blocks.0": {"hidden_states": PACKED},
+                "visual_transformer_blocks.*": {"rotary_emb": ShardSpec("packed", 0)},
+            },
+            gathered_early={"visual_transformer_blocks.-1": {0: PACKED}},
+            whole=("out_layer",),
+        ),
+        own_mask=OwnMask(
+            "",
+            lambda transformer: NablaSource(
+                cdf=transformer.config.nabla_threshold, window=transformer.config.nabla_window
+            ),
+            _attend_without_nabla,
+        ),
+        pipeline="Kandinsky6SRPipeline",
     ),
     "MiniMaxH3Transformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn",),

@@ -116,7 +116,10 @@ class _SequenceSharding:
             "any_mask": self._architecture.padded_text,
             "skipped_by": self._architecture.skipped_by,
         }
+        own_mask = self._architecture.own_mask
         for layer, attention in enumerate(attentions):
+            if own_mask is not None and own_mask.processor is not None:
+                patches.set_attribute(attention, "processor", own_mask.processor)
             gate = gate_of(attention, self._session.config.mask)
             intercept_attention(attention, functools.partial(self._attend, layer), patches, gate=gate, **options)
         if self._architecture.sizes is not None:

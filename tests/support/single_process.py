@@ -84,6 +84,8 @@ def attach_single_process(
     for attention, module in layers.items():
         patches.add_module(attention, branch_layer(config.mask), module)
     for layer, attention in enumerate(attentions):
+        if own is not None and own.processor is not None:
+            patches.set_attribute(attention, "processor", own.processor)
         intercept_attention(
             attention,
             functools.partial(attend, layer=layer),

@@ -1,7 +1,8 @@
-"""Kandinsky 5 with NABLA: what the model does by itself, on several ranks; and with other masks."""
+"""Kandinsky 5 and 6 SR with NABLA: what the model does by itself, on several ranks; and with other masks."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,11 @@ from tests.support.settings import with_debug
 from tests.support.shared import shared
 
 MODEL, THW = "kandinsky5-nabla", (3, 16, 24)
+OWN = {
+    MODEL: "diffusers.models.transformers.transformer_kandinsky",
+    "kandinsky6-sr": "diffusers.models.transformers.transformer_kandinsky6_sr",
+}
+"""Models that bring NABLA, and where they call attention."""
 """18 blocks of 64 tokens; 3 ranks share 1152 of them equally, and the heads of 2 ranks."""
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no mask named": ({}, "own"),
@@ -33,46 +39,50 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @shared
-def references(batch: int) -> dict[str, list[torch.Tensor]]:
-    """Returns what the model gives with its own `nablaT_v2`, and without a mask.
+def references(model: str, batch: int) -> dict[str, list[torch.Tensor]]:
+    """Returns what the model gives with its own mask, and without a mask.
 
     Replaces flex attention, which on a CPU ignores block masks unless it is compiled: torch's own attention under
     the mask that the model made.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
+    def attend(masked: bool, query: Any, key: Any, value: Any, attn_mask: Any = None, **options: Any) -> Any:
         if isinstance(attn_mask, BlockMask):
             blocks = attn_mask.to_dense().bool()
-            attn_mask = blocks.repeat_interleave(64, dim=-2).repeat_interleave(64, dim=-1)
+            attn_mask = blocks.repeat_interleave(64, dim=-2).repeat_interleave(64, dim=-1) if masked else None
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask).transpose(1, 2)
 
-    transformer, inputs = make_tiny_transformer(MODEL), tiny_inputs(MODEL, THW, batch)
-    with torch.no_grad(), patch("diffusers.models.transformers.transformer_kandinsky.dispatch_attention_fn", attend):
-        own, dense = outputs(transformer, inputs), outputs(transformer, inputs | {"sparse_params": None})
-    assert apart(own, dense) > 1e-2, "the mask must matter"
-    return {"own": own, "dense": dense}
+    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, THW, batch)
+    found = {}
+    for what in ("own", "dense"):
+        with torch.no_grad(), patch(f"{OWN[model]}.dispatch_attention_fn", functools.partial(attend, what == "own")):
+            found[what] = outputs(transformer, inputs)
+    assert apart(found["own"], found["dense"]) > 1e-2, "the mask must matter"
+    return found
 
 
+@pytest.mark.parametrize("model", OWN)
 @pytest.mark.parametrize("name", ["no mask named", "its own, named", "dense, named"])
-def test_nabla_in_one_process_equals_the_models_own(name):
+def test_nabla_in_one_process_equals_the_models_own(name, model):
     """Shows that the reference of all others is right."""
     config, same = CONFIGS[name]
-    assert_near(alone(make_tiny_transformer(MODEL), tiny_inputs(MODEL, THW, 2), config), references(2)[same])
+    assert_near(alone(make_tiny_transformer(model), tiny_inputs(model, THW, 2), config), references(model, 2)[same])
 
 
 @torch.no_grad()
-def run_nabla(rank: int, world: int, strategy: str, name: str, batch: int) -> None:
-    transformer, (config, same) = make_tiny_transformer(MODEL), CONFIGS[name]
-    expected = references(batch)
+def run_nabla(rank: int, world: int, model: str, strategy: str, name: str, batch: int) -> None:
+    transformer, (config, same) = make_tiny_transformer(model), CONFIGS[name]
+    expected = references(model, batch)
     dbsp_diffusers.enable(transformer, with_debug(config | {"strategy": strategy}))
-    found = outputs(transformer, tiny_inputs(MODEL, THW, batch))
+    found = outputs(transformer, tiny_inputs(model, THW, batch))
     dbsp_diffusers.disable(transformer)
     for what, other in expected.items():
         assert (apart(found, other) <= 1e-5) if what == same else (apart(found, other) > 1e-3), what
 
 
+@pytest.mark.parametrize("model", OWN)
 @pytest.mark.parametrize(
     ("world", "strategy", "name", "batch"),
     [
@@ -82,8 +92,8 @@ def run_nabla(rank: int, world: int, strategy: str, name: str, batch: int) -> No
         (3, "U3R1", "others of NABLA's numbers", 1),
     ],
 )
-def test_nabla_on_several_ranks_equals_one_process_with_that_mask(threads, world, strategy, name, batch):
-    threads(world).run(run_nabla, strategy, name, batch)
+def test_nabla_on_several_ranks_equals_one_process_with_that_mask(threads, model, world, strategy, name, batch):
+    threads(world).run(run_nabla, model, strategy, name, batch)
 
 
 def settled(config):
@@ -99,3 +109,13 @@ def test_nabla_settings_left_out_are_the_checkpoints():
     dense = make_tiny_transformer("kandinsky5")
     assert resolve_config({}, dense).mask == DbspConfig().mask
     assert resolve_config("nabla", dense).mask == NablaSource()
+
+
+def test_processors_of_super_resolution_are_its_own_again():
+    transformer = make_tiny_transformer("kandinsky6-sr")
+    attention = transformer.visual_transformer_blocks[0].self_attention
+    before = attention.processor
+    dbsp_diffusers.enable(transformer)
+    assert attention.processor is not before
+    dbsp_diffusers.disable(transformer)
+    assert attention.processor is before

@@ -366,6 +366,12 @@ def _kandinsky_nabla(d: Draw) -> dict[str, Any]:
     return inputs | {"sparse_params": params}
 
 
+def _kandinsky_sr(d: Draw) -> dict[str, Any]:
+    """Makes a latent, an anchor and its mask, of whole tiles of 8 × 8 tokens."""
+    whole = d.of(d.thw[0], *(-(-size // 8) * 8 for size in d.thw[1:]))
+    return {"hidden_states": whole.video(9).permute(0, 2, 3, 4, 1).contiguous(), "timestep": d.full(500.0)}
+
+
 def _open_gates(transformer: Any) -> None:
     """Opens gates, which new models have closed, so that no block does anything. Rotary tables are not rounded:
     rounding q and k to bfloat16, as diffusers does, lets the last bit of a sum change them by 2^-9."""
@@ -390,6 +396,8 @@ _UNROUNDED = _Unrounded("torch")
 _VISUAL = {"in_visual_dim": 4, "out_visual_dim": 4, "patch_size": (1, 2, 2), "num_visual_blocks": 2}
 _KANDINSKY = _VISUAL | {"in_text_dim": 16, "in_text_dim2": 12, "num_text_blocks": 1, "axes_dims": (8, 8, 8)}
 _KANDINSKY |= {"time_dim": 24, "model_dim": HEADS * WIDTH, "ff_dim": 64}
+_KANDINSKY_SR = _VISUAL | {"axes_dims": (8, 8, 8), "time_dim": 24, "model_dim": HEADS * WIDTH, "ff_dim": 64}
+_KANDINSKY_SR |= {"nabla_threshold": 0.4, "nabla_window": (1, 1, 3)}
 _NABLA = {"attention_type": "nabla", "attention_method": "topcdf", "attention_P": 0.4, "attention_add_sta": True}
 _NABLA |= {"attention_wT": 1, "attention_wH": 1, "attention_wW": 3}
 _SIZES = {"num_attention_heads": HEADS, "attention_head_dim": WIDTH, "num_layers": 2}
@@ -495,6 +503,7 @@ TINY = {
     "z-image": Tiny("ZImageTransformer2DModel", _Z_IMAGE, _z_image),
     "minimax-h3": Tiny("MiniMaxH3Transformer3DModel", _MINIMAX_H3, _minimax_h3),
     "kandinsky5": Tiny(_KANDINSKY_CLASS, _KANDINSKY, _kandinsky, _open_gates),
+    "kandinsky6-sr": Tiny("Kandinsky6SRTransformer3DModel", _KANDINSKY_SR, _kandinsky_sr, _open_gates),
     "kandinsky5-nabla": Tiny(_KANDINSKY_CLASS, _KANDINSKY | _NABLA, _kandinsky_nabla, _open_gates),
 }
 """By a name for tests."""
