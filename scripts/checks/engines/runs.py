@@ -26,6 +26,8 @@ LONGEST_S = 900
 """Most seconds of a command; minutes of it are imports."""
 LEAVE_OUT = "DBSP_LEAVE_OUT"
 """Set, LightX2V's plug-in of db-SP is not loaded; the other engines have a setting of their own for that."""
+PYTHON = "DBSP_ENGINE_PYTHON"
+"""The engine's Python, if it is not that of this process."""
 _STUBS = {
     "vllm_omni": ("vllm_omni.platform_plugins", "scripts.checks.engines.vllm_omni_platform:platform"),
     "lightx2v": ("lightx2v.platform_plugins", "scripts.checks.engines.lightx2v_stubs:register"),
@@ -59,6 +61,7 @@ class Case:
         cfg_parallel: Whether half of the ranks have each CFG pass.
         frames: Whether a rank has frames of its own, where the engine has that in addition to runs of tokens.
         model: Which of the engine's models, where there are several here.
+        turns: Where the run is told when to make a step, for `take_turns`; "": it is no bench.
     """
 
     heads: int
@@ -75,6 +78,7 @@ class Case:
     cfg_parallel: bool = False
     frames: bool = False
     model: str = "wan"
+    turns: str = ""
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:
@@ -90,7 +94,7 @@ def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) 
             json.dumps([asdict(case) for case in cases]),
             str(Path(folder, "reference.pt")),
         ]
-        if engine in _SEPARATE_REFERENCE:
+        if engine in _SEPARATE_REFERENCE and not cases[0].turns:
             alone = {name: value for name, value in settings.items() if name != "DBSP_CONFIG"}
             succeed([module, *what], alone, Path(folder))
         ranks = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ulysses * ring), "-m", module]
@@ -134,7 +138,11 @@ def succeed(command: list[str], settings: dict[str, str], folder: Path) -> str:
         (folder / "err.txt").open("w+", encoding="utf-8") as err,
     ):
         started = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=out, stderr=err, env=settings, start_new_session=True
+            [settings.get(PYTHON, sys.executable), "-m", *command],
+            stdout=out,
+            stderr=err,
+            env=settings,
+            start_new_session=True,
         )
         try:
             ended = f"ended with {started.wait(LONGEST_S)}"

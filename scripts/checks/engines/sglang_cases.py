@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from dbsp_engines.sglang import attach
 from scripts.checks.engines.reference import filled
 from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 from scripts.checks.engines.sglang_stubs import put_in_place
+from scripts.checks.engines.turns import take_turns
 from tests.support.oracle import largest_difference
 
 torch.set_num_threads(1)
@@ -67,6 +69,26 @@ def tiny(case: Case, seed: int) -> torch.nn.Module:
     if os.environ.get("DBSP_CONFIG"):
         attach(model, NAMES[seed])  # as where a worker has built its pipeline
     return model
+
+
+def stepper(case: Case) -> Callable[[int], torch.Tensor]:
+    """Returns a function of the step's number that makes one forward pass, for `take_turns`."""
+    model, kind, (thw,) = tiny(case, 0), MODELS[case.model], case.sizes
+
+    def step(number: int) -> torch.Tensor:
+        request = SimpleNamespace(
+            enable_sequence_shard=True,
+            did_sp_shard_latents=False,
+            enable_teacache=False,
+            enable_spectrum=False,
+            extra={},
+            is_cfg_negative=False,
+            raw_latent_shape=(1, kind.channels, thw[0], 2 * thw[1], 2 * thw[2]),
+        )
+        with set_forward_context(number, None, request):
+            return kind.outputs(model, thw, 0, number, 0, lambda latents: latents)
+
+    return step
 
 
 def outputs_of(case: Case, mask: str | None = None) -> dict[tuple[int, int, int], torch.Tensor]:
@@ -136,6 +158,10 @@ def main() -> None:
         dense = [outputs_of(case) for case in cases]
         masked = [outputs_of(case, case.mask) if case.mask else dense[number] for number, case in enumerate(cases)]
         torch.save((masked, dense), sys.argv[4])
+        return
+    if cases[0].turns:
+        report(lambda: take_turns(cases[0], stepper(cases[0])))
+        torch.distributed.destroy_process_group()
         return
     for case, expected, dense in zip(cases, *torch.load(sys.argv[4], weights_only=True), strict=True):
         report(error_of, case, expected, dense)
