@@ -11,17 +11,17 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask, CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.sources.base import ByStep, LocalQK, MaskRequest, PredictedSource, kept_blocks
 from dbsp_core.sources.head_shares import LocalBlocks, pool_own_heads, predict_bits, send_to_sources
 from dbsp_core.sources.sol import ANY_SIMILARITY
-from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
+from dbsp_core.sources.sparge import always_dense
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.process import log
 from dbsp_kernels.prediction import pooled_scores, select_blocks
 
 
 @dataclass(frozen=True)
-class VsaSource(BlockSizes):
+class VsaSource(PredictedSource):
     """Video Sparse Attention: blocks are tiles of the video, and every row keeps those of largest pooled score.
 
     For models that were trained with it, as FastWan. These add a coarse branch: attention over pooled tokens, times a
@@ -34,20 +34,17 @@ class VsaSource(BlockSizes):
             Blocks of dense text are kept in addition, and do not count.
         tile: Frames, rows and columns of a tile, of as many tokens as a block. Tiles at the far sides are smaller.
         coarse: True to add the coarse branch, if the model has a gate for it.
-        dense_text: True if rows and columns of text are dense.
     """
 
-    sparsity: float = 0.8
+    sparsity: ByStep = 0.8
     tile: tuple[int, int, int] = (4, 4, 4)
     coarse: bool = True
-    dense_text: bool = True
-    changes: ClassVar[Changes] = "per_call"
+    scheduled: ClassVar[tuple[str, ...]] = ("sparsity",)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_value(self, "sparsity", 0 <= self.sparsity < 1, "must be at least 0 and below 1; 0.8 is usual")
+        self._require_each("sparsity", lambda share: 0 <= share < 1, "must be at least 0 and below 1; 0.8 is usual")
         require_value(self, "tile", min(self.tile) >= 1, "must be at least 1 × 1 × 1")
-        require_poolable_blocks(self, "vsa")
         tokens = math.prod(self.tile)
         if (self.block_q, self.block_k) != (tokens, tokens):
             message = f"a tile of {tokens} tokens is a block of mask source 'vsa'; set block_q and block_k to {tokens}"
@@ -67,8 +64,9 @@ class VsaSource(BlockSizes):
             _say_without_gate()
         rows = pool_own_heads(tokens, grid, values)
         dense = always_dense(grid, self.dense_text, False, rows.device)
-        text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text else 0
-        count = text + max(1, math.ceil((1 - self.sparsity) * (grid.nk - text)))
+        text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text in (True, "columns") else 0
+        of_video = grid.nk - text
+        count = text + kept_blocks((1 - self._at_step("sparsity", request.step)) * of_video, of_video, round_up=True)
         known, coarse = grid.nq + grid.nk, []
 
         def choose(some: torch.Tensor) -> torch.Tensor:
