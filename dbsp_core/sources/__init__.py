@@ -9,6 +9,7 @@ from dbsp_core.sources.lowrank import LowRankSource, RecordQKSource
 from dbsp_core.sources.sol import SolSource
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
+from dbsp_core.sources.subblock import SubBlockSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_core.sources.union import NablaSource, UnionSource, parts_of
 from dbsp_core.sources.vsa import VsaSource
@@ -29,6 +30,7 @@ __all__ = [
     "RecordQKSource",
     "SolSource",
     "SpargeSource",
+    "SubBlockSource",
     "SvgSource",
     "SyntheticSource",
     "UnionSource",
@@ -44,6 +46,7 @@ SOURCES: dict[str, type[MaskSource]] = {
     "paro": ParoSource,
     "sparge": SpargeSource,
     "sol": SolSource,
+    "subblock": SubBlockSource,
     "vsa": VsaSource,
     "lowrank": LowRankSource,
     "record_qk": RecordQKSource,
