@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dbsp_core.sources.base import LocalQK, MaskRequest, MaskSource, packed_mask
 from dbsp_core.sources.callable import CallableSource
+from dbsp_core.sources.cube import CubeSource
 from dbsp_core.sources.frame_patterns import RadialSource, SvgSource
 from dbsp_core.sources.lowrank import LowRankSource, RecordQKSource
 from dbsp_core.sources.sol import SolSource
@@ -18,6 +19,7 @@ from dbsp_core.sources.window import WindowSource
 __all__ = [
     "SOURCES",
     "CallableSource",
+    "CubeSource",
     "DenseSource",
     "FileSource",
     "LocalQK",
@@ -47,6 +49,7 @@ SOURCES: dict[str, type[MaskSource]] = {
     "sparge": SpargeSource,
     "sol": SolSource,
     "subblock": SubBlockSource,
+    "cube": CubeSource,
     "vsa": VsaSource,
     "lowrank": LowRankSource,
     "record_qk": RecordQKSource,

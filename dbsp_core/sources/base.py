@@ -155,6 +155,13 @@ class BlockSizes:
         """Returns the request's grid in these blocks, with `others` of its fields."""
         return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k, **others)
 
+    def _tile_grid(
+        self, request: MaskRequest, tile: tuple[int, int, int], whole_tiles: bool = True, **others: Any
+    ) -> BlockGrid:
+        """Returns the request's grid tile after tile; with `whole_tiles` no block holds tokens of two."""
+        cut = any(size % side for size, side in zip(request.thw, tile, strict=True))
+        return self._grid(request, orders=("tile:{}x{}x{}".format(*tile),), whole_tiles=whole_tiles and cut, **others)
+
 
 @dataclass(frozen=True)
 class PredictedSource(BlockSizes):
