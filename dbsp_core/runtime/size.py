@@ -211,7 +211,7 @@ class Size:
     def choose_kernel(self, kind: InputKind) -> Kernel:
         """Chooses a kernel for inputs of a kind before an attention is prepared. Raises UserError without one."""
         device, dtype, head_dim, gradients = kind
-        merged = self.strategy is not None and self.strategy.ring > 1
+        merged = self.config.absent_keys or (self.strategy is not None and self.strategy.ring > 1)
         blocks = self.grid.block_q, self.grid.block_k
         needs = KernelRequirements(blocks, head_dim, lse=merged or gradients, backward=gradients)
         return choose_kernel(self.kernel, device, dtype, needs)

@@ -9,6 +9,7 @@ from dbsp_core.sources.frame_patterns import RadialSource, SvgSource
 from dbsp_core.sources.lowrank import LowRankSource, RecordQKSource
 from dbsp_core.sources.sol import SolSource
 from dbsp_core.sources.sparge import SpargeSource
+from dbsp_core.sources.ssta import SstaSource
 from dbsp_core.sources.static import DenseSource, FileSource, ParoSource
 from dbsp_core.sources.subblock import SubBlockSource
 from dbsp_core.sources.synthetic.source import SyntheticSource
@@ -32,6 +33,7 @@ __all__ = [
     "RecordQKSource",
     "SolSource",
     "SpargeSource",
+    "SstaSource",
     "SubBlockSource",
     "SvgSource",
     "SyntheticSource",
@@ -50,6 +52,7 @@ SOURCES: dict[str, type[MaskSource]] = {
     "sol": SolSource,
     "subblock": SubBlockSource,
     "cube": CubeSource,
+    "ssta": SstaSource,
     "vsa": VsaSource,
     "lowrank": LowRankSource,
     "record_qk": RecordQKSource,

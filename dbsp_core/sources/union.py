@@ -100,10 +100,12 @@ class UnionSource:
         bits = masks[0].bits.repeat(heads // masks[0].heads, 1, 1)
         for mask in masks[1:]:
             bits |= mask.bits.to(bits.device).repeat(heads // mask.heads, 1, 1)
+        if any(mask.absent is not None for mask in masks):
+            raise UserError("masks with absent keys cannot be joined; set padding: none of mask source 'ssta'")
         coarse = [mask.coarse for mask in masks if mask.coarse is not None]
         if len(coarse) > 1:
             raise UserError("several masks of a union have a coarse branch; give all but one of them coarse: false")
-        return BlockMask(bits, grid, *coarse)
+        return BlockMask(bits, grid, next(iter(coarse), None))
 
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
         """Returns the blocks of all parts: with the video's size where one of them, from a file, lacks it."""
