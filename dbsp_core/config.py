@@ -160,9 +160,10 @@ class DbspConfig:
                 if getattr(self, name) is not None:
                     message = "is for ranks that share all sequences; leave it out, or bags"
                     raise SettingError(f"{shown} {message}", (name,))
-        if isinstance(self.strategy, Strategy) and self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
+        if self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
+            ring = isinstance(self.strategy, Strategy) and self.strategy.ring > 1
             with blame_setting("kernel"):
-                require_supported(self.kernel, KernelRequirements(lse=self.strategy.ring > 1))
+                require_supported(self.kernel, KernelRequirements(lse=ring or self.absent_keys))
 
     def for_transformer(self, name: str) -> DbspConfig:
         """Returns the settings of a pipeline's transformer by its name: "transformer" or "transformer_2"."""
@@ -177,6 +178,11 @@ class DbspConfig:
     def mask_is_named(self) -> bool:
         """True if a mask was given, maybe dense. Otherwise a model whose checkpoint brings a mask keeps it."""
         return self.mask is not _UNNAMED
+
+    @property
+    def absent_keys(self) -> bool:
+        """True if masks have absent keys (`BlockMask.absent`), for which a kernel must return its log-sum-exp."""
+        return any(getattr(part, "absent_keys", False) for part in parts_of(self.mask))
 
     def strategy_or(self, default: Strategy) -> Strategy | None:
         """Returns the strategy to use if the framework has its own; None for "auto"."""

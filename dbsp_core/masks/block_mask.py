@@ -1,4 +1,4 @@
-"""The bits of a mask on its grid, and the branch that a model adds to their attention."""
+"""The bits of a mask on its grid, and what attention under it adds: absent keys, and a model's branch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class BlockMask:
             between sequences. Counts are renewed once a tensor has been set in place; plans are not.
         grid: The blocks.
         branch: What the model adds to the output, or None.
+        absent: float32[H, nq] or None: keys of known score and zero value that a row attends to besides its blocks, as
+            the natural log of their sum of exp(score); −inf for a row without any. A checkpoint's zero padding, or a
+            sink: a learned score in each head.
         heads: H.
 
     Raises:
@@ -40,6 +43,7 @@ class BlockMask:
     bits: torch.Tensor
     grid: BlockGrid
     branch: Branch | None = None
+    absent: torch.Tensor | None = None
     heads: int = field(init=False)
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
     """Results by name, each with the version of the bits that it was computed from."""
@@ -66,6 +70,11 @@ class BlockMask:
                 f"[heads, {grid.nq}, {grid.nk}]"
             )
             raise UserError(f"mask of shape {tuple(bits.shape)} does not fit {wanted}")
+        if self.absent is not None:
+            shape, dtype = tuple(self.absent.shape), self.absent.dtype
+            if (shape, dtype) != ((self.heads, grid.nq), torch.float32):
+                wanted = f"expected torch.float32 of shape {(self.heads, grid.nq)}, one number for each row"
+                raise UserError(f"absent keys are {dtype} of shape {shape}; {wanted}")
         if len(grid.orders) not in (1, self.heads):
             raise UserError(f"the grid has token orders for {len(grid.orders)} heads, the mask {self.heads} heads")
 
@@ -108,16 +117,22 @@ class BlockMask:
             return masks[0]
         device = max((mask.bits.device for mask in masks), key=lambda device: device.type != "cpu")
         bits = torch.cat([part.bits.to(device).flatten() for mask in masks for part in mask.parts])
-        return cls(bits, grid)
+        if all(mask.absent is None for mask in masks):
+            return cls(bits, grid)
+        none = (torch.full((mask.heads, mask.grid.nq), -torch.inf) for mask in masks)
+        each = (other if mask.absent is None else mask.absent for mask, other in zip(masks, none, strict=True))
+        return cls(bits, grid, absent=torch.cat([scores.to(device) for scores in each], dim=1))
 
     @cached_property
     def parts(self) -> tuple[BlockMask, ...]:
         """The masks of the sequences, views of these bits; a plain mask has itself."""
         if not self.grid.packed_from:
             return (self,)
-        pieces = self.bits.split([self.heads * grid.nq * grid.nk for grid in self.grid.sequences])
-        each = zip(pieces, self.grid.sequences, strict=True)
-        return tuple(BlockMask(bits.view(self.heads, grid.nq, grid.nk), grid) for bits, grid in each)
+        grids = self.grid.sequences
+        pieces = self.bits.split([self.heads * grid.nq * grid.nk for grid in grids])
+        absent = [None] * len(grids) if self.absent is None else self.absent.split([grid.nq for grid in grids], dim=1)
+        each = zip(pieces, grids, absent, strict=True)
+        return tuple(BlockMask(b.view(self.heads, grid.nq, grid.nk), grid, absent=a) for b, grid, a in each)
 
     @property
     def density(self) -> float:
@@ -148,6 +163,8 @@ class BlockMask:
             digest = hashlib.blake2b((str(self.grid) + branch).encode(), digest_size=8)
             for piece in self.bits.flatten().split(AT_ONCE):
                 digest.update(np.packbits(piece.cpu().numpy()).tobytes())
+            if self.absent is not None:
+                digest.update(self.absent.cpu().numpy().tobytes())
             return int.from_bytes(digest.digest(), "big") >> 1
 
         return self._of_bits("fingerprint", compute)

@@ -102,7 +102,8 @@ class DualBalancedAttention:
 
         def prepare() -> PreparedAttention:
             ragged = whole_head_tokens(plan) is None
-            require_supported(kernel, KernelRequirements(lse=plan.strategy.ring > 1, ragged_rows=ragged))
+            lse = plan.strategy.ring > 1 or mask.absent is not None
+            require_supported(kernel, KernelRequirements(lse=lse, ragged_rows=ragged))
             slots = _require_slots(layout, group.rank, n_local)
             plan.require_fit(mask)
             if not plan.fits(mask):

@@ -145,8 +145,9 @@ def _forward(
     apart = any(dense_rows) and kernel.returns_lse and fused_kernel(rows) is not None
     cut = slots is not None and plan.row_share(slots) >= LONG_ROW * batch
     tables = prepared.tables.expanded(batch, slots, cut=cut, dense=apart)
-    head_tokens, lse = prepared.table_layout.head_tokens, keep is not None or len(tables) > 1
-    running, last = None, tables[-1]
+    head_tokens, absent = prepared.table_layout.head_tokens, prepared.absent
+    lse = keep is not None or len(tables) > 1 or absent is not None
+    running, last = None, None if absent else tables[-1]  # whose result is rounded
     check = kind not in prepared.attended or checks_values(q.device)
     for table, dense in zip(tables, dense_rows, strict=True):
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
@@ -155,6 +156,8 @@ def _forward(
     prepared.attended.add(kind)
     if running is None:
         raise ValueError("attention needs at least one chunk of keys")
+    if absent is not None:
+        running = absent.added_to(running, rows, batch, scale, next(iter(dispatch.keys.less), None))
     out = running[0].to(q.dtype)
     if keep is not None and kept is not None:
         keep(rows, kept, out, running[1])

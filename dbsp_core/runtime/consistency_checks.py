@@ -111,7 +111,8 @@ def _merges(session: HasSettings) -> bool:
     strategy, kernel = session.strategy, session.config.kernel
     if strategy is not None:
         strategy.require_world(session.group.size)
-    require_supported(kernel, KernelRequirements(lse=strategy is not None and strategy.ring > 1))
+    lse = session.config.absent_keys or (strategy is not None and strategy.ring > 1)
+    require_supported(kernel, KernelRequirements(lse=lse))
     return supports(kernel, KernelRequirements(lse=True))  # the strategies to choose from depend on it
 
 

@@ -49,7 +49,8 @@ class MaskProvider:
     @property
     def by_step(self) -> bool:
         """True if masks depend on the denoising step."""
-        return self.schedule.by_step or any(part.changes == "per_step" for part in parts_of(self.source))
+        parts = parts_of(self.source)
+        return self.schedule.by_step or any(p.changes == "per_step" or getattr(p, "by_step", False) for p in parts)
 
     def begin(
         self, videos: Sequence[Video], timestep: torch.Tensor | float | None, cfg_branch: int | None = None

@@ -16,8 +16,10 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.branches import Branch
 from dbsp_core.masks.grid import Video
 from dbsp_core.planning.plan import Plan
+from dbsp_core.runtime.absent_keys import AbsentKeys
 from dbsp_core.runtime.tables import ChunkTables, TableLayout, build_tables, dense_spans_of, table_layout
 from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
+from dbsp_kernels.segments import to_device
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -35,6 +37,7 @@ class PreparedAttention:
         tables: The kernel tables of the mask, of all chunks of keys.
         kernel: Name of the kernel that was asked for, or "auto".
         branch: What the model adds to the output, or None.
+        absent: Absent keys of this rank's rows, or None.
         mask_fingerprint: Fingerprint of the mask if ranks compare masks, else 0.
         kernels: The kernel that was chosen for each kind of inputs, in the order of choice.
         attended: Kinds of inputs that were attended with, whose shapes and tables need no second check.
@@ -50,6 +53,7 @@ class PreparedAttention:
     tables: ChunkTables
     kernel: str
     branch: Branch | None
+    absent: AbsentKeys | None = None
     mask_fingerprint: int = 0
     kernels: dict[InputKind, Kernel] = field(default_factory=dict)
     attended: set[InputKind] = field(default_factory=set)
@@ -86,8 +90,14 @@ class PreparedAttention:
             fingerprint: True if ranks will compare masks, whose bits are read back for it.
         """
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
-        mask_fingerprint = mask.fingerprint if fingerprint else 0
-        return replace(self, plan=plan, tables=tables, branch=mask.branch, mask_fingerprint=mask_fingerprint)
+        made = replace(self, plan=plan, tables=tables, branch=mask.branch, absent=None)
+        if mask.absent is not None:
+            number = self.table_layout.number
+            scores = to_device(mask.absent, self.device).flatten().index_select(0, number)
+            made = replace(made, absent=AbsentKeys(scores, number // plan.grid.nq))
+        # Kernels were chosen for whether their log-sum-exp is needed.
+        kernels = self.kernels if (self.absent is None) == (made.absent is None) else {}
+        return replace(made, kernels=kernels, mask_fingerprint=mask.fingerprint if fingerprint else 0)
 
     @property
     def no_gradients(self) -> str | None:
@@ -107,7 +117,7 @@ class PreparedAttention:
             needs = KernelRequirements(
                 (grid.block_q, grid.block_k),
                 head_dim=head_dim,
-                lse=backward or self.plan.strategy.ring > 1,
+                lse=backward or self.plan.strategy.ring > 1 or self.absent is not None,
                 backward=backward,
                 ragged_rows=tokens is None,
                 tokens=tokens,

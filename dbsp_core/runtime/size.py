@@ -211,7 +211,7 @@ class Size:
     def choose_kernel(self, kind: InputKind) -> Kernel:
         """Chooses a kernel for inputs of a kind before an attention is prepared. Raises UserError without one."""
         device, dtype, head_dim, gradients = kind
-        merged = self.strategy is not None and self.strategy.ring > 1
+        merged = self.config.absent_keys or (self.strategy is not None and self.strategy.ring > 1)
         blocks = self.grid.block_q, self.grid.block_k
         needs = KernelRequirements(blocks, head_dim, lse=merged or gradients, backward=gradients)
         return choose_kernel(self.kernel, device, dtype, needs)
@@ -219,11 +219,13 @@ class Size:
     def limit(self, kind: InputKind) -> float | None:
         """Returns the density from which dense attention replaces predicted masks of inputs of a kind; None: never.
 
-        None for training, for masks that a model may have been trained with, and where rates are not known.
+        None for training, for masks that a model may have been trained with or that have settings by step, and where
+        rates are not known.
         """
         device, dtype, head_dim, gradients = kind
         replaceable = getattr(self.config.mask, "approximates_dense", False) and len(self.grid.sequences) == 1
-        if gradients or not replaceable:
+        by_step = getattr(self.config.mask, "by_step", False)  # the last mask's density says nothing of this one's
+        if gradients or by_step or not replaceable:
             return None
         kernel = self.choose_kernel(kind).name
         rates = rates_of(self.config.machine, device, kernel)

@@ -122,6 +122,7 @@ class TableLayout:
     Attributes:
         spans_of: int64[Rq], each row's span.
         rows: int64[Rq], its position in the mask's `row_bits`.
+        number: int64[Rq], its head · nq + its query block.
         columns: int64[chunks, spans, width]: column j of a row is this KV block of its sequence, the j-th of
             its span's in the chunk, in packing order.
         present: bool[chunks, spans, width], whether there is such a block.
@@ -136,6 +137,7 @@ class TableLayout:
 
     spans_of: torch.Tensor
     rows: torch.Tensor
+    number: torch.Tensor
     columns: torch.Tensor
     present: torch.Tensor
     full: torch.Tensor
@@ -190,7 +192,7 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     numbers = (here[:, None] * sequences + np.arange(sequences)).ravel()
     head, block = plan.rows_of(rank)
     row_span = local_head[head] * sequences + grid.q_axis.sequence_of[block]
-    rows = row_positions(grid, plan.heads, head, block)
+    rows, number = row_positions(grid, plan.heads, head, block), head * grid.nq + block
     # 2. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
     of_blocks = (local_head[head] * sequences + axis.sequence_of[block] for head, block in packed)
     per_span = np.stack([np.bincount(span, minlength=len(numbers)) for span in of_blocks])  # int64[chunks, spans]
@@ -206,6 +208,7 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     return TableLayout(
         spans_of=torch.from_numpy(row_span),
         rows=torch.from_numpy(rows),
+        number=torch.from_numpy(number),
         columns=torch.from_numpy(columns),
         present=torch.from_numpy(present),
         full=torch.from_numpy(full),

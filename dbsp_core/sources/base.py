@@ -15,10 +15,18 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, Video, require_order
-from dbsp_core.utils.errors import UserError, blame_setting
+from dbsp_core.utils.errors import SettingError, UserError, blame_setting, require_value
 
 Changes = Literal["never", "per_step", "per_call"]
 """How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
+
+DenseText = bool | Literal["rows", "columns"]
+"""Which rows and columns of text are dense: both, neither, or one of them. Others are predicted as the video's are."""
+
+ByStep = float | tuple[float, ...]
+"""A number, or one for each denoising step from the first on; the last is that of all later steps."""
+
+LARGEST_BLOCK = 1 << 16  # tokens whose sum `sum_tokens` can hold
 
 
 @dataclass(frozen=True)
@@ -148,23 +156,66 @@ class BlockSizes:
         """Returns the request's grid in these blocks, with `others` of its fields."""
         return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k, **others)
 
+    def _tile_grid(
+        self, request: MaskRequest, tile: tuple[int, int, int], whole_tiles: bool = True, **others: Any
+    ) -> BlockGrid:
+        """Returns the request's grid tile after tile; with `whole_tiles` no block holds tokens of two."""
+        cut = any(size % side for size, side in zip(request.thw, tile, strict=True))
+        return self._grid(request, orders=("tile:{}x{}x{}".format(*tile),), whole_tiles=whole_tiles and cut, **others)
+
 
 @dataclass(frozen=True)
 class PredictedSource(BlockSizes):
-    """Base of mask sources that predict each mask from queries and keys, in blocks of one token order.
+    """Base of mask sources that predict each mask from queries and keys.
 
     Attributes:
-        attention_sink: True if the first key block is active in every row.
-        dense_text: True if rows and columns of text are dense.
-        token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
+        dense_text: Which rows and columns of text are dense; see `DenseText`.
+        scheduled: Fields that may have a number for each denoising step; see `ByStep`.
         approximates_dense: True if models are not trained with these masks, so that dense attention may replace them.
     """
 
-    attention_sink: bool = field(default=False, kw_only=True)
-    dense_text: bool = field(default=True, kw_only=True)
-    token_order: str = field(default=CANONICAL, kw_only=True)
+    dense_text: DenseText = field(default=True, kw_only=True)
     changes: ClassVar[Changes] = "per_call"
+    scheduled: ClassVar[tuple[str, ...]] = ()
     approximates_dense: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        is_known = self.dense_text in (True, False, "rows", "columns")
+        require_value(self, "dense_text", is_known, "must be rows, columns, true or false")
+        for name in ("block_q", "block_k"):
+            if getattr(self, name) > LARGEST_BLOCK:
+                message = f"predicted masks have blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
+                raise SettingError(message, (name,))
+
+    @property
+    def by_step(self) -> bool:
+        """True if a setting depends on the denoising step."""
+        return any(isinstance(getattr(self, name), tuple) for name in self.scheduled)
+
+    def _at_step(self, name: str, step: int) -> Any:
+        """Returns the number at a denoising step of a field that is a `ByStep`, or None if the field is None."""
+        value = getattr(self, name)
+        return value[min(step, len(value) - 1)] if isinstance(value, tuple) else value
+
+    def _require_each(self, name: str, allowed: Callable[[float], bool], message: str) -> None:
+        """Raises SettingError unless all numbers of a `ByStep` are allowed, of which there is at least one."""
+        value = getattr(self, name)
+        values = value if isinstance(value, tuple) else (value,)
+        require_value(self, name, bool(values) and all(map(allowed, values)), message)
+
+
+@dataclass(frozen=True)
+class OrderedSource(PredictedSource):
+    """Base of predicted masks in blocks of any token order.
+
+    Attributes:
+        attention_sink: True if the first key block is active in every row.
+        token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
+    """
+
+    attention_sink: bool = field(default=False, kw_only=True)
+    token_order: str = field(default=CANONICAL, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,7 +223,13 @@ class PredictedSource(BlockSizes):
             require_order(self.token_order)
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        return self._grid(request, orders=(self.token_order,))
+        return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k, orders=(self.token_order,))
+
+
+def kept_blocks(wanted: float, blocks: int, *, round_up: bool = False, multiple: int = 1) -> int:
+    """Returns how many of its blocks a row keeps: `wanted` as a multiple of a number, at least one and at most all."""
+    rounded = (math.ceil if round_up else math.floor)(wanted / multiple) * multiple
+    return min(blocks, max(multiple, rounded))
 
 
 def packed_mask(

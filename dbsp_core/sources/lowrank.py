@@ -88,10 +88,9 @@ class LowRankSource(LikeliestBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.cdf is None) == (self.topk is None):
-            raise SettingError(
-                "mask source 'lowrank' needs either cdf or topk, and not both; for example topk: 0.2", ("topk",)
-            )
+        if len(self._given) != 1:
+            message = "mask source 'lowrank' needs one of cdf, topk and sparsity; for example topk: 0.2"
+            raise SettingError(message, ("topk",))
         with blame_setting("path"):
             if not self.path:
                 raise UserError(f"mask source 'lowrank' needs the path of a fitted file; {FIT}")
@@ -144,7 +143,7 @@ class LowRankSource(LikeliestBlocks):
             for head, both in enumerate(some):
                 q, k = both.chunk(2, dim=-1)
                 chance[head] = predicted_mass(q, k, grid, tokens.scale)
-            return select_blocks(chance, dense.expand(len(some), -1), *self.limits(grid.nk))
+            return select_blocks(chance, dense.expand(len(some), -1), *self.limits(grid.nk, request.step))
 
         return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
 

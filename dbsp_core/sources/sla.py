@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.branches import FeatureMap, LinearBranch, heads_at_once
-from dbsp_core.sources.base import LocalQK, MaskRequest, PredictedSource
+from dbsp_core.sources.base import ByStep, LocalQK, MaskRequest, OrderedSource
 from dbsp_core.sources.head_shares import LocalBlocks
 from dbsp_core.sources.sparge import SpargeSource
 from dbsp_core.utils.errors import UserError
@@ -27,7 +27,7 @@ FEATURES: dict[str, FeatureMap] = {
 
 
 @dataclass(frozen=True)
-class SlaSource(PredictedSource):
+class SlaSource(OrderedSource):
     """Sparse-Linear Attention: every row keeps the key blocks of largest pooled score, and a linear branch is added.
 
     For models that were trained with it, as TurboWan, whose projection of the branch (`attn1.proj_l`) makes it fit; it
@@ -43,10 +43,11 @@ class SlaSource(PredictedSource):
 
     block_q: int = 128
     block_k: int = 64
-    topk: float = 0.1
+    topk: ByStep = 0.1
     feature: Literal["softmax", "elu", "relu"] = "softmax"
     linear: bool = True
     projection: ClassVar[str] = "proj_l"
+    scheduled: ClassVar[tuple[str, ...]] = ("topk",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

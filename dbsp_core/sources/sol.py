@@ -12,10 +12,9 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import LocalQK, MaskRequest, PredictedSource
+from dbsp_core.sources.base import ByStep, LocalQK, MaskRequest, OrderedSource
 from dbsp_core.sources.head_shares import pool_own_heads, predict_bits
-from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
-from dbsp_core.utils.errors import require_value
+from dbsp_core.sources.sparge import always_dense
 from dbsp_core.utils.schema import require_choice
 from dbsp_kernels.prediction import halving_sum, pooled_scores
 from dbsp_kernels.segments import to_device
@@ -27,7 +26,7 @@ ANY_SIMILARITY = -2.0  # below every cosine: blocks are pooled however unlike th
 
 
 @dataclass(frozen=True)
-class SolSource(PredictedSource):
+class SolSource(OrderedSource):
     """Sol-Attn's routing: a row keeps the key blocks whose pooled score is above its scores' mean by τ deviations.
 
     Also the blocks at its own position and next to it. Rows and heads differ in how many blocks they keep. Pooled,
@@ -41,31 +40,32 @@ class SolSource(PredictedSource):
             channels were independent; "exact" from the scores themselves.
     """
 
-    tau: float = 1.0
+    tau: ByStep = 1.0
     thresh_type: Literal["diag", "exact"] = "diag"
+    scheduled: ClassVar[tuple[str, ...]] = ("tau",)
     approximates_dense: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_value(self, "tau", math.isfinite(self.tau), "must be a finite number; 1.0 is usual")
+        self._require_each("tau", math.isfinite, "must be a finite number; 1.0 is usual")
         require_choice("thresh_type", self.thresh_type, ("diag", "exact"), "mask.")
-        require_poolable_blocks(self, "sol")
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid = self.grid(request)
         rows = pool_own_heads(tokens, grid)
         dense = always_dense(grid, self.dense_text, self.attention_sink, rows.device)
+        tau: float = self._at_step("tau", request.step)
         anyway = dense[: grid.nq, None] | dense[grid.nq :] | _near(grid, rows.device)
 
         def choose(some: torch.Tensor) -> torch.Tensor:
             scores = pooled_scores(some, grid.nq, tokens.scale, ANY_SIMILARITY)
-            threshold = self._thresholds(some, scores, tokens.scale)
+            threshold = self._thresholds(some, scores, tokens.scale, tau)
             return pack_bits((scores > threshold[..., None]) | anyway)
 
         return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
 
-    def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float) -> torch.Tensor:
+    def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float, tau: float) -> torch.Tensor:
         """Returns float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].
 
         All sums are taken in one fixed order, each head's by itself: other heads and ranks cannot change a bit.
@@ -80,7 +80,7 @@ class SolSource(PredictedSource):
             apart = k - (halving_sum(k) / nk)[..., None]
             of_channels = halving_sum(apart * apart) / nk
             variance = halving_sum(q * q * of_channels[:, None]) * scale**2
-        return mean + self.tau * (variance + LEAST_VARIANCE).sqrt()
+        return mean + tau * (variance + LEAST_VARIANCE).sqrt()
 
 
 @functools.lru_cache(maxsize=8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +11,7 @@ import torch
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, LocalQK, MaskRequest, PredictedSource
+from dbsp_core.sources.base import ByStep, DenseText, LocalQK, MaskRequest, OrderedSource, kept_blocks
 from dbsp_core.sources.head_shares import pool_own_heads, predict_bits
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_kernels.prediction import pooled_scores, select_blocks
@@ -20,30 +19,45 @@ from dbsp_kernels.segments import to_device
 
 
 @dataclass(frozen=True)
-class LikeliestBlocks(PredictedSource):
+class LikeliestBlocks(OrderedSource):
     """Base of mask sources that keep each row's blocks of largest predicted attention probability.
 
+    One of `cdf`, `topk` and `sparsity` is given.
+
     Attributes:
-        cdf: Largest cumulative probability of the chosen blocks, of which there is at least one. Either this or topk.
+        cdf: Largest cumulative probability of the chosen blocks, of which there is at least one.
         topk: Share of the row's blocks, rounded down, but at least one.
+        sparsity: Share that is skipped. A row keeps ⌊(1 − sparsity) · n⌋ of n blocks, and at least one, in the
+            floating point of LightX2V: 1 − 0.9 is less than 0.1, so 58 of 590, where topk 0.1 keeps 59.
     """
 
-    cdf: float | None = None
-    topk: float | None = None
+    cdf: ByStep | None = None
+    topk: ByStep | None = None
+    sparsity: ByStep | None = None
+    scheduled: ClassVar[tuple[str, ...]] = ("cdf", "topk", "sparsity")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("cdf", self.cdf), ("topk", self.topk)):
-            require_value(self, name, value is None or 0 < value <= 1, "must be above 0 and at most 1")
+        for name in self._given:
+            if name == "sparsity":
+                self._require_each(name, lambda share: 0 <= share < 1, "must be at least 0 and below 1")
+            else:
+                self._require_each(name, lambda share: 0 < share <= 1, "must be above 0 and at most 1")
 
-    def limits(self, blocks: int) -> tuple[float | None, int]:
-        """Returns the arguments `cdf` and `most` of `select_blocks` for rows of so many blocks."""
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in LikeliestBlocks.scheduled if getattr(self, name) is not None]
+
+    def limits(self, blocks: int, step: int) -> tuple[float | None, int]:
+        """Returns `cdf` and `count` of `select_blocks` for rows of so many blocks at a denoising step."""
         if self.topk is not None:
-            return None, max(1, math.floor(self.topk * blocks + 1e-9))
-        return (None if self.cdf == 1 else self.cdf), blocks
+            return None, kept_blocks(self._at_step("topk", step) * blocks + 1e-9, blocks)
+        if self.sparsity is not None:
+            return None, kept_blocks((1 - self._at_step("sparsity", step)) * blocks, blocks)
+        cdf = self._at_step("cdf", step)
+        return (None if cdf == 1 else cdf), blocks
 
 
-LARGEST_BLOCK = 1 << 16
 USUAL_CDF = 0.92  # xDiT's value
 
 
@@ -57,7 +71,7 @@ class SpargeSource(LikeliestBlocks):
     Accelerating Any Model Inference, 2025. Self-similarity is the mean cosine of a block's tokens, as in its code.)
 
     Attributes:
-        cdf: See `LikeliestBlocks`, as for topk; 0.92 as in xDiT if neither is given.
+        cdf: See `LikeliestBlocks`, as for topk and sparsity; 0.92 as in xDiT if none is given.
         similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
             does not represent them.
         crossing: True if the block with which a row exceeds cdf is chosen too: the fewest blocks with more than cdf.
@@ -69,16 +83,15 @@ class SpargeSource(LikeliestBlocks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cdf is not None and self.topk is not None:
-            message = "mask source 'sparge' needs either cdf or topk, and not both; cdf: 0.92 is what xDiT uses"
-            raise SettingError(message, ("cdf",))
-        if self.cdf is None and self.topk is None:
+        if len(self._given) > 1:
+            message = "mask source 'sparge' takes only one of cdf, topk and sparsity; cdf: 0.92 is what xDiT uses"
+            raise SettingError(message, (self._given[0],))
+        if not self._given:
             object.__setattr__(self, "cdf", USUAL_CDF)
         is_cosine = -1 <= self.similarity <= 1
         require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
         if self.crossing and self.cdf is None:
-            raise SettingError("crossing is about cdf; leave it out, or give cdf instead of topk", ("crossing",))
-        require_poolable_blocks(self, "sparge")
+            raise SettingError("crossing is about cdf; leave it out, or give cdf instead", ("crossing",))
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
@@ -91,22 +104,15 @@ class SpargeSource(LikeliestBlocks):
             dense = rows[..., -1] <= self.similarity
             if some_are_dense:
                 dense |= always_dense(grid, self.dense_text, self.attention_sink, rows.device)
-            return select_blocks(chance, dense, *self.limits(grid.nk), self.crossing)
+            return select_blocks(chance, dense, *self.limits(grid.nk, request.step), self.crossing)
 
         return BlockMask(predict_bits(pool_own_heads(tokens, grid), choose, tokens, grid), grid)
 
 
-def require_poolable_blocks(sizes: BlockSizes, source: str) -> None:
-    """Raises SettingError for blocks whose tokens cannot be summed as `sum_tokens` does it."""
-    for name in ("block_q", "block_k"):
-        if getattr(sizes, name) > LARGEST_BLOCK:
-            message = f"mask source {source!r} takes blocks of at most {LARGEST_BLOCK} tokens; 64 is usual"
-            raise SettingError(message, (name,))
-
-
 @functools.lru_cache(maxsize=8)
-def always_dense(grid: BlockGrid, text: bool, attention_sink: bool, device: torch.device) -> torch.Tensor:
+def always_dense(grid: BlockGrid, text: DenseText, attention_sink: bool, device: torch.device) -> torch.Tensor:
     """Returns bool[nq + nk]: query, then key blocks that are dense for any tokens: text, and the first key block."""
-    q, k = ((axis.starts < grid.text_tokens) & text for axis in (grid.q_axis, grid.k_axis))
+    q = (grid.q_axis.starts < grid.text_tokens) & (text in (True, "rows"))
+    k = (grid.k_axis.starts < grid.text_tokens) & (text in (True, "columns"))
     k[0] |= attention_sink
     return to_device(np.concatenate([q, k]), device)

@@ -100,12 +100,14 @@ class UnionSource:
         bits = masks[0].bits.repeat(heads // masks[0].heads, 1, 1)
         for mask in masks[1:]:
             bits |= mask.bits.to(bits.device).repeat(heads // mask.heads, 1, 1)
+        if any(mask.absent is not None for mask in masks):
+            raise UserError("masks with absent keys cannot be joined; set padding: none of mask source 'ssta'")
         branches = [mask.branch for mask in masks if mask.branch is not None]
         if len(branches) > 1:
             raise UserError(
                 f"several masks of a union have a {branches[0].name}; give all but one of them {branches[0].without}"
             )
-        return BlockMask(bits, grid, *branches)
+        return BlockMask(bits, grid, next(iter(branches), None))
 
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
         """Returns the blocks of all parts: with the video's size where one of them, from a file, lacks it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -12,17 +12,44 @@ import torch
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.branches import CoarseBranch
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.sources.base import BlockSizes, Changes, LocalQK, MaskRequest
+from dbsp_core.sources.base import ByStep, LocalQK, MaskRequest, PredictedSource, kept_blocks
 from dbsp_core.sources.head_shares import LocalBlocks, pool_own_heads, predict_bits, send_to_sources
 from dbsp_core.sources.sol import ANY_SIMILARITY
-from dbsp_core.sources.sparge import always_dense, require_poolable_blocks
+from dbsp_core.sources.sparge import always_dense
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.process import log
 from dbsp_kernels.prediction import pooled_scores, select_blocks
 
 
 @dataclass(frozen=True)
-class VsaSource(BlockSizes):
+class TileSource(PredictedSource):
+    """Base of predicted masks whose blocks are tiles of the video.
+
+    Attributes:
+        tile: Frames, rows and columns of a tile, of as many tokens as a block. Tiles at the far sides are smaller.
+    """
+
+    tile: tuple[int, int, int] = field(default=(4, 4, 4), kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_value(self, "tile", len(self.tile) == 3 and min(self.tile) >= 1, "must be at least 1 × 1 × 1")
+        tokens = math.prod(self.tile)
+        if (self.block_q, self.block_k) != (tokens, tokens):
+            message = f"a tile of {tokens} tokens is a block of this mask source; set block_q and block_k to {tokens}"
+            raise SettingError(message, ("block_q",))
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return self._tile_grid(request, self.tile, text_runs=request.text_runs)
+
+    def text_blocks(self, grid: BlockGrid, device: torch.device) -> tuple[torch.Tensor, int]:
+        """Returns `always_dense`, and how many key blocks of text, the first ones, are active in every row."""
+        text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text in (True, "columns") else 0
+        return always_dense(grid, self.dense_text, False, device), text
+
+
+@dataclass(frozen=True)
+class VsaSource(TileSource):
     """Video Sparse Attention: blocks are tiles of the video, and every row keeps those of largest pooled score.
 
     For models that were trained with it, as FastWan. These add a coarse branch: attention over pooled tokens, times a
@@ -33,17 +60,13 @@ class VsaSource(BlockSizes):
     Attributes:
         sparsity: Share of the key blocks that a row skips; it keeps ceil((1 − sparsity) · nk), and at least one.
             Blocks of dense text are kept in addition, and do not count.
-        tile: Frames, rows and columns of a tile, of as many tokens as a block. Tiles at the far sides are smaller.
         coarse: True to add the coarse branch, if the model has a gate for it.
-        dense_text: True if rows and columns of text are dense.
     """
 
-    sparsity: float = 0.8
-    tile: tuple[int, int, int] = (4, 4, 4)
+    sparsity: ByStep = 0.8
     coarse: bool = True
-    dense_text: bool = True
     gate: ClassVar[str] = "to_gate_compress"
-    changes: ClassVar[Changes] = "per_call"
+    scheduled: ClassVar[tuple[str, ...]] = ("sparsity",)
 
     @property
     def branch_layer(self) -> str | None:
@@ -52,18 +75,7 @@ class VsaSource(BlockSizes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_value(self, "sparsity", 0 <= self.sparsity < 1, "must be at least 0 and below 1; 0.8 is usual")
-        require_value(self, "tile", min(self.tile) >= 1, "must be at least 1 × 1 × 1")
-        require_poolable_blocks(self, "vsa")
-        tokens = math.prod(self.tile)
-        if (self.block_q, self.block_k) != (tokens, tokens):
-            message = f"a tile of {tokens} tokens is a block of mask source 'vsa'; set block_q and block_k to {tokens}"
-            raise SettingError(message, ("block_q",))
-
-    def grid(self, request: MaskRequest) -> BlockGrid:
-        order = "tile:" + "x".join(map(str, self.tile))
-        cut = any(size % side for size, side in zip(request.thw, self.tile, strict=True))
-        return self._grid(request, orders=(order,), whole_tiles=cut, text_runs=request.text_runs)
+        self._require_each("sparsity", lambda share: 0 <= share < 1, "must be at least 0 and below 1; 0.8 is usual")
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask, and its coarse branch where there is a gate. Collective."""
@@ -73,9 +85,9 @@ class VsaSource(BlockSizes):
         elif self.coarse and tokens.group.rank == 0:
             _say_without_gate()
         rows = pool_own_heads(tokens, grid, values)
-        dense = always_dense(grid, self.dense_text, False, rows.device)
-        text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text else 0
-        count = text + max(1, math.ceil((1 - self.sparsity) * (grid.nk - text)))
+        dense, text = self.text_blocks(grid, rows.device)
+        of_video = grid.nk - text
+        count = text + kept_blocks((1 - self._at_step("sparsity", request.step)) * of_video, of_video, round_up=True)
         known, coarse = grid.nq + grid.nk, []
 
         def choose(some: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,11 +26,14 @@ class WindowSource(BlockSizes):
         tile: Size of a tile. Tokens are then ordered tile after tile, and queries attend to whole tiles, as in Sliding
             Tile Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and are blocks.
         shifted: True if windows of tiles are shifted inside at borders, rather than cut off there (see `tile_bits`).
+        whole_tiles: True if no block holds tokens of two tiles, also where tiles don't divide the video: the blocks
+            of `vsa`, `cube` and `ssta`, with which only such a window can be joined.
     """
 
     window: Sizes | None = None
     tile: Sizes | None = None
     shifted: bool = True
+    whole_tiles: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,8 +42,9 @@ class WindowSource(BlockSizes):
             require_value(self, name, fits, "needs three sizes of at least 1: frames, rows, columns")
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        grid = super().grid(request)
-        return grid if self.tile is None else replace(grid, orders=(_tile_order(self.tile),))
+        if self.tile is None:
+            return super().grid(request)
+        return self._tile_grid(request, self.tile, self.whole_tiles)
 
     def mask(self, request: MaskRequest) -> BlockMask:
         grid = self.grid(request)

@@ -7,6 +7,7 @@ import os
 import re
 import types
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -96,8 +97,9 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
         if origin is Mapping and isinstance(value, Mapping):
             item = get_args(option)[1]
             return {k: convert(v, item, f"{k} in {name}", k) if is_dataclass(item) else v for k, v in value.items()}
-        if origin is tuple and isinstance(value, (list, tuple)) and {*map(type, value)} <= {get_args(option)[0]}:
-            return tuple(value)
+        if origin is tuple and isinstance(value, (list, tuple)):
+            with suppress(UserError):  # which would be about one of its items
+                return tuple(convert(item, get_args(option)[0], name) for item in value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
     raise UserError(f"{name} must be {wanted}, got {in_short(value)}")
 

@@ -40,6 +40,12 @@ def butterflies(tokens: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
+def rotated(tokens: torch.Tensor) -> torch.Tensor:
+    """Rotates float32[..., D] as int8 rows are, without rounding."""
+    head_dim = tokens.shape[-1]
+    return butterflies(tokens * signs(head_dim, tokens.device)) * norm_of(head_dim)
+
+
 def quantise_segments(
     source: torch.Tensor,
     destination: torch.Tensor,

@@ -316,8 +316,8 @@ projections arrive in the order of tokens: dbsp_core/sources/lowrank.py
 tests/core/sources/predicted/test_lowrank.py -k ranks_and_layout
 
 thresholds are apart from the mean: dbsp_core/sources/sol.py
-- return mean + self.tau * (variance + LEAST_VARIANCE).sqrt()
-+ return self.tau * (variance + LEAST_VARIANCE).sqrt()
+- return mean + tau * (variance + LEAST_VARIANCE).sqrt()
++ return tau * (variance + LEAST_VARIANCE).sqrt()
 tests/core/sources/predicted/test_sol.py -k definition
 
 known parts of a union are kept by their video: dbsp_core/sources/union.py
@@ -326,8 +326,8 @@ known parts of a union are kept by their video: dbsp_core/sources/union.py
 tests/core/sources/predicted/test_union.py -k each_size
 
 dense text does not compete: dbsp_core/sources/vsa.py
-- count = text + max(1, math.ceil((1 - self.sparsity) * (grid.nk - text)))
-+ count = max(1, math.ceil((1 - self.sparsity) * grid.nk))
+- of_video = grid.nk - text
++ of_video = grid.nk
 tests/core/sources/predicted/test_vsa.py -k definition
 
 a mask function sees what its mask may depend on: dbsp_core/sources/callable.py

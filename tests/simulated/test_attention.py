@@ -84,6 +84,7 @@ CASES = {
     "selective KV exchange": small("U2R2", keys="needed", batch=2, dense_heads=1),
     "fewer heads than ranks": small("U4R1", heads=2, head_dim=24),
     "few tokens": small("U2R1", tokens=20),
+    "absent keys": small("U2R2", dense_heads=1, text_tokens=5, absent=True, batch=2),
     "int8 kernel": small("U2R2", kernel="triton-int8", text_tokens=5, head_dim=32),
 }
 LONG_STRATEGIES = ("U4R1", "U1R4", "U4R2", "U2R4", "U1R8")
@@ -109,10 +110,10 @@ def errors_and_launches(rank: int, world: int, case: Case) -> tuple[float, int, 
     return max(errors), recorded.launches["forward_kernel"], recorded.launches["merge_parts_kernel"]
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-def test_long_rows_are_cut_on_gpus(gpu_node: GpuNode, batch: int) -> None:
+@pytest.mark.parametrize(("batch", "absent"), [(1, False), (2, False), (1, True)])
+def test_long_rows_are_cut_on_gpus(gpu_node: GpuNode, batch: int, absent: bool) -> None:
     """5 rows of up to 65 blocks in each chunk, on 8 slots: parts have at least 16."""
-    case = small("U1R2", tokens=260, block_q=64, block_k=2, heads=1, density=0.9, batch=batch)
+    case = small("U1R2", tokens=260, block_q=64, block_k=2, heads=1, density=0.9, batch=batch, absent=absent)
     for error, kernels, merges in gpu_node.run(2, errors_and_launches, case):
         assert error <= 1e-5
         assert 0 < merges <= kernels

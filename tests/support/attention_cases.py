@@ -28,6 +28,7 @@ class Case:
     planner: a planner's name, or "random" for any owner and any chunk, per head
     band: whether rows attend only to keys somewhat behind them, further behind in some heads than in others
     whole_tiles: see `BlockGrid`;  dense_heads: number of heads, the last ones, whose every block is active
+    absent: whether rows have absent keys, but for some
     """
 
     strategy: str
@@ -55,6 +56,7 @@ class Case:
     whole_tiles: bool = False
     debug: bool = True
     dense_heads: int = 0
+    absent: bool = False
 
     @property
     def grid(self) -> BlockGrid:
@@ -87,7 +89,14 @@ def random_mask(case: Case, grid: BlockGrid) -> BlockMask:
     bits[rng.random((case.heads, grid.nq)) < 0.1] = False
     bits[:, :, rng.integers(grid.nk)] = False
     bits[case.heads - case.dense_heads :] = True
-    return BlockMask(bits, grid)
+    return BlockMask(bits, grid, absent=absent_keys(case.heads, grid, case.seed) if case.absent else None)
+
+
+def absent_keys(heads: int, grid: BlockGrid, seed: int) -> torch.Tensor:
+    """Draws log-sum-exps of absent keys, from a few to as many as all others, and none in a tenth of the rows."""
+    rng = np.random.default_rng([seed, 1])
+    scores = rng.uniform(-1, 6, (heads, grid.nq))
+    return torch.from_numpy(np.where(rng.random(scores.shape) < 0.1, -np.inf, scores).astype(np.float32))
 
 
 @dataclass(frozen=True)

@@ -51,21 +51,34 @@ def dense_attention(
     queries: torch.Tensor,
     keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attends from tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros."""
+    """Attends from tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros.
+
+    Absent keys of the mask are one more column of scores, whose value is zero.
+    """
     allowed = token_mask(mask, queries)
     if keys is not None:
         allowed = allowed[:, :, keys]
     scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5
     some = allowed.any(-1, keepdim=True)
-    weights = torch.softmax(scores.masked_fill(~allowed & some, -torch.inf), dim=-1)
+    scores = scores.masked_fill(~allowed & some, -torch.inf)
+    if mask.absent is not None:
+        block = torch.repeat_interleave(torch.tensor(mask.grid.q_axis.lengths))
+        of_heads = [mask.absent[h, block[position_in_order(mask.grid, h)[queries]]] for h in range(mask.heads)]
+        absent = torch.stack(of_heads).double()[..., None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, absent], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : v.shape[-2]]
     return (weights @ v.double()).masked_fill(~some, 0.0)
 
 
 def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Rounds q, k less its mean, and v, each [B, H, N, D], rotated, to int8 with a scale a token; returns float64."""
+    """Rounds q, k less its mean, and v, each [B, H, N, D], rotated, to int8 with a scale a token; returns float64.
+
+    The mean is added to k again.
+    """
     rows = [int8_of(tokens.numpy()) for tokens in (q.float(), less_mean(k), v.float())]
     restored = [torch.from_numpy(numbers.astype(np.float32) * scale[..., None]) for numbers, scale in rows]
-    return [rotated_back(tokens.to(q.dtype)) for tokens in restored]
+    rounded_q, rounded_k, rounded_v = (rotated_back(tokens.to(q.dtype)) for tokens in restored)
+    return [rounded_q, rounded_k + (k.float() - less_mean(k)).mean(dim=2, keepdim=True), rounded_v]
 
 
 def less_mean(k: torch.Tensor) -> torch.Tensor:

@@ -121,11 +121,26 @@ def masked_attention(
     allowed = token_mask(mask).to(q.device)
     if mask.heads != q.shape[1]:
         allowed = allowed.unflatten(0, q.shape[:2])
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale)
+    seen: torch.Tensor = allowed
+    if mask.absent is not None:  # one more key, of zero value, whose score the row gives
+        scores = absent_by_token(mask).to(q.device).unflatten(0, allowed.shape[:-2])
+        seen = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
+        seen = torch.cat([seen, scores[..., None].to(q.dtype)], dim=-1)
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     out = out.masked_fill(~allowed.any(dim=-1, keepdim=True), 0.0)
     if mask.branch is not None:
         mask.branch.add_to(out)
     return out
+
+
+def absent_by_token(mask: BlockMask) -> torch.Tensor:
+    """Returns float32[H, tokens] by canonical position: a mask's absent keys of each token's row."""
+    assert mask.absent is not None
+    block, scores = torch.from_numpy(mask.grid.q_axis.block_of), torch.empty(mask.heads, mask.grid.tokens)
+    for order, heads in mask.grid.order_groups(mask.heads):
+        scores[heads] = mask.absent.cpu()[heads][:, block[np.argsort(mask.grid.token_permutation(order))]]
+    return scores
 
 
 def token_mask(mask: BlockMask) -> torch.Tensor:

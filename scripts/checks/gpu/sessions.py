@@ -75,6 +75,9 @@ def every_mask(folder: Path) -> dict[str, dict[str, Any]]:
         "sparge": PREDICTED,
         "sol": {"source": "sol"},
         "vsa": {"source": "vsa", "sparsity": 0.6},
+        "subblock": {"source": "subblock", "sparsity": 0.6},
+        "cube": {"source": "cube", "topk": 0.4},
+        "ssta": {"source": "ssta", "topk": 8, "tile": [2, 8, 8], "window": [1, 1, 1]},
         "lowrank": {"source": "lowrank", "path": str(folder / "fitted.safetensors"), "topk": 0.4},
         "nabla": {"source": "nabla", "cdf": 0.6, "window": [3, 1, 1]},
         "union": {"source": "union", "of": [near, {"source": "sparge", "topk": 0.3}]},
@@ -137,7 +140,8 @@ def expected_on_one(
 
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask) -> torch.Tensor:
     """Computes attention [1, H, N, D] in float64 by torch's own operations, differentiable; zero at empty rows."""
-    there = BlockMask(mask.bits.to(q.device), mask.grid)
+    absent = None if mask.absent is None else mask.absent.to(q.device)
+    there = BlockMask(mask.bits.to(q.device), mask.grid, absent=absent)
     out = dense_attention(q, k, v, there, torch.arange(q.shape[2]))
     if mask.branch is not None:
         mask.branch.add_to(out)

@@ -19,6 +19,7 @@ from dbsp_core.layout.sequence_layout import LAYOUTS
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
     CallableSource,
+    CubeSource,
     DenseSource,
     FileSource,
     LocalQK,
@@ -29,6 +30,8 @@ from dbsp_core.sources import (
     SlaSource,
     SolSource,
     SpargeSource,
+    SstaSource,
+    SubBlockSource,
     SvgSource,
     SyntheticSource,
     UnionSource,
@@ -45,7 +48,7 @@ CASES_PER_WORLD = 20
 """So many numbers in a row have one world size: starting processes takes seconds."""
 ORDERS = ("thw", "twh", "htw", "hwt", "wth", "wht", "tile:2x2x2", "tile:1x3x4")
 STATIC = ("random", "dense", "window", "tile", "radial", "svg", "synthetic", "file", "function")
-PREDICTED = ("sparge", "lowrank", "sol", "union", "vsa", "sla")
+PREDICTED = ("sparge", "lowrank", "sol", "union", "vsa", "subblock", "cube", "ssta", "sla")
 BLOCKS = (1, 3, 5, 8, 12, 16, 16, 24, 32)
 TOKENS = 420
 """Most of a sequence's video."""
@@ -88,7 +91,8 @@ class Draw(Case):
         """True if db-SP supports it."""
         text_alone = self.streams is not None and not any(sequence.text for sequence in self.sequences)
         batch = self.batch == 1 or len(self.sequences) == 1 or not self.predicted
-        tiles = self.block_q == self.block_k or not any(sequence.source == "vsa" for sequence in self.sequences)
+        of_tiles = any(sequence.source in ("vsa", "cube") for sequence in self.sequences)
+        tiles = self.block_q == self.block_k or not of_tiles
         kernel = self.kernel != "triton" or self.dtype != torch.float64
         return not text_alone and batch and tiles and kernel and not (self.backward and self.precision == "int8")
 
@@ -189,6 +193,16 @@ def _source(kind: str, case: Draw, grid: BlockGrid) -> MaskSource:
     if kind == "vsa":
         tile = _tile_of(case.block_q, rng)
         return VsaSource(*blocks, sparsity=float(rng.uniform(0, 0.95)), tile=tile, coarse=False)
+    if kind == "cube":
+        return CubeSource(*blocks, topk=float(rng.uniform(0.05, 0.8)), tile=_tile_of(case.block_q, rng))
+    if kind == "subblock":
+        cells = int(rng.choice([cells for cells in (1, 2, 4, 8) if not (blocks[0] % cells or blocks[1] % cells)]))
+        text: Any = rng.choice(np.array([True, False, "rows", "columns"], dtype=object))
+        share = {"sparsity": float(rng.uniform(0, 0.95)), "multiple": int(rng.integers(1, 5))}
+        return SubBlockSource(*blocks, cells=cells, dense_text=text, **share)
+    if kind == "ssta":
+        tile, window = _tile_of(math.lcm(*blocks), rng), tuple(rng.integers(1, 4, 3).tolist())
+        return SstaSource(*blocks, topk=int(rng.integers(1, 9)), tile=tile, window=window)
     if kind == "synthetic":
         return SyntheticSource(*blocks, density=float(rng.uniform(0.05, 1.0)), seed=case.seed)
     if kind in ("sparge", "lowrank"):

@@ -146,6 +146,7 @@ def test_too_dense_masks_are_replaced_until_they_are_sparse_again(threads, machi
 
 
 UNTOUCHED: dict[str, dict[str, Any]] = {
+    "by step": {"mask": {**PREDICTED["mask"], "cdf": [PREDICTED["mask"]["cdf"], PREDICTED["mask"]["cdf"]]}},
     "no rates": {},
     "part of a union": {"mask": {"source": "union", "of": [PREDICTED["mask"], PREDICTED["mask"]]}},
     "trained with": {"mask": {"source": "vsa", "sparsity": 0.3, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}},

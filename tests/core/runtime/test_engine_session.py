@@ -188,8 +188,9 @@ def test_second_transformer_is_dense_in_the_videos_last_steps_alone():
     assert dense == [0, 4, 5]
 
 
-def test_masks_by_step_without_a_step_of_the_engine_are_rejected():
-    session = EngineSession(*ALONE, BY_STEP)
+@pytest.mark.parametrize("config", [BY_STEP, {"mask": "sol:tau=[0.5,1.0]"}], ids=["schedule", "setting"])
+def test_masks_by_step_without_a_step_of_the_engine_are_rejected(config):
+    session = EngineSession(*ALONE, config)
     session.begin(Video(THW), "cpu", timestep=900.0)
     with pytest.raises(UserError, match="depend on the denoising step, which the engine does not say"):
         session.begin(Video(THW), "cpu")

@@ -13,7 +13,11 @@ from dbsp_core.utils.errors import UserError
 BAND = "tests.support.user_masks:band"
 MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
     "sparge": [
-        ({"cdf": 0.9, "topk": 0.5}, "not both"),
+        ({"cdf": 0.9, "topk": 0.5}, "takes only one of cdf, topk and sparsity"),
+        ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
+        ({"topk": [0.5, 1.5]}, "topk=[0.5, 1.5] must be above 0 and at most 1"),
+        ({"topk": []}, "topk=[] must be above 0 and at most 1"),
+        ({"dense_text": "both"}, "must be bool or 'rows' or 'columns', got 'both'"),
         ({"cdf": float("nan")}, "cdf=nan"),
         ({"cdf": 0.9, "block_k": 1 << 17}, "at most 65536"),
     ],

@@ -20,7 +20,15 @@ class Margins:
 
 
 def predict(
-    q: np.ndarray, k: np.ndarray, grid: BlockGrid, *, cdf=None, topk=None, similarity=0.3, attention_sink=False
+    q: np.ndarray,
+    k: np.ndarray,
+    grid: BlockGrid,
+    *,
+    cdf=None,
+    topk=None,
+    similarity=0.3,
+    attention_sink=False,
+    dense_text=True,
 ):
     """Returns (bool[H, nq, nk], margins) for q, k: float[H, N, D] in token order."""
     heads = len(q)
@@ -51,8 +59,10 @@ def predict(
                 bits[head, i, j] = take or similar_q[i] <= similarity or similar_k[j] <= similarity
     if attention_sink:
         bits[:, :, 0] = True
-    bits[:, grid.q_axis.starts < grid.text_tokens] = True
-    bits[:, :, grid.k_axis.starts < grid.text_tokens] = True
+    if dense_text in (True, "rows"):
+        bits[:, grid.q_axis.starts < grid.text_tokens] = True
+    if dense_text in (True, "columns"):
+        bits[:, :, grid.k_axis.starts < grid.text_tokens] = True
     return bits, margins
 
 

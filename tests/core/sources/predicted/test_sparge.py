@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dbsp_core.sources import LocalQK
+from dbsp_core.config import DbspConfig
+from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_kernels.prediction import pool_rows, sum_tokens
 from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, assert_identical_bits, every_other
 from tests.core.sources.predicted.sparge_reference import predict
@@ -24,6 +25,9 @@ CASES = {
     "sink, small blocks": SpargeCase(
         settings={"cdf": 0.5, "similarity": 0.1, "attention_sink": True, "block_q": 8, "block_k": 24}
     ),
+    "rows of text": SpargeCase(text_tokens=70, settings={"cdf": 0.5, "similarity": 0.2, "dense_text": "rows"}),
+    "columns of text": SpargeCase(text_tokens=70, settings={"topk": 0.3, "dense_text": "columns"}),
+    "no text": SpargeCase(text_tokens=70, settings={"topk": 0.3, "similarity": -1.0, "dense_text": False}),
     "bfloat16": SpargeCase(dtype=torch.bfloat16),
     "tiles": SpargeCase(settings={"cdf": 0.7, "similarity": 0.3, "token_order": "tile:2x4x4"}, thw=(4, 8, 9), heads=2),
     "everything": SpargeCase(settings={"cdf": 1.0, "similarity": -1.0}),
@@ -34,9 +38,8 @@ PARTLY_DENSE = [name for name in CASES if name != "everything"]
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_mask_equals_that_of_the_paper(case):
     mask = alone(case)
-    settings = {
-        key: value for key, value in case.settings.items() if key in ("cdf", "topk", "similarity", "attention_sink")
-    }
+    known = ("cdf", "topk", "similarity", "attention_sink", "dense_text")
+    settings = {key: value for key, value in case.settings.items() if key in known}
     expected, margins = predict(*case.by_head(), mask.grid, **settings)
     different = mask.bits.numpy() != expected
     # Directions are counted in units of 2^-20: nothing may differ that was not that near to going the other way.
@@ -53,6 +56,48 @@ def test_cases_are_partly_dense_and_have_vague_blocks():
     case = CASES["cdf"]
     unvague = alone(replace(case, settings={**case.settings, "similarity": -1.0}))
     assert (alone(case).bits & ~unvague.bits).any()
+
+
+@pytest.mark.parametrize(
+    ("share", "blocks", "count"),
+    [
+        ({"sparsity": 0.9}, 590, 58),
+        ({"topk": 0.1}, 590, 59),
+        ({"sparsity": 0.85}, 598, 89),
+        ({"sparsity": 0.8}, 512, 102),
+        ({"topk": 0.29}, 100, 29),
+        ({"sparsity": 0.99}, 20, 1),
+    ],
+)
+def test_shares_keep_the_blocks_that_lightx2v_keeps(share, blocks, count):
+    """Counts of LightX2V, in its floating point; `topk` means the decimal number."""
+    assert SpargeSource(**share).limits(blocks, step=0) == (None, count)
+
+
+def test_sla_keeps_the_largest_scores_of_mean_queries_and_mean_keys_less_their_mean():
+    case = SpargeCase(
+        thw=(4, 9, 11), text_tokens=30, settings={"sparsity": 0.7, "similarity": -1, "dense_text": False}
+    )
+    q, k = (tensor.double().flatten(0, 1) for tensor in case.tensors())
+    mask = alone(case)
+    means = [
+        torch.stack([part.mean(dim=1) for part in tokens.split(axis.lengths.tolist(), dim=1)], dim=1)
+        for tokens, axis in ((q, mask.grid.q_axis), (k - k.mean(dim=1, keepdim=True), mask.grid.k_axis))
+    ]
+    kept = (means[0] @ means[1].mT).topk(int((1 - 0.7) * mask.grid.nk)).indices
+    assert torch.equal(mask.bits, torch.zeros_like(mask.bits).scatter(-1, kept, True))
+
+
+def test_settings_by_step_are_those_of_the_step_and_the_last_ones_after_it():
+    tokens = LocalQK.alone(*SpargeCase().tensors())
+    for by_step, alike in (({"topk": [1, 0.5, 0.2]}, "topk"), ({"tau": (2.0, 0.5, 0.0)}, "tau")):
+        source = DbspConfig.load({"mask": {"source": "sol" if alike == "tau" else "sparge", **by_step}}).mask
+        assert source.by_step
+        assert not replace(source, **{alike: 0.5}).by_step
+        for step, value in enumerate([*by_step[alike], by_step[alike][-1]]):
+            request = replace(SpargeCase().request, step=step)
+            expected = replace(source, **{alike: float(value)}).mask(request, tokens).bits
+            assert torch.equal(source.mask(request, tokens).bits, expected)
 
 
 def same_sums(width: int, dtype: torch.dtype) -> bool:

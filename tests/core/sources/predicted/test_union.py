@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +126,17 @@ def test_known_part_is_kept_for_each_size_of_video():
 def test_blocks_that_differ_are_rejected_in_one_line(mask, message):
     with pytest.raises(UserError, match=message):
         UnionCase(mask=mask).source.grid(MaskRequest(0, 2, (3, 8, 8)))
+
+
+def test_window_of_whole_tiles_joins_masks_with_smaller_tiles_at_the_far_sides():
+    case = UnionCase(thw=(5, 6, 9), mask="window:tile=[4,4,4],window=[3,1,1],whole_tiles=true+cube:topk=0.1")
+    q, k = case.tensors()
+    parts = parts_alone(case, case.request, q, k)
+    assert parts[0].grid.whole_tiles
+    assert torch.equal(case.source.mask(case.request, LocalQK.alone(q, k)).bits, joined(parts, 1).bits)
+    tiles = np.stack(np.unravel_index(np.arange(12), (2, 2, 3)), axis=1)
+    near = (tiles[:, None, 1:] == tiles[None, :, 1:]).all(axis=2)  # three of two frames of tiles: all of them
+    assert torch.equal(parts[0].bits, torch.from_numpy(near).expand(case.heads, -1, -1))
 
 
 def test_coarse_branch_of_one_part_is_kept_and_of_two_rejected():

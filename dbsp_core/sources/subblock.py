@@ -1,0 +1,100 @@
+"""Masks by scores of parts of blocks, of as many blocks in every row (SGLang's SubBlock)."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid
+from dbsp_core.sources.base import ByStep, DenseText, LocalQK, MaskRequest, OrderedSource, kept_blocks
+from dbsp_core.sources.head_shares import PAIRS_AT_ONCE, pool_own_heads, predict_bits
+from dbsp_core.sources.sol import ANY_SIMILARITY
+from dbsp_core.sources.sparge import always_dense
+from dbsp_core.utils.errors import require_value
+from dbsp_kernels.prediction import halving_sum, pooled_scores, select_blocks
+from dbsp_kernels.segments import to_device
+
+
+@dataclass(frozen=True)
+class SubBlockSource(OrderedSource):
+    """SubBlock: a row keeps the blocks of largest log Σ exp over the scores of their cells, which are parts of blocks.
+
+    Pooled, predicted and gathered as `SpargeSource` does it. (SGLang's backend `subblock_sparse_attn` for MiniMax-H3,
+    2026.)
+
+    Attributes:
+        sparsity: Share of the key blocks that a row skips, at most: it keeps ⌈(1 − sparsity) · nk⌉, rounded up to a
+            multiple of `multiple`.
+        cells: Parts of a query block and of a key block, of equally many tokens.
+        multiple: Numbers of blocks that are kept divide by this; 8 suits SGLang's kernel.
+    """
+
+    sparsity: ByStep = 0.75
+    cells: int = 4
+    multiple: int = 8
+    dense_text: DenseText = "rows"
+    scheduled: ClassVar[tuple[str, ...]] = ("sparsity",)
+    approximates_dense: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_each("sparsity", lambda share: 0 <= share < 1, "must be at least 0 and below 1; 0.75 is usual")
+        divides = self.cells >= 1 and not self.block_q % self.cells and not self.block_k % self.cells
+        require_value(self, "cells", divides, "must divide block_q and block_k; 4 is usual")
+        require_value(self, "multiple", self.multiple >= 1, "must be at least 1; 8 is usual")
+
+    def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
+        """Predicts the mask. Collective."""
+        grid, device = self.grid(request), tokens.q.device
+        cells = _Cells.of(grid, self.cells, device)
+        dense = always_dense(grid, self.dense_text, self.attention_sink, device)
+        wanted = (1 - self._at_step("sparsity", request.step)) * grid.nk
+        count = kept_blocks(wanted, grid.nk, round_up=True, multiple=self.multiple)
+
+        def choose(some: torch.Tensor) -> torch.Tensor:
+            # 1. [heads, cells, D + 1] → [heads, nk · c, D + 1]. Cells without tokens get −inf for their similarity.
+            keys = some[:, cells.grid.nq :].index_select(1, cells.k.flatten())
+            keys[..., -1].masked_fill_(~cells.k_real.flatten(), ANY_SIMILARITY)
+            chance = some.new_empty(len(some), grid.nq, grid.nk, dtype=torch.float64)
+            pairs = max(1, len(some)) * grid.nk * self.cells**2  # of a row; a rank may have no heads
+            at_once = max(1, PAIRS_AT_ONCE["cuda" if some.is_cuda else "cpu"] // pairs)
+            parts = cells.q.split(at_once), cells.q_real.split(at_once), chance.split(at_once, dim=1)
+            for q, real, part in zip(*parts, strict=True):
+                # 2. Scores of pairs of cells, [heads, n · c, nk · c] → [heads, n, c, nk, c].
+                rows = torch.cat([some.index_select(1, q.flatten()), keys], dim=1)
+                scores = pooled_scores(rows, q.numel(), tokens.scale, ANY_SIMILARITY)
+                scores = scores.unflatten(2, cells.k.shape).unflatten(1, q.shape)
+                scores.masked_fill_(~real[:, :, None, None], -torch.inf)
+                # 3. Σ exp over the pairs of two blocks. What is subtracted is the same for all blocks of a row.
+                scores.sub_(scores.amax((2, 3, 4), keepdim=True)).exp_()
+                part.copy_(halving_sum(scores.transpose(2, 3).flatten(3)))
+            return select_blocks(chance, dense.expand(len(some), -1), None, count)
+
+        return BlockMask(predict_bits(pool_own_heads(tokens, cells.grid), choose, tokens, grid), grid)
+
+
+class _Cells(NamedTuple):
+    """The cells of a grid's blocks, in a grid of their own."""
+
+    grid: BlockGrid
+    q: torch.Tensor  # int64[nq, cells], each query block's
+    q_real: torch.Tensor  # bool[nq, cells], whether it has tokens
+    k: torch.Tensor  # int64[nk, cells]
+    k_real: torch.Tensor  # bool[nk, cells]
+
+    @classmethod
+    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    def of(cls, grid: BlockGrid, cells: int, device: torch.device) -> _Cells:
+        """Cuts each block into so many cells."""
+        of_cells = replace(grid, block_q=grid.block_q // cells, block_k=grid.block_k // cells)
+        number, tables = np.arange(cells), []
+        for blocks, axis in ((grid.q_axis, of_cells.q_axis), (grid.k_axis, of_cells.k_axis)):
+            first = np.searchsorted(axis.starts, blocks.starts)
+            real = number < np.diff(first, append=len(axis))[:, None]
+            tables += [np.where(real, first[:, None] + number, 0), real]
+        return cls(of_cells, *(to_device(table, device) for table in tables))

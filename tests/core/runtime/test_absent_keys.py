@@ -1,0 +1,125 @@
+"""Absent keys, of known score and zero value: every strategy and precision against one more column of scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dbsp_core import (
+    BlockGrid,
+    BlockMask,
+    DualBalancedAttention,
+    SequenceGroup,
+    SequenceLayout,
+    dual_balanced_attention,
+    make_plan,
+)
+from dbsp_core.runtime.absent_keys import AbsentKeys
+from dbsp_core.utils.errors import UserError
+from tests.core.comm.oracle_cases import EVERY
+from tests.core.comm.test_distributed import LONG
+from tests.core.runtime.test_gradients import run_gradients
+from tests.support.attention_cases import Case, absent_keys, run_case, whole
+from tests.support.long import some_long
+from tests.support.oracle import dense_attention, largest_difference
+
+ABSENT = Case("-", heads=5, tokens=331, block_q=32, text_tokens=37, batch=2, absent=True)
+CASES = (
+    (ABSENT, 1e-5),
+    (replace(ABSENT, precision="int8", planner="paper", padded=True), 1e-5),
+    (replace(ABSENT, heads=3, block_k=32, density=0.15, keys="needed", dtype=torch.float64, dense_heads=1), 1e-12),
+    (Case("-", heads=6, tokens=19 + 5 * 8 * 9, text_tokens=19, thw=(5, 8, 9), layout="striped", absent=True,
+          orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")), 1e-5),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), *some_long(EVERY, LONG)], ids=str)
+def test_every_strategy_equals_one_process(threads, world, strategy):
+    for case, tolerance in CASES:
+        errors = threads(world).run(run_case, replace(case, strategy=strategy))
+        assert all(error <= tolerance for error in errors), (case, errors)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (2, "U1R2"), (4, "U2R2"), (3, "U1R3")])
+def test_gradients_equal_those_of_one_process(threads, world, strategy):
+    for errors in threads(world).run(run_gradients, replace(ABSENT, strategy=strategy)):
+        assert max(errors) <= 1e-5
+
+
+def added_without_mean(self, result, rows, batch, scale, mean, added=AbsentKeys.added_to):
+    return added(self, result, rows, batch, scale, None)
+
+
+def added_of_another_row(self, result, rows, batch, scale, mean, added=AbsentKeys.added_to):
+    return added(AbsentKeys(self.score.roll(1), self.head), result, rows, batch, scale, mean)
+
+
+def added_to_an_equal_part(self, result, rows, batch, scale, mean):
+    return result[0].mul_(torch.sigmoid(self.score).repeat(batch)[:, None, None]), result[1]
+
+
+@pytest.mark.parametrize(
+    ("fault", "precision"),
+    [(added_without_mean, "int8"), (added_of_another_row, "model"), (added_to_an_equal_part, "model")],
+)
+def test_negative_controls_fail(threads, monkeypatch, fault, precision):
+    monkeypatch.setattr(AbsentKeys, "added_to", fault)
+    assert max(threads(4).run(run_case, replace(ABSENT, strategy="U2R2", precision=precision))) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("out", "lse", "absent", "expected", "expected_lse"),
+    [
+        ((0.5, -1.0), 2.0, math.log(3), (0.3556, -0.7112), 2.34075),  # three zero-padded slots
+        ((1.0, -2.0), 1.5, 0.25, (0.7773, -1.5546), 1.751929),  # a sink
+        ((1.0, -2.0), 1.5, -math.inf, (1.0, -2.0), 1.5),
+        ((0.0, 0.0), -math.inf, -math.inf, (0.0, 0.0), -math.inf),
+        ((0.0, 0.0), -math.inf, 1.0, (0.0, 0.0), 1.0),
+    ],
+)
+def test_the_rule_in_numbers(out, lse, absent, expected, expected_lse):
+    keys = AbsentKeys(torch.tensor([absent]), torch.tensor([0]))
+    result = torch.tensor([[out]]), torch.tensor([[lse]])  # [B·Rq, Bq, D], [B·Rq, Bq]
+    changed, changed_lse = keys.added_to(result, torch.zeros(1, 1, 2), 1, 1.0, None)
+    assert changed[0, 0].tolist() == pytest.approx(expected, abs=1e-4)
+    assert max(float(changed_lse), -1e30) == pytest.approx(max(expected_lse, -1e30), abs=1e-5)
+
+
+def packed(rank: int, world: int, strategy: str) -> float:
+    """Returns the error of two packed sequences, of which the second has absent keys."""
+    cases = [replace(ABSENT, tokens=131, text_tokens=5, batch=1, absent=absent) for absent in (False, True)]
+    masks, inputs = zip(*(whole(case.attention) for case in cases), strict=True)
+    mask, full = BlockMask.packed(masks), [torch.cat(both, dim=2) for both in zip(*inputs, strict=True)]
+    layout = SequenceLayout.contiguous(262, world)
+    token, slot = (torch.from_numpy(positions) for positions in layout.tokens_at(rank))
+    local = [torch.zeros(1, 5, layout.shard, 16).index_copy(2, slot, tensor[:, :, token]) for tensor in full]
+    out = dual_balanced_attention(*local, mask, strategy, layout=layout)
+    sequences = zip(inputs, masks, strict=True)
+    alone = torch.cat([dense_attention(*qkv, part, torch.arange(131)) for qkv, part in sequences], dim=2)
+    return largest_difference(out[:, :, slot], alone[:, :, token])
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
+def test_packed_sequences_have_their_own(threads, world, strategy):
+    assert max(threads(world).run(packed, strategy)) <= 1e-5
+
+
+def test_masks_differ_by_their_absent_keys():
+    grid = BlockGrid.uniform(100, 16)
+    bits = torch.ones(2, grid.nq, grid.nk, dtype=torch.bool)
+    masks = [BlockMask(bits, grid, absent=absent_keys(2, grid, seed)) for seed in (0, 0, 1)]
+    assert masks[0].fingerprint == masks[1].fingerprint != masks[2].fingerprint
+    with pytest.raises(UserError, match=r"absent keys are torch.float32 of shape \(3, 7\); expected .* \(2, 7\)"):
+        replace(masks[0], absent=absent_keys(3, grid, 0))
+
+
+def test_kernels_without_a_log_sum_exp_are_rejected():
+    mask, _ = whole(ABSENT)
+    plan = make_plan(mask, "U1R1")
+    with pytest.raises(UserError, match="kernel 'sparge'"):
+        DualBalancedAttention.prepare(
+            plan, mask, SequenceLayout.contiguous(331, 1), SequenceGroup(0, 1), kernel="sparge"
+        )
