@@ -37,15 +37,17 @@ CONFIG_VARIABLE = "DBSP_CONFIG"
 class EngineLayout:
     """Layout in which an engine holds the tokens of a forward pass.
 
-    Rank r has the r-th `shard` slots of the sequence; those that are left at its end are padding.
+    Rank r has the r-th `shard` slots of the sequence; those that are left at its end are padding. Where text is apart
+    from that sequence, a rank has a part of it, or all of it, before or after its shard.
 
     Attributes:
         thw: The video's token grid.
         before: Tokens of the sequence before the video: text, audio, images that it is made from.
         after: Those after it.
         shard: Slots of a rank; None: as few as hold the sequence.
-        text: Tokens of text that every rank has whole in addition to the sequence, without their padding.
+        text: Tokens of text in addition to the sequence, without their padding.
         text_last: True if outputs of that text follow those of the shard, rather than precede them.
+        text_shares: How many of them each rank has, with its padding last of all; (): every rank has them whole.
         runs: Tokens of each kind before the video, if the engine gives them; mask source vsa pools none with another.
     """
 
@@ -55,6 +57,7 @@ class EngineLayout:
     shard: int | None = None
     text: int = 0
     text_last: bool = False
+    text_shares: tuple[int, ...] = ()
     runs: tuple[int, ...] = ()
 
     @property
@@ -64,11 +67,11 @@ class EngineLayout:
         return Video(self.thw, self.text + self.before + self.after, runs)
 
     def text_share(self, world: int) -> int:
-        """Slots of a rank for the text that all have: each treats a part of it as its own, the last one's padded."""
-        return -(-self.text // world)
+        """Slots of a rank for text. Of text that all have, each treats a part as its own, the last one's padded."""
+        return max(self.text_shares) if self.text_shares else -(-self.text // world)
 
     def on(self, world: int) -> SequenceLayout:
-        """Returns the rank and slot of each token, if each rank has its part of that text with its shard.
+        """Returns the rank and slot of each token, if each rank has its part of the text with its shard.
 
         Raises UserError if the sequence has more tokens than the ranks have slots.
         """
@@ -90,10 +93,14 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
         )
     rank, local = np.empty(tokens, dtype=np.int64), np.empty(tokens, dtype=np.int64)
     rank[sequence], local[sequence] = np.divmod(np.arange(len(sequence)), shard)
-    rank[:text], local[:text] = np.divmod(np.arange(text), max(1, share))
-    # 3. Sequence and text together.
-    local[:text] += shard if layout.text_last else 0
-    local[text:] += 0 if layout.text_last else share
+    held = np.array(layout.text_shares or np.diff(np.minimum(np.arange(world + 1) * share, text)))
+    rank[:text] = np.repeat(np.arange(world), held)
+    local[:text] = np.arange(text) - np.repeat(np.cumsum(held) - held, held)
+    # 3. Sequence and text together: a rank that has only its own text has no padding in between.
+    if layout.text_last:
+        local[:text] += shard
+    else:
+        local[text:] += held[rank[text:]] if layout.text_shares else share
     return SequenceLayout(rank, local, world, shard + share)
 
 
@@ -201,7 +208,7 @@ class EngineSession:
         """Computes attention of one layer.
 
         Args:
-            q, k, v: [B, shard, H, D], this rank's tokens with padding.
+            q, k, v: [B, shard, H, D], this rank's tokens with padding, and with its share of text if it has one.
             text: q, k or v of the text that every rank has whole, [B, slots, H, D]: its tokens, then padding, which is
                 no key, and whose outputs are 0. None: a single rank may have it in its sequence.
             gate: Of q's shape: by what the model multiplies a coarse branch, for mask source vsa.
@@ -210,14 +217,18 @@ class EngineSession:
             Of q's shape; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
             text's outputs are equal on all ranks.
         """
-        if text is None and self._layout.text:
+        slots = q.shape[1]
+        if self._layout.text_shares:
+            unused = self._layout.on(self.session.group.size).shard - slots  # of a rank with less text than another
+            q, k, v = (F.pad(tensor, (0, 0, 0, 0, 0, unused)) if unused else tensor for tensor in (q, k, v))
+        elif text is None and self._layout.text:
             (q, k, v), text = self._without_text((q, k, v))
         local = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
         gate = None if gate is None else gate.transpose(1, 2)
         with ConcurrencyGuard(self.session.group):
             out = self.session.attend(layer, *(tensor.transpose(1, 2) for tensor in local), scale=scale, gate=gate)
             out = out.transpose(1, 2)
-            return out if text is None else self._with_all_text(out, text[0].shape[1])
+            return out[:, :slots] if text is None else self._with_all_text(out, text[0].shape[1])
 
     def _without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
         """Splits one rank's [B, slots + shard, H, D], or [B, shard + slots, H, D], into those of shard and text."""

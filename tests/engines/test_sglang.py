@@ -5,17 +5,16 @@ Runs in an environment of its own: `scripts/engines test`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("sglang", reason="run scripts/engines test")
-from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum
-
 from dbsp_core.utils.errors import UserError
-from dbsp_engines.sglang import EXPECTED, _kernels_of_h3
+from dbsp_engines.sglang import EXPECTED, _attentions_of_h3
 from scripts.checks.engines.commands import differences, generate
-from scripts.checks.engines.runs import Case, run
+from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
     KNOWN,
@@ -51,15 +50,102 @@ def test_minimax_h3_runs_with_heads_that_its_ulysses_rejects(tmp_path):
     assert_exact([case], run(ENGINE, 1, 2, case))
 
 
-def test_minimax_h3_with_more_than_a_softmax_is_rejected():
-    sparse = SimpleNamespace(_resolved_attention_backend=AttentionBackendEnum.VIDEO_SPARSE_ATTN_H3)
-    sparse._resolve_attention_backend_once = lambda: None
-    with pytest.raises(UserError, match="gated branch in addition to its softmax; leave out --attention-backend"):
-        _kernels_of_h3(sparse)
-    linear = SimpleNamespace(_resolved_attention_backend=None, _resolve_attention_backend_once=lambda: None)
+def test_minimax_h3_with_linear_attention_is_rejected():
+    linear = SimpleNamespace(_resolve_attention_backend_once=lambda: None)
     linear.blocks = [SimpleNamespace(attn=SimpleNamespace(hybrid=object()))]
     with pytest.raises(UserError, match="linear attention in addition to its softmax"):
-        _kernels_of_h3(linear)
+        _attentions_of_h3(linear)
+
+
+VIDEO, FRAMES, IMAGE = (6, 9, 5), (4, 5, 5), (1, 9, 9)
+VSA = "vsa:sparsity=0.6"
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
+def test_text_beside_the_video(ulysses, ring):
+    """Whole on every rank, in parts that differ, with padding; HunyuanVideo's ranks have whole frames."""
+    cases = (
+        Case(4, (FRAMES, (8, 3, 4)), PREDICTED, passes=2, frames=True, model="hunyuan"),
+        Case(4, (FRAMES,), KNOWN, frames=True, model="hunyuan_prompt_of_one"),
+        Case(4, (IMAGE, (1, 5, 8)), PREDICTED, passes=2, model="flux"),
+        Case(4, (IMAGE,), KNOWN, model="qwen"),
+        Case(4, (IMAGE,), PREDICTED, model="qwen_padded_text"),
+    )
+    assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
+def test_gates_of_vsa(ulysses, ring):
+    cases = Case(4, (VIDEO,), VSA, model="wan_vsa"), Case(4, (VIDEO,), VSA, model="h3_vsa")
+    assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
+
+
+def test_another_branch_of_vsa_would_be_seen():
+    cases = [Case(4, (VIDEO,), VSA, model=model, wrong=f"{VSA},coarse=false") for model in ("wan_vsa", "h3_vsa")]
+    assert all(found["error"] > 1e-2 for found in run(ENGINE, 2, 1, *cases))
+
+
+@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
+def test_ltx2(strategy, tmp_path):
+    """Frames of padding, four passes of a step, a layer that one of them skips, and two sizes, as of two stages.
+
+    SGLang's other attentions take Ulysses alone without FlashAttention; db-SP's configuration says its own strategy.
+    """
+    settings = tmp_path / "ltx2.yaml"
+    settings.write_text(f"mask: {PREDICTED}\nstrategy: {strategy}\n", encoding="utf-8")
+    case = Case(4, ((5, 4, 4), (3, 4, 6)), str(settings), passes=4, model="ltx2")
+    found = run(ENGINE, 2, 1, case)
+    assert_exact([case], found)
+    assert found[0]["calls"]["most"] == 2 * STEPS * (4 * LAYERS - 1), "the perturbed pass skips a layer"
+
+
+def test_tensor_parallelism():
+    """Two ranks have each half of the heads, and two share the sequence: 6 and 10 heads, 3 and 5 on a rank."""
+    cases = Case(6, (UNEQUAL, EVEN), PREDICTED, passes=2, tensor=2), Case(10, (UNEQUAL,), KNOWN, tensor=2)
+    others = Case(8, (UNEQUAL,), PREDICTED, model="h3", tensor=2), Case(4, (FRAMES,), PREDICTED, frames=True, tensor=2)
+    others = others[0], replace(others[1], model="hunyuan")
+    assert_exact([*cases, *others], run(ENGINE, 4, 1, *cases, *others))
+
+
+DIT = {"max_warmup_steps": 1, "residual_diff_threshold": 1e3}
+TEA = {"teacache_thresh": 100.0, "start_skipping": 1, "end_skipping": STEPS, "coefficients": [0, 0, 0, 1, 0]}
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
+def test_step_caches_skip_the_same_layers_as_one_process(ulysses, ring):
+    """Cache-DiT always computes the first layer, TeaCache and Spectrum skip whole passes; SGLang's H3 has the first."""
+    wan, step = Case(3, (UNEQUAL, EVEN), PREDICTED, passes=2), 2 * 2 * LAYERS
+    cases = (
+        replace(wan, cache="cache_dit", cache_options=DIT),
+        replace(wan, cache="teacache", cache_options=TEA),
+        replace(wan, cache="spectrum", cache_options={"warmup_steps": STEPS - 1}),
+        Case(4, (UNEQUAL, EVEN), PREDICTED, model="h3_keyframe", cache="cache_dit", cache_options=DIT),
+        replace(wan, cache="teacache", cache_options=TEA, unlike=True),
+    )
+    found = run(ENGINE, ulysses, ring, *cases)
+    *same, unlike = found
+    assert_exact(cases[:-1], same)
+    counts = [list(each["calls"].values()) for each in found]
+    assert counts[:4] == [
+        [step + (STEPS - 1) * 2 * 2] * 3,
+        [step] * 3,
+        [(STEPS - 1) * step] * 3,
+        [2 * LAYERS + (STEPS - 1) * 2] * 3,
+    ]
+    assert counts[4] == [STEPS * step, STEPS * step, step], "one rank alone would skip: none does"
+    assert unlike["error"] > 1e-3
+
+
+def test_step_caches_and_tensor_parallelism():
+    """The vote of TeaCache is of all four ranks; one of them alone would skip."""
+    wan = Case(6, (UNEQUAL,), PREDICTED, tensor=2)
+    cases = [
+        replace(wan, cache=name, cache_options=options) for name, options in (("cache_dit", DIT), ("teacache", TEA))
+    ]
+    found = run(ENGINE, 4, 1, *cases, replace(cases[1], unlike=True))
+    assert_exact(cases, found[:2])
+    assert [each["calls"]["fewest"] for each in found] == [LAYERS + STEPS - 1, LAYERS, STEPS * LAYERS]
+    assert [each["calls"]["most"] for each in found] == [LAYERS + STEPS - 1, LAYERS, STEPS * LAYERS]
 
 
 def test_wan22s_transformers_with_masks_of_their_own(tmp_path):
@@ -86,8 +172,8 @@ def test_its_own_command_makes_the_video_of_one_process(tmp_path):
     assert found["ring"] < found["dense"] / 10
 
 
-def test_what_is_not_its_own_wan_stops_the_worker_in_one_line(tmp_path):
-    supported = "db-SP supports SGLang's own Wan and MiniMax-H3"
+def test_what_is_not_its_own_model_stops_the_worker_in_one_line(tmp_path):
+    supported = "db-SP supports SGLang's own transformers with one self-attention per block"
     with pytest.raises(RuntimeError, match=f"UserError: {supported}, and this is DiffusersPipeline; "):
         generate(ENGINE, tmp_path, "rejected", 1, True, "--backend", "diffusers")
 

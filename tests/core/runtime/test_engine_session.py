@@ -94,6 +94,37 @@ def test_session_of_an_engine_equals_one_process(name, mask, strategy):
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of, name, mask, strategy)) <= 1e-5
 
 
+def error_of_parts(rank: int, world: int, last: bool, shares: tuple[int, ...], strategy: str) -> float:
+    """Each rank has its own part of the text before or after its shard, and no slots for what it lacks."""
+    layout = EngineLayout(THW, shard=-(-75 // world), text=sum(shares), text_last=last, text_shares=shares)
+    session = EngineSession(SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, LAYERS, PREDICTED)
+    session.begin(layout, "cpu", 0)
+    worst, group, first = 0.0, SequenceGroup.from_group(), sum(shares[:rank])
+    for layer in range(LAYERS):
+        generator = torch.Generator().manual_seed(layer)
+        together = torch.randn(3, 2, sum(shares) + 75, HEADS, WIDTH, generator=generator)
+        text, video = together.split([sum(shares), 75], dim=2)
+        expected = attend_under(PREDICTED, layer, LAYERS, THW, *together, text=sum(shares))
+        padded = F.pad(video, (0, 0, 0, 0, 0, world * layout.shard - 75), value=1e4)
+        mine = text[:, :, first : first + shares[rank]], padded[:, :, rank * layout.shard : (rank + 1) * layout.shard]
+        out = session.attend(layer, *torch.cat(mine[:: -1 if last else 1], dim=2))
+        sizes = [shares[rank], layout.shard]
+        of_text, of_video = out.split(sizes[:: -1 if last else 1], dim=1)[:: -1 if last else 1]
+        gathered = torch.cat(group.all_gather(of_video), dim=1)[:, :75]
+        worst = max(worst, largest_difference(gathered, expected[:, sum(shares) :]))
+        if shares[rank]:
+            worst = max(worst, largest_difference(of_text, expected[:, first : first + shares[rank]]))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("last", "shares", "strategy"),
+    [(False, (2, 2, 2, 1), "U2R2"), (True, (3, 3, 1, 0), "U2R2"), (True, (4, 3), "U1R2"), (False, (4, 3), "U2R1")],
+)
+def test_text_in_parts_equals_one_process(last, shares, strategy):
+    assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_parts, last, shares, strategy)) <= 1e-5
+
+
 VSA = VsaSource(64, 64, sparsity=0.7)
 
 
