@@ -26,6 +26,13 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
 
+_TEXT_IN_PARTS = {
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "QwenImageTransformer2DModel",
+}
+"""Transformers whose ranks may have a part of the text each, without saying where it is."""
 _SESSION = "_dbsp_transformer"
 """Attribute of a transformer that has a session."""
 _SUPPORTED = "db-SP supports SGLang's own transformers with one self-attention per block"
@@ -160,6 +167,7 @@ class DbspImpl:
             last=num_replicated_suffix > 0 or seq_lens is not None,
             lengths=tuple(seq_lens or ()),
             padding=meta.get("pad_end", 0) - meta.get("pad_start", 0) if attn_mask is None else 0,
+            in_parts=any(parent.__name__ in _TEXT_IN_PARTS for parent in type(self.transformer.module).__mro__),
         )
         return self.transformer.attend(self.layer, sequence, self.scale, layout_of, text=text, gate=gate_compress)
 
@@ -241,6 +249,7 @@ def _layout_of(
     last: bool,
     lengths: tuple[int, ...],
     padding: int,
+    in_parts: bool,
 ) -> EngineLayout:
     """Returns the layout of a pass, in which each rank has a run of tokens, or of frames, and text.
 
@@ -250,6 +259,7 @@ def _layout_of(
         last: True if text follows.
         lengths: Slots of all ranks, if they differ; each rank then has a part of the text.
         padding: Slots of the last rank that are padding of text, of which each rank has a part.
+        in_parts: True if the transformer is one whose ranks may have a part of the text each.
 
     Raises:
         UserError: For slots that are not those of the video and its text.
@@ -264,9 +274,11 @@ def _layout_of(
     shares = tuple(slots - shard for slots in lengths or ((local,) * world if local != shard else ()))
     if padding and shares:
         shares = (*shares[:-1], shares[-1] - padding)
-    known = not shares or (whole is None and world > 1 and getattr(request, "did_sp_shard_latents", False))
-    is_edit = bool(shares) and not lengths and getattr(request, "image_latent", None) is not None
-    if not known or is_edit or min(shares, default=0) < 0:
+    is_cut = getattr(request, "did_sp_shard_latents", False)
+    is_edit = not lengths and getattr(request, "image_latent", None) is not None
+    has_parts = in_parts and whole is None and world > 1 and is_cut and not is_edit
+    is_cut_in_space = thw[0] == 1 and is_cut and len(request.raw_latent_shape) == 5
+    if (shares and not has_parts) or is_cut_in_space or min(shares, default=0) < 0:
         raise UserError(
             f"SGLang gave one of {world} ranks {local} tokens, of {tokens} video tokens {thw} and text; db-SP doesn't "
             f"know how it shards this request; {_INSTEAD}"

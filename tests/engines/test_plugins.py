@@ -361,7 +361,7 @@ def test_sglangs_frames_of_padding_are_not_attended_to(sglang, monkeypatch, worl
     assert max(ThreadRanks(world).run(of_sglang)) <= 1e-5
 
 
-OF_VIDEO = {"whole": None, "last": False, "lengths": (), "padding": 0}
+OF_VIDEO = {"whole": None, "last": False, "lengths": (), "padding": 0, "in_parts": True}
 
 
 @pytest.mark.parametrize(
@@ -371,17 +371,22 @@ OF_VIDEO = {"whole": None, "last": False, "lengths": (), "padding": 0}
         ((5, 5, 5), 50, {}, r"gave one of 2 ranks 50 tokens, of 125 video tokens \(5, 5, 5\) and text"),
         ((1, 9, 9), 41 + 20, {"padding": 1}, "doesn't know how it shards this request"),
         ((4, 5, 5), 57, {"lengths": (57, 40)}, "doesn't know how it shards this request"),
+        ((4, 5, 5), 57, {"in_parts": False}, "doesn't know how it shards this request"),
+        ((1, 8, 8), 32, {"raw": (1, 4, 1, 16, 16)}, "doesn't know how it shards this request"),
     ],
-    ids=["whole video", "another number of frames", "an image to edit", "less than the video"],
+    ids=["whole video", "other frames", "an image to edit", "less than the video", "other tokens", "a part in space"],
 )
 def test_sglangs_tokens_of_which_db_sp_does_not_know_the_place_are_rejected(thw, local, changed, said):
+    options = OF_VIDEO | changed
     request = SimpleNamespace(did_sp_shard_latents=True, image_latent=torch.zeros(1))
+    request.raw_latent_shape = options.pop("raw", (1, 81, 16))
     with pytest.raises(UserError, match=said):
-        dbsp_engines.sglang._layout_of(request, thw, 2, local=local, **OF_VIDEO | changed)
+        dbsp_engines.sglang._layout_of(request, thw, 2, local=local, **options)
 
 
 def test_sglangs_text_is_whole_or_in_parts_of_several_sizes():
-    layout_of, request = dbsp_engines.sglang._layout_of, SimpleNamespace(did_sp_shard_latents=True)
+    layout_of = dbsp_engines.sglang._layout_of
+    request = SimpleNamespace(did_sp_shard_latents=True, raw_latent_shape=(1, 81, 16))
     whole_text = layout_of(request, (1, 9, 9), 4, local=21, **OF_VIDEO | {"whole": lambda: 7})
     assert whole_text == EngineLayout((1, 9, 9), shard=21, text=7)
     padded = layout_of(request, (1, 9, 9), 4, local=23, **OF_VIDEO | {"padding": 1})

@@ -9,10 +9,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("sglang", reason="run scripts/engines test")
+from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as breakable
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
+
 from dbsp_core.utils.errors import UserError
-from dbsp_engines.sglang import EXPECTED, _attentions_of_h3
+from dbsp_engines.sglang import EXPECTED, DbspImpl, DbspTransformer, _attentions_of_h3
 from scripts.checks.engines.commands import differences, generate
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
@@ -101,10 +106,13 @@ def test_ltx2(strategy, tmp_path):
 
 def test_tensor_parallelism():
     """Two ranks have each half of the heads, and two share the sequence: 6 and 10 heads, 3 and 5 on a rank."""
-    cases = Case(6, (UNEQUAL, EVEN), PREDICTED, passes=2, tensor=2), Case(10, (UNEQUAL,), KNOWN, tensor=2)
-    others = Case(8, (UNEQUAL,), PREDICTED, model="h3", tensor=2), Case(4, (FRAMES,), PREDICTED, frames=True, tensor=2)
-    others = others[0], replace(others[1], model="hunyuan")
-    assert_exact([*cases, *others], run(ENGINE, 4, 1, *cases, *others))
+    cases = (
+        Case(6, (UNEQUAL, EVEN), PREDICTED, passes=2, tensor=2),
+        Case(10, (UNEQUAL,), KNOWN, tensor=2),
+        Case(8, (UNEQUAL,), PREDICTED, model="h3", tensor=2),
+        Case(4, (FRAMES,), PREDICTED, frames=True, model="hunyuan", tensor=2),
+    )
+    assert_exact(cases, run(ENGINE, 4, 1, *cases))
 
 
 DIT = {"max_warmup_steps": 1, "residual_diff_threshold": 1e3}
@@ -113,7 +121,7 @@ TEA = {"teacache_thresh": 100.0, "start_skipping": 1, "end_skipping": STEPS, "co
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(2, 1), (1, 2)])
 def test_step_caches_skip_the_same_layers_as_one_process(ulysses, ring):
-    """Cache-DiT always computes the first layer, TeaCache and Spectrum skip whole passes; SGLang's H3 has the first."""
+    """Cache-DiT computes the first layer of a pass, TeaCache and Spectrum none; for H3 SGLang has Cache-DiT alone."""
     wan, step = Case(3, (UNEQUAL, EVEN), PREDICTED, passes=2), 2 * 2 * LAYERS
     cases = (
         replace(wan, cache="cache_dit", cache_options=DIT),
@@ -139,9 +147,7 @@ def test_step_caches_skip_the_same_layers_as_one_process(ulysses, ring):
 def test_step_caches_and_tensor_parallelism():
     """The vote of TeaCache is of all four ranks; one of them alone would skip."""
     wan = Case(6, (UNEQUAL,), PREDICTED, tensor=2)
-    cases = [
-        replace(wan, cache=name, cache_options=options) for name, options in (("cache_dit", DIT), ("teacache", TEA))
-    ]
+    cases = [replace(wan, cache="cache_dit", cache_options=DIT), replace(wan, cache="teacache", cache_options=TEA)]
     found = run(ENGINE, 4, 1, *cases, replace(cases[1], unlike=True))
     assert_exact(cases, found[:2])
     assert [each["calls"]["fewest"] for each in found] == [LAYERS + STEPS - 1, LAYERS, STEPS * LAYERS]
@@ -176,6 +182,52 @@ def test_what_is_not_its_own_model_stops_the_worker_in_one_line(tmp_path):
     supported = "db-SP supports SGLang's own transformers with one self-attention per block"
     with pytest.raises(RuntimeError, match=f"UserError: {supported}, and this is DiffusersPipeline; "):
         generate(ENGINE, tmp_path, "rejected", 1, True, "--backend", "diffusers")
+
+
+class Captured:
+    """What SGLang's eager parts of a breakable CUDA graph need of a capture: here nothing is captured in between."""
+
+    def __init__(self) -> None:
+        self.cuda_graph, self._barrier_fn = SimpleNamespace(_break_fns=[]), None
+
+    def _end_current_segment(self) -> None: ...
+
+    def _begin_new_segment(self) -> None: ...
+
+
+def test_a_replayed_graph_begins_passes_of_its_own_steps():
+    """Attention is an eager part of SGLang's breakable graphs, which ask for the step and the text when replayed."""
+    q = torch.randn(3, 1, 82, 3, 24, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 82, dtype=torch.bool)
+    seen: list[tuple[int, int]] = []
+    session = SimpleNamespace(session=SimpleNamespace(group=SimpleNamespace(size=1)))
+    session.begin = lambda layout, device, *, step, **_: seen.append((step, layout.text))
+    session.attend = lambda layer, q, k, v, scale, text, gate: torch.cat([text[0], q], dim=1) + seen[-1][0]
+    transformer = DbspTransformer(SimpleNamespace(patch_size=(1, 2, 2)), session)
+    kernels = [DbspImpl(1.0, transformer, layer) for layer in range(2)]
+    request, capture = SimpleNamespace(raw_latent_shape=(1, 4, 3, 10, 10), is_cfg_negative=False), Captured()
+    inputs = q[0, :, 7:].clone()
+
+    def forward(step: int) -> list[torch.Tensor]:
+        text = dict(zip(("q_prefix", "k_prefix", "v_prefix"), q[:, :, :7], strict=True))
+        with set_forward_context(step, None, request):
+            return [kernel.attend(inputs, inputs, inputs, attn_mask=mask, **text) for kernel in kernels]
+
+    token = breakable._current_capture_var.set(capture)
+    try:
+        with enable_breakable_cuda_graph():
+            outputs = forward(0)
+    finally:
+        breakable._current_capture_var.reset(token)
+    assert seen == [(0, 7)]
+    assert len(capture.cuda_graph._break_fns) == 2
+    mask[:, 5:7] = False
+    with set_forward_context(2, None, request):
+        for part in capture.cuda_graph._break_fns:
+            part()
+    assert seen == [(0, 7), (2, 5)]
+    expected = torch.cat([q[0, :, :7], inputs], dim=1) + 2
+    assert all(torch.equal(out, expected) for out in outputs), "the graph's own buffers hold the new pass"
 
 
 def test_what_sglang_rejects_or_computes_otherwise_without_it():

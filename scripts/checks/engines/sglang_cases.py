@@ -80,7 +80,7 @@ def tiny(case: Case, seed: int) -> torch.nn.Module:
     if case.tensor == 1 or ALONE:
         filled(model, seed)
     else:
-        whole = torch.load(f"{sys.argv[4]}.{case.heads}.{seed}", weights_only=True)
+        whole = torch.load(f"{sys.argv[4]}.{case.model}.{case.heads}.{seed}", weights_only=True)
         for name, parameter in model.named_parameters():
             if parameter.shape == whole[name].shape:
                 parameter.data.copy_(whole[name])
@@ -100,7 +100,8 @@ def outputs_of(case: Case, mask: str | None = None) -> tuple[Outputs, int]:
     models = [tiny(case, seed) for seed in ((0, 1) if case.pair else (0,))]
     if case.tensor > 1 and ALONE:
         for seed, model in enumerate(models):
-            torch.save(dict(model.named_parameters()), f"{sys.argv[4]}.{case.heads}.{seed}")
+            parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+            torch.save(parameters, f"{sys.argv[4]}.{case.model}.{case.heads}.{seed}")
     if case.compiled and not ALONE:
         for model in models:
             how, _ = resolve_torch_compile_kwargs("SGLANG_TORCH_COMPILE_MODE", default="default", module=model)
