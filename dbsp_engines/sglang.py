@@ -393,6 +393,7 @@ def attach(module: Any, name: str = "transformer", clock: StepClock | None = Non
     from sglang.multimodal_gen.runtime.distributed.parallel_state import (
         get_ring_parallel_world_size,
         get_sp_group,
+        get_tp_group,
         get_ulysses_parallel_world_size,
     )
     from sglang.multimodal_gen.runtime.models.dits.minimax_h3 import MiniMaxH3DiTModel
@@ -403,11 +404,15 @@ def attach(module: Any, name: str = "transformer", clock: StepClock | None = Non
     layers = _attentions_of_h3(module) if is_h3 else _attentions_of(module)
     if getattr(settings, "kv_gather_degree", 1) > 1 and not getattr(settings, "sp_split_auto", False):
         raise UserError("db-SP takes Ulysses × ring, not K/V gathering; set --ulysses-degree, not --kv-gather-degree")
-    # 2. The session, of the ranks that share a sequence. Tensor parallelism gives each of them the same heads.
+    # 2. The session, of the ranks that share a sequence. Tensor parallelism gives all of them the same heads.
     strategy = Strategy(get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     ranks = get_sp_group()
     group = SequenceGroup.from_group(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
-    session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock, transformer=name)
+    heads, head_slice = layers[0].num_heads, None
+    if get_tp_group().world_size > 1:
+        all_heads = getattr(module, "num_attention_heads", None) or module.config.num_attention_heads
+        head_slice = None if heads == all_heads else (get_tp_group().rank_in_group * heads, all_heads)
+    session = EngineSession(group, strategy, heads, len(layers), clock=clock, transformer=name, head_slice=head_slice)
     transformer = DbspTransformer(module, session)
     setattr(module, _SESSION, transformer)
     # 3. Its kernels.

@@ -7,7 +7,8 @@ of its own. Text may be part of that sequence, or be whole on every rank in addi
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +21,12 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import Video
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import Progress, StepClock
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, UnionSource
+from dbsp_core.sources.base import Changes
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
@@ -104,6 +108,40 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
     return SequenceLayout(rank, local, world, shard + share)
 
 
+@dataclass(frozen=True)
+class _HeadsOf:
+    """Masks of a run of heads, of a source that is not predicted and whose masks may differ from head to head."""
+
+    source: MaskSource
+    first: int
+    all_heads: int
+
+    @property
+    def changes(self) -> Changes:
+        return self.source.changes
+
+    def cache_key(self, request: MaskRequest) -> Hashable:
+        return self.source.cache_key(replace(request, heads=self.all_heads))
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return self._own(self.source.grid(replace(request, heads=self.all_heads)), request)
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        mask = self.source.mask(replace(request, heads=self.all_heads))
+        return BlockMask(mask.bits[self.first : self.first + request.heads], self._own(mask.grid, request))
+
+    def _own(self, grid: BlockGrid, request: MaskRequest) -> BlockGrid:
+        own = grid.orders[self.first : self.first + request.heads]
+        return replace(grid, orders=own) if len(grid.orders) > 1 else grid
+
+
+def _of_heads(source: MaskSource, first: int, all_heads: int) -> MaskSource:
+    if isinstance(source, UnionSource):
+        return UnionSource(tuple(_of_heads(part, first, all_heads) for part in source.of))
+    is_same = isinstance(source, DenseSource) or source.changes == "per_call"
+    return source if is_same else _HeadsOf(source, first, all_heads)
+
+
 def generation_of(request: Any) -> object:
     """Returns an object that stands for a request of the engine, kept as its attribute; None for no request."""
     return None if request is None else vars(request).setdefault("_dbsp_generation", object())
@@ -116,6 +154,7 @@ class EngineSession:
         group: The ranks that share the sequence, in the order of their shards.
         strategy: The engine's degrees, Ulysses × Ring; a strategy in the configuration goes before.
         heads, layers: Heads and layers of the transformer.
+        head_slice: First of the heads and number of all, of which tensor parallelism gives these ranks `heads`.
         config: Argument of `DbspConfig.load`. None: $DBSP_CONFIG, or the defaults.
         clock: The count of steps of all transformers that take turns in a denoising; None: there is one transformer.
         transformer: Its name, "transformer_2" for the second of two, which may have settings that differ.
@@ -133,10 +172,13 @@ class EngineSession:
         config: ConfigLike = None,
         clock: StepClock | None = None,
         transformer: str = "transformer",
+        head_slice: tuple[int, int] | None = None,
     ) -> None:
         given = os.environ.get(CONFIG_VARIABLE) if config is None else config
         loaded, problem = attempt(lambda: DbspConfig.load(given).for_transformer(transformer))
         loaded = loaded or DbspConfig()
+        if head_slice is not None:
+            loaded = replace(loaded, mask=_of_heads(loaded.mask, *head_slice))
         self._steps: int | None = None
         self.session = AttentionSession(
             config=loaded,

@@ -295,6 +295,7 @@ def sglang(put, monkeypatch):
         get_sp_group=lambda: SimpleNamespace(world_size=SequenceGroup.from_group().size, device_group=None),
         get_ulysses_parallel_world_size=lambda: SequenceGroup.from_group().size,
         get_ring_parallel_world_size=lambda: 1,
+        get_tp_group=lambda: SimpleNamespace(world_size=1),
     )
     put(f"{root}.layers.attention.layer", USPAttention=SglangAttention, UlyssesAttention_VSA=type(None))
     put(f"{root}.models.dits.minimax_h3", MiniMaxH3DiTModel=type(None))
@@ -359,6 +360,18 @@ def test_sglangs_frames_of_padding_are_not_attended_to(sglang, monkeypatch, worl
     monkeypatch.setenv("DBSP_CONFIG", MASK)
     sglang.forward_batch = SimpleNamespace(raw_latent_shape=(1, 4, 3, 10, 10), is_cfg_negative=False)
     assert max(ThreadRanks(world).run(of_sglang)) <= 1e-5
+
+
+def test_sglangs_passes_of_a_step_are_counted_where_they_have_no_names(sglang, monkeypatch):
+    """As LTX-2's: of guidance, perturbed in some layers, isolated."""
+    monkeypatch.setenv("DBSP_CONFIG", MASK)
+    sglang.forward_batch, model = SimpleNamespace(raw_latent_shape=(1, 4, 3, 10, 10)), Wan()
+    dbsp_engines.sglang.attach(model)
+    provider = model._dbsp_transformer.session.session._provider
+    for sglang.current_timestep in range(2):
+        for branch in range(4):
+            model()
+            assert (provider.moment.step, provider.moment.cfg_branch) == (sglang.current_timestep, branch)
 
 
 OF_VIDEO = {"whole": None, "last": False, "lengths": (), "padding": 0, "in_parts": True}

@@ -146,12 +146,12 @@ def test_step_caches_skip_the_same_layers_as_one_process(ulysses, ring):
 
 def test_step_caches_and_tensor_parallelism():
     """The vote of TeaCache is of all four ranks; one of them alone would skip."""
-    wan = Case(6, (UNEQUAL,), PREDICTED, tensor=2)
+    wan = Case(6, (UNEQUAL,), PREDICTED, passes=2, tensor=2)
     cases = [replace(wan, cache="cache_dit", cache_options=DIT), replace(wan, cache="teacache", cache_options=TEA)]
     found = run(ENGINE, 4, 1, *cases, replace(cases[1], unlike=True))
     assert_exact(cases, found[:2])
-    assert [each["calls"]["fewest"] for each in found] == [LAYERS + STEPS - 1, LAYERS, STEPS * LAYERS]
-    assert [each["calls"]["most"] for each in found] == [LAYERS + STEPS - 1, LAYERS, STEPS * LAYERS]
+    for which in ("fewest", "most"):
+        assert [each["calls"][which] for each in found] == [2 * (LAYERS + STEPS - 1), 2 * LAYERS, 2 * STEPS * LAYERS]
 
 
 def test_wan22s_transformers_with_masks_of_their_own(tmp_path):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from dbsp_core import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
@@ -125,6 +126,24 @@ def test_text_in_parts_equals_one_process(last, shares, strategy):
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_parts, last, shares, strategy)) <= 1e-5
 
 
+ALONE = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS
+UNION = {"mask": {"source": "union", "of": [KNOWN, PREDICTED]}}
+
+
+@pytest.mark.parametrize("mask", [KNOWN, PREDICTED, UNION], ids=["known", "predicted", "union"])
+def test_heads_of_tensor_parallelism_have_masks_of_their_own(mask, tmp_path):
+    """Each of two tensor-parallel ranks has half of 6 heads, whose masks differ."""
+    generator, file = torch.Generator().manual_seed(0), tmp_path / "mask.yaml"
+    file.write_text(yaml.safe_dump(mask if isinstance(mask, dict) else {"mask": mask}), encoding="utf-8")
+    q, k, v = torch.randn(3, 1, 75, 6, WIDTH, generator=generator)
+    expected = attend_under(str(file), 1, LAYERS, THW, q, k, v)
+    for first in (0, 3):
+        session = EngineSession(*ALONE, str(file), head_slice=(first, 6))
+        session.begin(EngineLayout(THW), "cpu", 0)
+        out = session.attend(1, *(tensor[:, :, first : first + 3] for tensor in (q, k, v)))
+        assert largest_difference(out, expected[:, :, first : first + 3]) <= 1e-5
+
+
 VSA = VsaSource(64, 64, sparsity=0.7)
 
 
@@ -164,7 +183,6 @@ def test_vsa_of_minimax_h3_with_heads_that_do_not_divide_equals_one_process(stra
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_h3, strategy, heads)) <= 1e-5
 
 
-ALONE = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS
 BY_STEP = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
 
 
