@@ -7,7 +7,8 @@ of its own. Text may be part of that sequence, or be whole on every rank in addi
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -20,9 +21,12 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import Video
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.masks.grid import BlockGrid, Video
 from dbsp_core.masks.steps import Progress, StepClock
 from dbsp_core.runtime.session import AttentionSession
+from dbsp_core.sources import DenseSource, MaskRequest, MaskSource, UnionSource
+from dbsp_core.sources.base import Changes
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
@@ -37,15 +41,17 @@ CONFIG_VARIABLE = "DBSP_CONFIG"
 class EngineLayout:
     """Layout in which an engine holds the tokens of a forward pass.
 
-    Rank r has the r-th `shard` slots of the sequence; those that are left at its end are padding.
+    Rank r has the r-th `shard` slots of the sequence; those that are left at its end are padding. Where text is apart
+    from that sequence, a rank has a part of it, or all of it, before or after its shard.
 
     Attributes:
         thw: The video's token grid.
         before: Tokens of the sequence before the video: text, audio, images that it is made from.
         after: Those after it.
         shard: Slots of a rank; None: as few as hold the sequence.
-        text: Tokens of text that every rank has whole in addition to the sequence, without their padding.
+        text: Tokens of text in addition to the sequence, without their padding.
         text_last: True if outputs of that text follow those of the shard, rather than precede them.
+        text_shares: How many of them each rank has, with its padding last of all; (): every rank has them whole.
         runs: Tokens of each kind before the video, if the engine gives them; mask source vsa pools none with another.
     """
 
@@ -55,6 +61,7 @@ class EngineLayout:
     shard: int | None = None
     text: int = 0
     text_last: bool = False
+    text_shares: tuple[int, ...] = ()
     runs: tuple[int, ...] = ()
 
     @property
@@ -64,11 +71,11 @@ class EngineLayout:
         return Video(self.thw, self.text + self.before + self.after, runs)
 
     def text_share(self, world: int) -> int:
-        """Slots of a rank for the text that all have: each treats a part of it as its own, the last one's padded."""
-        return -(-self.text // world)
+        """Slots of a rank for text. Of text that all have, each treats a part as its own, the last one's padded."""
+        return max(self.text_shares) if self.text_shares else -(-self.text // world)
 
     def on(self, world: int) -> SequenceLayout:
-        """Returns the rank and slot of each token, if each rank has its part of that text with its shard.
+        """Returns the rank and slot of each token, if each rank has its part of the text with its shard.
 
         Raises UserError if the sequence has more tokens than the ranks have slots.
         """
@@ -90,11 +97,49 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
         )
     rank, local = np.empty(tokens, dtype=np.int64), np.empty(tokens, dtype=np.int64)
     rank[sequence], local[sequence] = np.divmod(np.arange(len(sequence)), shard)
-    rank[:text], local[:text] = np.divmod(np.arange(text), max(1, share))
-    # 3. Sequence and text together.
-    local[:text] += shard if layout.text_last else 0
-    local[text:] += 0 if layout.text_last else share
+    held = np.array(layout.text_shares or np.diff(np.minimum(np.arange(world + 1) * share, text)))
+    rank[:text] = np.repeat(np.arange(world), held)
+    local[:text] = np.arange(text) - np.repeat(np.cumsum(held) - held, held)
+    # 3. Sequence and text together: a rank that has only its own text has no padding in between.
+    if layout.text_last:
+        local[:text] += shard
+    else:
+        local[text:] += held[rank[text:]] if layout.text_shares else share
     return SequenceLayout(rank, local, world, shard + share)
+
+
+@dataclass(frozen=True)
+class _HeadsOf:
+    """Masks of a run of heads, of a source that is not predicted and whose masks may differ from head to head."""
+
+    source: MaskSource
+    first: int
+    all_heads: int
+
+    @property
+    def changes(self) -> Changes:
+        return self.source.changes
+
+    def cache_key(self, request: MaskRequest) -> Hashable:
+        return self.source.cache_key(replace(request, heads=self.all_heads))
+
+    def grid(self, request: MaskRequest) -> BlockGrid:
+        return self._own(self.source.grid(replace(request, heads=self.all_heads)), request)
+
+    def mask(self, request: MaskRequest) -> BlockMask:
+        mask = self.source.mask(replace(request, heads=self.all_heads))
+        return BlockMask(mask.bits[self.first : self.first + request.heads], self._own(mask.grid, request))
+
+    def _own(self, grid: BlockGrid, request: MaskRequest) -> BlockGrid:
+        own = grid.orders[self.first : self.first + request.heads]
+        return replace(grid, orders=own) if len(grid.orders) > 1 else grid
+
+
+def _of_heads(source: MaskSource, first: int, all_heads: int) -> MaskSource:
+    if isinstance(source, UnionSource):
+        return UnionSource(tuple(_of_heads(part, first, all_heads) for part in source.of))
+    is_same = isinstance(source, DenseSource) or source.changes == "per_call"
+    return source if is_same else _HeadsOf(source, first, all_heads)
 
 
 def generation_of(request: Any) -> object:
@@ -109,6 +154,7 @@ class EngineSession:
         group: The ranks that share the sequence, in the order of their shards.
         strategy: The engine's degrees, Ulysses × Ring; a strategy in the configuration goes before.
         heads, layers: Heads and layers of the transformer.
+        head_slice: First of the heads and number of all, of which tensor parallelism gives these ranks `heads`.
         config: Argument of `DbspConfig.load`. None: $DBSP_CONFIG, or the defaults.
         clock: The count of steps of all transformers that take turns in a denoising; None: there is one transformer.
         transformer: Its name, "transformer_2" for the second of two, which may have settings that differ.
@@ -126,10 +172,13 @@ class EngineSession:
         config: ConfigLike = None,
         clock: StepClock | None = None,
         transformer: str = "transformer",
+        head_slice: tuple[int, int] | None = None,
     ) -> None:
         given = os.environ.get(CONFIG_VARIABLE) if config is None else config
         loaded, problem = attempt(lambda: DbspConfig.load(given).for_transformer(transformer))
         loaded = loaded or DbspConfig()
+        if head_slice is not None:
+            loaded = replace(loaded, mask=_of_heads(loaded.mask, *head_slice))
         self._steps: int | None = None
         self.session = AttentionSession(
             config=loaded,
@@ -201,7 +250,7 @@ class EngineSession:
         """Computes attention of one layer.
 
         Args:
-            q, k, v: [B, shard, H, D], this rank's tokens with padding.
+            q, k, v: [B, shard, H, D], this rank's tokens with padding, and with its share of text if it has one.
             text: q, k or v of the text that every rank has whole, [B, slots, H, D]: its tokens, then padding, which is
                 no key, and whose outputs are 0. None: a single rank may have it in its sequence.
             gate: Of q's shape: by what the model multiplies a coarse branch, for mask source vsa; for sla [D + 1, D].
@@ -210,14 +259,18 @@ class EngineSession:
             Of q's shape; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
             text's outputs are equal on all ranks.
         """
-        if text is None and self._layout.text:
+        slots = q.shape[1]
+        if self._layout.text_shares:
+            unused = self._layout.on(self.session.group.size).shard - slots  # of a rank with less text than another
+            q, k, v = (F.pad(tensor, (0, 0, 0, 0, 0, unused)) if unused else tensor for tensor in (q, k, v))
+        elif text is None and self._layout.text:
             (q, k, v), text = self._without_text((q, k, v))
         local = (q, k, v) if text is None else map(self._with_share, (q, k, v), text)
         gate = gate.transpose(1, 2) if gate is not None and gate.ndim == q.ndim else gate
         with ConcurrencyGuard(self.session.group):
             out = self.session.attend(layer, *(tensor.transpose(1, 2) for tensor in local), scale=scale, gate=gate)
             out = out.transpose(1, 2)
-            return out if text is None else self._with_all_text(out, text[0].shape[1])
+            return out[:, :slots] if text is None else self._with_all_text(out, text[0].shape[1])
 
     def _without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
         """Splits one rank's [B, slots + shard, H, D], or [B, shard + slots, H, D], into those of shard and text."""

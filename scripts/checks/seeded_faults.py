@@ -190,6 +190,16 @@ each request of an engine is a generation: dbsp_core/runtime/engine_session.py
 + Progress(None, step, first_index=0)
 tests/core/runtime/test_engine_session.py -k generation
 
+a rank has its part of the text right before its video: dbsp_core/runtime/engine_session.py
+- local[text:] += held[rank[text:]] if layout.text_shares else share
++ local[text:] += share
+tests/core/runtime/test_engine_session.py -k text_in_parts
+
+SGLang's passes of one step are counted: dbsp_engines/sglang.py
+- if layer <= self._layer or moment != self._moment:
++ if moment != self._moment:
+tests/engines/test_plugins.py -k have_no_names
+
 recomputation belongs to its pass: dbsp_core/runtime/forward_passes.py
 - before, self._resumed = self._resumed, forward_pass
 + before = self._resumed

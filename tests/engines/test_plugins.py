@@ -290,39 +290,55 @@ def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
 def sglang(put, monkeypatch):
     """The plug-in, with stubs for what it imports of SGLang: a pipeline of one rank, and the context of a pass."""
     root = "sglang.multimodal_gen.runtime"
-    one = {f"get_{kind}_world_size": lambda: 1 for kind in ("ring_parallel", "tp")}
     put(
         f"{root}.distributed.parallel_state",
         get_sp_group=lambda: SimpleNamespace(world_size=SequenceGroup.from_group().size, device_group=None),
         get_ulysses_parallel_world_size=lambda: SequenceGroup.from_group().size,
-        **one,
+        get_ring_parallel_world_size=lambda: 1,
+        get_tp_group=lambda: SimpleNamespace(world_size=1),
     )
+    put(f"{root}.layers.attention.layer", USPAttention=SglangAttention, UlyssesAttention_VSA=type(None))
     put(f"{root}.models.dits.minimax_h3", MiniMaxH3DiTModel=type(None))
-    put(f"{root}.models.dits.wanvideo", WanTransformer3DModel=Wan)
     put(f"{root}.server_args", get_global_server_args=SimpleNamespace)
     roles = SimpleNamespace(MONOLITHIC=0, DENOISER=1)
     put(f"{root}.disaggregation.roles", RoleType=roles)
     loader = SimpleNamespace(component_names=["transformer"])
     put(f"{root}.loader.component_loaders.transformer_loader", TransformerLoader=loader)
+    graphs = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph"
+    put(graphs, is_in_breakable_cuda_graph=lambda: False)
     context = SimpleNamespace(forward_batch=None, current_timestep=0)
     put(f"{root}.managers.forward_context", get_forward_context=lambda: context)
     return context
 
 
-class Wan:
+class SglangAttention(torch.nn.Module):
+    """SGLang's layer, as far as the plug-in looks at it."""
+
+    def __init__(self, **changed: Any) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.softmax_scale, self.causal = HEADS, HEADS, 8**-0.5, False
+        self.backend, self.attn_impl = "sdpa", None
+        vars(self).update(changed)
+
+    def forward(self, *qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        return dbsp_engines.sglang._attend(None, self, *qkv, **options)
+
+
+class Wan(torch.nn.Module):
     """SGLang's transformer, as far as the plug-in looks at it."""
 
     patch_size = (1, 2, 2)
-    num_attention_heads = HEADS
+    layer_names = ("blocks",)
 
-    def __init__(self) -> None:
-        kernels = [dbsp_engines.sglang.DbspImpl(8**-0.5) for _ in range(LAYERS)]
-        self.blocks = [SimpleNamespace(attn1=SimpleNamespace(attn_impl=kernel)) for kernel in kernels]
+    def __init__(self, **changed: Any) -> None:
+        super().__init__()
+        layers = [torch.nn.ModuleDict({"attn1": SglangAttention(**changed)}) for _ in range(LAYERS)]
+        self.blocks = torch.nn.ModuleList(layers)
 
-    def forward(self, latents: torch.Tensor) -> None:
+    def forward(self) -> None:
+        q = torch.zeros(1, 75, HEADS, 8)
         for block in self.blocks:
-            q = torch.zeros(1, 75, HEADS, 8)
-            block.attn1.attn_impl.forward(q, q, q)
+            block["attn1"](q, q, q)
 
 
 def of_sglang(rank: int, world: int) -> float:
@@ -330,44 +346,101 @@ def of_sglang(rank: int, world: int) -> float:
     model, frames = Wan(), -(-THW[0] // world)
     dbsp_engines.sglang.attach(model)
     worst, group = 0.0, SequenceGroup.from_group()
-
-    def forward(model: Wan, latents: torch.Tensor) -> None:
-        nonlocal worst
-        for layer, block in enumerate(model.blocks):
-            tokens = whole(0, layer, True)
-            shards = [padded_to(world * frames * 25, each).chunk(world)[rank][None] for each in tokens]
-            out = group.all_gather(block.attn1.attn_impl.forward(*shards))
-            expected = attend_under(MASK, layer, LAYERS, THW, *(each[None] for each in tokens))
-            worst = max(worst, largest_difference(torch.cat(out, dim=1)[:, :75], expected))
-
-    dbsp_engines.sglang._begin_wan(forward, model, torch.zeros(1, 4, frames, 10, 10))
+    for layer, block in enumerate(model.blocks):
+        tokens = whole(0, layer, True)
+        shards = [padded_to(world * frames * 25, each).chunk(world)[rank][None] for each in tokens]
+        out = group.all_gather(block["attn1"](*shards))
+        expected = attend_under(MASK, layer, LAYERS, THW, *(each[None] for each in tokens))
+        worst = max(worst, largest_difference(torch.cat(out, dim=1)[:, :75], expected))
     return worst
 
 
 @pytest.mark.parametrize("world", [2, 5])
 def test_sglangs_frames_of_padding_are_not_attended_to(sglang, monkeypatch, world):
     monkeypatch.setenv("DBSP_CONFIG", MASK)
-    sglang.forward_batch = SimpleNamespace(
-        enable_sequence_shard=False,
-        did_sp_shard_latents=True,
-        raw_latent_shape=(1, 4, 3, 10, 10),
-        is_cfg_negative=False,
-    )
+    sglang.forward_batch = SimpleNamespace(raw_latent_shape=(1, 4, 3, 10, 10), is_cfg_negative=False)
     assert max(ThreadRanks(world).run(of_sglang)) <= 1e-5
 
 
+def test_sglangs_passes_of_a_step_are_counted_where_they_have_no_names(sglang, monkeypatch):
+    """As LTX-2's: of guidance, perturbed in some layers, isolated."""
+    monkeypatch.setenv("DBSP_CONFIG", MASK)
+    sglang.forward_batch, model = SimpleNamespace(raw_latent_shape=(1, 4, 3, 10, 10)), Wan()
+    dbsp_engines.sglang.attach(model)
+    provider = model._dbsp_transformer.session.session._provider
+    for sglang.current_timestep in range(2):
+        for branch in range(4):
+            model()
+            assert (provider.moment.step, provider.moment.cfg_branch) == (sglang.current_timestep, branch)
+
+
+OF_VIDEO = {"whole": None, "last": False, "lengths": (), "padding": 0, "in_parts": True}
+
+
 @pytest.mark.parametrize(
-    ("is_sharded", "size", "said"),
+    ("thw", "local", "changed", "said"),
     [
-        (False, (1, 4, 3, 10, 10), "gave every rank the whole video"),
-        (True, (1, 4, 5, 10, 10), "gave 2 ranks 2 frames each of a video that it says has 5"),
-        (True, None, "of a video that it says has no size"),
+        ((3, 5, 5), 75, {}, "gave every rank the whole video; leave out --enable-sequence-shard false"),
+        ((5, 5, 5), 50, {}, r"gave one of 2 ranks 50 tokens, of 125 video tokens \(5, 5, 5\) and text"),
+        ((1, 9, 9), 41 + 20, {"padding": 1}, "doesn't know how it shards this request"),
+        ((4, 5, 5), 57, {"lengths": (57, 40)}, "doesn't know how it shards this request"),
+        ((4, 5, 5), 57, {"in_parts": False}, "doesn't know how it shards this request"),
+        ((1, 8, 8), 32, {"raw": (1, 4, 1, 16, 16)}, "doesn't know how it shards this request"),
+    ],
+    ids=["whole video", "other frames", "an image to edit", "less than the video", "other tokens", "a part in space"],
+)
+def test_sglangs_tokens_of_which_db_sp_does_not_know_the_place_are_rejected(thw, local, changed, said):
+    options = OF_VIDEO | changed
+    request = SimpleNamespace(did_sp_shard_latents=True, image_latent=torch.zeros(1))
+    request.raw_latent_shape = options.pop("raw", (1, 81, 16))
+    with pytest.raises(UserError, match=said):
+        dbsp_engines.sglang._layout_of(request, thw, 2, local=local, **options)
+
+
+def test_sglangs_text_is_whole_or_in_parts_of_several_sizes():
+    layout_of = dbsp_engines.sglang._layout_of
+    request = SimpleNamespace(did_sp_shard_latents=True, raw_latent_shape=(1, 81, 16))
+    whole_text = layout_of(request, (1, 9, 9), 4, local=21, **OF_VIDEO | {"whole": lambda: 7})
+    assert whole_text == EngineLayout((1, 9, 9), shard=21, text=7)
+    padded = layout_of(request, (1, 9, 9), 4, local=23, **OF_VIDEO | {"padding": 1})
+    assert padded == EngineLayout((1, 9, 9), shard=21, text=7, text_shares=(2, 2, 2, 1))
+    uneven = layout_of(request, (4, 5, 5), 2, local=54, **OF_VIDEO | {"last": True, "lengths": (54, 53)})
+    assert uneven == EngineLayout((4, 5, 5), shard=50, text=7, text_last=True, text_shares=(4, 3))
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        {},
+        {"raw_latent_shape": (1, 80, 16), "height": 144, "width": 144},
     ],
 )
-def test_sglangs_frames_of_which_db_sp_does_not_know_the_padding_are_rejected(is_sharded, size, said):
-    request = SimpleNamespace(enable_sequence_shard=False, did_sp_shard_latents=is_sharded, raw_latent_shape=size)
+def test_sglangs_request_without_a_grid_is_rejected(request_of):
+    with pytest.raises(UserError, match="masks need the grid of video tokens, which this request of tests's Wan"):
+        dbsp_engines.sglang._grid_of(Wan(), SimpleNamespace(**request_of))
+
+
+@pytest.mark.parametrize("changed", [{"is_cross_attention": True}, {"causal": True}, {"num_kv_heads": 1}])
+def test_sglangs_blocks_without_one_self_attention_are_rejected(sglang, changed):
+    with pytest.raises(UserError, match="supports SGLang's own transformers with one self-attention per block, and"):
+        dbsp_engines.sglang.attach(Wan(**changed))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"qkv_pre_all_to_all": True}, "has attention with qkv_pre_all_to_all;"),
+        ({"attn_mask": torch.ones(1, 75)}, "has attention with attn_mask;"),
+        ({"num_replicated_kv_prefix": 3}, "has attention with num_replicated_kv_prefix;"),
+    ],
+)
+def test_sglangs_attention_of_another_kind_is_rejected(sglang, options, said):
+    model, q = Wan(), torch.zeros(1, 75, HEADS, 8)
+    dbsp_engines.sglang.attach(model)
     with pytest.raises(UserError, match=said):
-        dbsp_engines.sglang._video_of_wan(Wan(), torch.zeros(1, 4, 2, 10, 10), request, 2)
+        model.blocks[0]["attn1"](q, q, q, **options)
+    with pytest.raises(UserError, match="keys of other tokens than its queries"):
+        model.blocks[0]["attn1"](q, q[:, :70], q[:, :70])
 
 
 def of_vllm_omni(rank: int, world: int, vllm_omni: ModuleType, published: bool) -> float:
@@ -451,12 +524,13 @@ def seen_by_sglang(context: SimpleNamespace, requests: list[Passes]) -> Seen:
     dbsp_engines.sglang._attach_pipeline(lambda: pipeline)
     experts = [pipeline.modules[name] for name in ("transformer", "transformer_2")]
     for request in requests:
-        context.forward_batch = SimpleNamespace(timesteps=torch.zeros(request[-1][0] + 1))
+        timesteps = torch.zeros(request[-1][0] + 1)
+        context.forward_batch = SimpleNamespace(timesteps=timesteps, raw_latent_shape=(1, 4, 3, 10, 10))
         for context.current_timestep, branch in request:
             context.forward_batch.is_cfg_negative = bool(branch)
             expert = experts[context.current_timestep >= 3]
-            dbsp_engines.sglang._begin_wan(Wan.forward, expert, torch.zeros(1, 4, 3, 10, 10))
-            found.append(seen(expert._dbsp_session))
+            expert()
+            found.append(seen(expert._dbsp_transformer.session))
     return found
 
 
@@ -562,9 +636,9 @@ def test_registering_in_sglang_names_its_functions_and_ours(put, monkeypatch):
         plugin_hook=lambda target, kind: lambda hook: hooks.update({target: (kind, hook.__name__)}),
     )
     dbsp_engines.sglang.register()
-    wan = "sglang.multimodal_gen.runtime.models.dits.wanvideo.WanTransformer3DModel"
-    assert hooks[f"{wan}.forward"] == ("around", "_begin_wan")
-    assert len(hooks) == 7
+    layer = "sglang.multimodal_gen.runtime.layers.attention.layer.USPAttention"
+    assert hooks[f"{layer}.forward"] == ("around", "_attend")
+    assert len(hooks) == 9
     assert not [target for target in hooks if ":" in target]
 
 

@@ -25,17 +25,22 @@ def attend_under(
     v: torch.Tensor,
     text: int = 0,
     transformer: str = "transformer",
+    runs: tuple[int, ...] = (),
+    gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention of [B, tokens, H, D] in one process, text first: no plan, route or kernel of db-SP.
 
     Args:
         mask: What `DbspConfig.load` reads, which may have another mask for "transformer_2".
+        runs: Text tokens of each kind, of which mask source vsa pools none with another.
+        gate: Of q's shape, for the coarse branch of mask source vsa.
     """
     source = DbspConfig.load(mask).for_transformer(transformer).mask
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
-    request = MaskRequest(layer, q.shape[1], thw, text, layers=layers)
+    request = MaskRequest(layer, q.shape[1], thw, text, layers=layers, text_runs=runs)
+    gate = None if gate is None else gate.transpose(1, 2)
     predicted = source.changes == "per_call"
-    bits = source.mask(request, LocalQK.alone(q, k)) if predicted else source.mask(request)
+    bits = source.mask(request, LocalQK.alone(q, k, v=v, gate=gate)) if predicted else source.mask(request)
     return masked_attention(q, k, v, bits).transpose(1, 2)
 
 

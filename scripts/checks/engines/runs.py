@@ -59,6 +59,7 @@ class Case:
         unlike: Whether ranks are made to decide differently what it skips.
         compiled: Whether by torch.compile, as the engine does it.
         cfg_parallel: Whether half of the ranks have each CFG pass.
+        tensor: Degree of tensor parallelism; the other ranks share the sequence.
         frames: Whether a rank has frames of its own, where the engine has that in addition to runs of tokens.
         model: Which of the engine's models, where there are several here.
         turns: Where the run is told when to make a step, for `take_turns`; "": it is no bench.
@@ -76,6 +77,7 @@ class Case:
     unlike: bool = False
     compiled: bool = False
     cfg_parallel: bool = False
+    tensor: int = 1
     frames: bool = False
     model: str = "wan"
     turns: str = ""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from dbsp_core import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
@@ -94,6 +95,55 @@ def test_session_of_an_engine_equals_one_process(name, mask, strategy):
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of, name, mask, strategy)) <= 1e-5
 
 
+def error_of_parts(rank: int, world: int, last: bool, shares: tuple[int, ...], strategy: str) -> float:
+    """Each rank has its own part of the text before or after its shard, and no slots for what it lacks."""
+    layout = EngineLayout(THW, shard=-(-75 // world), text=sum(shares), text_last=last, text_shares=shares)
+    session = EngineSession(SequenceGroup.from_group(), Strategy.parse(strategy), HEADS, LAYERS, PREDICTED)
+    session.begin(layout, "cpu", 0)
+    worst, group, first = 0.0, SequenceGroup.from_group(), sum(shares[:rank])
+    for layer in range(LAYERS):
+        generator = torch.Generator().manual_seed(layer)
+        together = torch.randn(3, 2, sum(shares) + 75, HEADS, WIDTH, generator=generator)
+        text, video = together.split([sum(shares), 75], dim=2)
+        expected = attend_under(PREDICTED, layer, LAYERS, THW, *together, text=sum(shares))
+        padded = F.pad(video, (0, 0, 0, 0, 0, world * layout.shard - 75), value=1e4)
+        mine = text[:, :, first : first + shares[rank]], padded[:, :, rank * layout.shard : (rank + 1) * layout.shard]
+        out = session.attend(layer, *torch.cat(mine[:: -1 if last else 1], dim=2))
+        sizes = [shares[rank], layout.shard]
+        of_text, of_video = out.split(sizes[:: -1 if last else 1], dim=1)[:: -1 if last else 1]
+        gathered = torch.cat(group.all_gather(of_video), dim=1)[:, :75]
+        worst = max(worst, largest_difference(gathered, expected[:, sum(shares) :]))
+        if shares[rank]:
+            worst = max(worst, largest_difference(of_text, expected[:, first : first + shares[rank]]))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("last", "shares", "strategy"),
+    [(False, (2, 2, 2, 1), "U2R2"), (True, (3, 3, 1, 0), "U2R2"), (True, (4, 3), "U1R2"), (False, (4, 3), "U2R1")],
+)
+def test_text_in_parts_equals_one_process(last, shares, strategy):
+    assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_parts, last, shares, strategy)) <= 1e-5
+
+
+ALONE = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS
+UNION = {"mask": {"source": "union", "of": [KNOWN, PREDICTED]}}
+
+
+@pytest.mark.parametrize("mask", [KNOWN, PREDICTED, UNION], ids=["known", "predicted", "union"])
+def test_heads_of_tensor_parallelism_have_masks_of_their_own(mask, tmp_path):
+    """Each of two tensor-parallel ranks has half of 6 heads, whose masks differ."""
+    generator, file = torch.Generator().manual_seed(0), tmp_path / "mask.yaml"
+    file.write_text(yaml.safe_dump(mask if isinstance(mask, dict) else {"mask": mask}), encoding="utf-8")
+    q, k, v = torch.randn(3, 1, 75, 6, WIDTH, generator=generator)
+    expected = attend_under(str(file), 1, LAYERS, THW, q, k, v)
+    for first in (0, 3):
+        session = EngineSession(*ALONE, str(file), head_slice=(first, 6))
+        session.begin(EngineLayout(THW), "cpu", 0)
+        out = session.attend(1, *(tensor[:, :, first : first + 3] for tensor in (q, k, v)))
+        assert largest_difference(out, expected[:, :, first : first + 3]) <= 1e-5
+
+
 VSA = VsaSource(64, 64, sparsity=0.7)
 
 
@@ -133,7 +183,6 @@ def test_vsa_of_minimax_h3_with_heads_that_do_not_divide_equals_one_process(stra
     assert max(ThreadRanks(Strategy.parse(strategy).world).run(error_of_h3, strategy, heads)) <= 1e-5
 
 
-ALONE = SequenceGroup(0, 1), Strategy(1, 1), HEADS, LAYERS
 BY_STEP = {"mask": {"source": "synthetic", "density": 0.4}, "dense_schedule": {"first_steps": 3}}
 
 
