@@ -201,6 +201,7 @@ def as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
 @dataclass
 class Metadata:
     joint_query: torch.Tensor | None = None
+    joint_strategy: str = "front"
     video_layout: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -276,14 +277,39 @@ def test_what_vllm_omni_has_and_dbsp_does_not_support_is_an_error_of_one_line(vl
 
 def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
     layer, q = Layer(vllm_omni.DbspImpl), torch.zeros(1, 75, HEADS, 8)
-    with pytest.raises(UserError, match="has not loaded this transformer as part of a pipeline"):
+    with pytest.raises(UserError, match="has not loaded the transformer of this attention as part of a pipeline"):
         layer.attention.forward(q, q, q, None)
     outside = Layer(vllm_omni.DbspImpl, skip_sequence_parallel=True)
-    vllm_omni.attach(torch.nn.ModuleList([layer, outside]), settings(), StepClock())
+    model = torch.nn.ModuleList([layer, outside])
+    vllm_omni.attach(model, settings(), StepClock())
     assert layer.skip_sequence_parallel, "no exchange of vLLM-Omni's"
     assert not isinstance(outside.attention, vllm_omni.DbspImpl), "it has vLLM-Omni's default backend"
     with pytest.raises(UserError, match=r"does not publish it .video_layout., and db-SP knows no class"):
         layer.attention.forward(q, q, q, Metadata())
+
+
+def test_vllm_omnis_compiled_layers_are_one_graph_for_all(vllm_omni, monkeypatch):
+    """fullgraph raises where a graph breaks. A layer's mask is its own, so that equal outputs tell layers apart."""
+    monkeypatch.setenv("DBSP_CONFIG", KNOWN)
+    layers = torch.nn.ModuleList(Layer(vllm_omni.DbspImpl) for _ in range(LAYERS))
+    vllm_omni.attach(layers, settings(), StepClock())
+    transformer, graphs = transformer_of(vllm_omni, layers[0]), []
+    q, k, v = torch.randn(3, 1, 82, HEADS, 8, generator=torch.Generator().manual_seed(0))
+
+    def block(layer: Layer, q: torch.Tensor) -> torch.Tensor:
+        return 2 * layer.attention.forward(q + 1, k, v, Metadata(video_layout=Layout(7, THW)))
+
+    def count(graph: Any, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, found = torch.compile(block, backend=count, fullgraph=True), {}
+    for run in (block, compiled):
+        transformer._pass(layers, (), {})
+        found[run] = [run(layer, q) for layer in layers]
+    assert not torch.equal(*found[block])
+    assert all(map(torch.equal, found[block], found[compiled]))
+    assert len(graphs) == 1
 
 
 @pytest.fixture
@@ -370,10 +396,15 @@ def test_sglangs_frames_of_which_db_sp_does_not_know_the_padding_are_rejected(is
         dbsp_engines.sglang._video_of_wan(Wan(), torch.zeros(1, 4, 2, 10, 10), request, 2)
 
 
+def transformer_of(vllm_omni: ModuleType, layer: Layer) -> Any:
+    return vllm_omni._transformers[int(layer.attention.where[0])]
+
+
 def of_vllm_omni(rank: int, world: int, vllm_omni: ModuleType, published: bool) -> float:
     """Text before the video in one sequence, or whole on every rank, with padding: the difference from one process."""
     layer, parallel = Layer(vllm_omni.DbspImpl), {"sequence_parallel_size": world, "ulysses_degree": world}
-    vllm_omni.attach(torch.nn.ModuleList([layer]), settings(**parallel), StepClock())
+    model = torch.nn.ModuleList([layer])
+    vllm_omni.attach(model, settings(**parallel), StepClock())
     text, video = torch.randn(2, 3, 75, HEADS, 8, generator=torch.Generator().manual_seed(0))
     text = text[:, :7]
     expected = attend_under(MASK, 0, 1, THW, *(each[None] for each in torch.cat([text, video], dim=1)), text=7)
@@ -384,8 +415,7 @@ def of_vllm_omni(rank: int, world: int, vllm_omni: ModuleType, published: bool) 
         sequence, slots, metadata = video, -(-75 // world) * world, Metadata()
         joint = [padded_to(12, each)[None] for each in text]
         metadata.joint_query, metadata.joint_key, metadata.joint_value = joint
-        metadata.joint_strategy = "front"
-        attached = layer.attention.transformer
+        attached = transformer_of(vllm_omni, layer)
         attached._architecture, attached._tokens = SimpleNamespace(text="first"), lambda: TokenSequence(THW, 7)
     shards = [padded_to(slots, each).chunk(world)[rank][None] for each in sequence]
     out, whole_text = layer.attention.forward(*shards, metadata), []
@@ -472,7 +502,7 @@ def seen_by_vllm_omni(vllm_omni: ModuleType, monkeypatch: pytest.MonkeyPatch, re
         monkeypatch.setattr(vllm_omni, "get_forward_context", lambda context=context: context)
         for context.denoise_step_idx, _ in request:
             expert = experts[context.denoise_step_idx >= 3]
-            transformer = expert[0].attention.transformer
+            transformer = transformer_of(vllm_omni, expert[0])
             transformer._pass(expert, (), {})
             for layer in expert:
                 layer.attention.forward(q, q, q, metadata)

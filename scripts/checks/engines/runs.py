@@ -59,6 +59,7 @@ class Case:
         cfg_parallel: Whether half of the ranks have each CFG pass.
         frames: Whether a rank has frames of its own, where the engine has that in addition to runs of tokens.
         model: Which of the engine's models, where there are several here.
+        options: Settings of the engine, by their names there.
     """
 
     heads: int
@@ -75,6 +76,7 @@ class Case:
     cfg_parallel: bool = False
     frames: bool = False
     model: str = "wan"
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:
