@@ -171,7 +171,7 @@ def _attend(
 
 
 _attend_in_graph = torch.library.custom_op("dbsp::vllm_omni_attend", _attend, mutates_args=())
-"""`_attend` for compiled blocks, which stay one graph. `where` is a tensor, on the CPU, because a graph is compiled for
+"""`_attend` for compiled blocks, which stay one graph. `where` is a tensor on the CPU, because a graph is compiled for
 every value of an index in Python: one for each layer."""
 
 

@@ -87,9 +87,11 @@ def context(settings: dict[str, Any] | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"aux_k": torch.zeros(1)}, "whose ranks all hold the text"),
-        ({"quant_scheme": "fp8"}, "set precision: int8 in"),
-        ({"attention_kwargs": context() | {"grid_sizes": None}}, "a grid of video tokens"),
+        ({"quant_scheme": "fp8"}, "set precision: {qkv: int8, out: int8} in"),
+        (
+            {"attention_kwargs": context() | {"grid_sizes": None}},
+            "does not know how this model of LightX2V's",
+        ),
         ({"k": torch.zeros(100, HEADS, 8)}, "keys of earlier frames"),
         (
             {"attention_kwargs": context({"feature_caching": "Ada"})},
@@ -472,7 +474,7 @@ def seen_by_lightx2v(requests: list[Passes]) -> Seen:
             now.infer_condition, expert = branch == 0, experts[now.step_index >= 3]
             for layer, attention in enumerate(expert):
                 attention.apply(q, q, q, block_idx=layer, scheduler=now, grid_sizes=THW)
-            found.append(seen(expert[0]._session))
+            found.append(seen(expert[0]._dbsp_session))
     return found
 
 
@@ -607,6 +609,9 @@ def test_registering_in_lightx2v_adds_one_attention_once(put, monkeypatch):
 
     known = Register()
     put("lightx2v_platform.registry_factory", PLATFORM_ATTN_WEIGHT_REGISTER=known)
+    hooks: dict[str, Any] = {}
+    monkeypatch.setattr(dbsp_engines.lightx2v, "after_import", hooks.update)
     dbsp_engines.lightx2v.register()
     dbsp_engines.lightx2v.register()
     assert known == {"dbsp": DbspAttention}
+    assert "lightx2v.models.networks.minimax_h3.model" in hooks

@@ -14,7 +14,7 @@ from torch import nn
 from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
 
 from dbsp_core.config import DbspConfig
-from scripts.checks.engines.reference import attend_under, inputs_of, random, tiny_h3
+from scripts.checks.engines.reference import TorchInFloat32, attend_under, inputs_of, random, tiny_h3
 from scripts.checks.engines.runs import HEAD, LAYERS, Case
 
 TEXT = 7
@@ -282,19 +282,10 @@ def _attend_as_fasth3(mask: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     used, out = metadata.extra["valid_kv_length"], torch.zeros_like(q)
     with (
         mock.patch.object(fastvideo_h3, "fastvideo_block_sparse_attn_bshd", _attend_to_tiles),
-        mock.patch.object(fastvideo_h3, "torch", _TorchInFloat32()),
+        mock.patch.object(fastvideo_h3, "torch", TorchInFloat32()),
     ):
         out[:, :used] = own._forward_h3(q[:, :used], k[:, :used], v[:, :used], metadata)
     return out
-
-
-class _TorchInFloat32:
-    """torch to a module that asks for 16 bits, because its kernel does."""
-
-    float16 = torch.float32
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def _attend_to_tiles(
