@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
-from dbsp_diffusers.models.token_sequence import read_once
 from dbsp_xdit.import_hook import Action
 
 _Layout = Callable[[Any, Any], EngineLayout]
@@ -132,15 +131,10 @@ def _qwen_image(model: Any, pre: Any) -> EngineLayout:
 
 
 def _flux2(model: Any, pre: Any) -> EngineLayout:
-    """Images that it is made from follow the one that is made. Positions are [T, H, W, L] in order."""
-    _, height, width, _ = read_once(model.scheduler.latent_image_ids, _last_position)
+    """Images that it is made from follow the one that is made, whose last position [T, H, W, L] is read."""
+    _, height, width, _ = map(int, model.scheduler.latent_image_ids[0, -1].tolist())
     grid = 1, height + 1, width + 1
     return EngineLayout(grid, after=len(pre.img_ids) - math.prod(grid), text=len(pre.encoder_hidden_states))
-
-
-def _last_position(positions: Any) -> list[int]:
-    position: list[int] = positions[0, -1].int().tolist()
-    return position
 
 
 def _z_image(model: Any, pre: Any) -> EngineLayout:
