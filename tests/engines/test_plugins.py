@@ -28,7 +28,7 @@ from dbsp_core.utils import expected_host
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_diffusers.models import TokenSequence
-from dbsp_engines import vllm_omni_plugin
+from dbsp_engines import lightx2v_models, vllm_omni_plugin
 from dbsp_engines.lightx2v import DbspAttention
 from scripts.checks.engines.reference import attend_under
 from tests.support.oracle import largest_difference
@@ -78,6 +78,44 @@ def of_lightx2v(rank: int, world: int) -> float:
 @pytest.mark.parametrize("world", [2, 3])
 def test_lightx2v_equals_one_process(world):
     assert max(ThreadRanks(world).run(of_lightx2v)) <= 1e-5
+
+
+def of_lightx2vs_older_interface(rank: int, world: int, last: bool) -> float:
+    """Text whole on every rank, after the image or before it: two passes, of which the second leaves out layer 0.
+
+    Masks differ by layer.
+    """
+    text, thw = 7, (1, 5, 15)
+    pre = SimpleNamespace(grid_sizes=thw, txt=torch.zeros(1, text, 4), encoder_hidden_states=torch.zeros(text, 4))
+    cls = type("Model", (), {"_seq_parallel_pre_process": lambda model, pre: pre})
+    layout = lightx2v_models._hunyuan if last else lightx2v_models._qwen_image
+    lightx2v_models._hook("Model", layout, "dbsp", SimpleNamespace(Model=cls))
+    model, worst = cls(), 0.0
+    now = scheduler({"parallel": {"dbsp": KNOWN, "seq_p_attn_type": "dbsp"}})
+    now.input_info = SimpleNamespace(image_shapes=[[thw]])
+    weights, infer = SimpleNamespace(blocks=[None] * LAYERS), SimpleNamespace(_mm_skip_video_self_blocks=())
+    vars(model).update(scheduler=now, config=now.config, seq_p_group=None)
+    vars(model).update(transformer_weights=weights, transformer_infer=infer)
+    for step, infer._mm_skip_video_self_blocks in enumerate(((), (0,))):
+        now.step_index = step
+        model._seq_parallel_pre_process(pre)
+        for layer in [layer for layer in range(LAYERS) if layer not in infer._mm_skip_video_self_blocks]:
+            words, image = whole(step, layer, True), whole(step, layer, False)
+            joined = [torch.cat([one[:text], tokens])[None] for one, tokens in zip(words, image, strict=True)]
+            expected = attend_under(KNOWN, layer, LAYERS, thw, *joined, text=text)[0].flatten(1)
+            shards = [padded_to(-(-75 // world) * world, one).chunk(world)[rank] for one in image]
+            parts = [[one[:text], shard][:: -1 if last else 1] for one, shard in zip(words, shards, strict=True)]
+            sliced = {"slice_qkv_len": len(parts[0][0]), "img_first": last}
+            out = DbspAttention().apply(*map(torch.cat, parts), **sliced)
+            of_text, of_shard = out.tensor_split([len(parts[0][0])])[:: -1 if last else 1]
+            gathered = torch.cat([of_text, *SequenceGroup.from_group().all_gather(of_shard.contiguous())])
+            worst = max(worst, largest_difference(gathered[: text + 75], expected))
+    return worst
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["text last", "text first"])
+def test_lightx2vs_older_interface_equals_one_process(last):
+    assert max(ThreadRanks(4).run(of_lightx2vs_older_interface, last)) <= 1e-5
 
 
 def context(settings: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -229,20 +229,20 @@ def _call_hunyuan(model: Any, thw: Grid, number: int, step: int, branch: int) ->
 
 
 # ---- LTX-2 ----
-LTX2_AUDIO_HEADS, LTX2_AUDIO_HEAD = 2, 12
+LTX2_AUDIO_HEAD = 12
 
 
 def _ltx2_config(heads: int) -> dict[str, Any]:
     sizes = {"num_attention_heads": heads, "attention_head_dim": HEAD, "num_layers": LAYERS, "fps": 24}
-    sizes |= {"audio_num_attention_heads": LTX2_AUDIO_HEADS, "audio_attention_head_dim": LTX2_AUDIO_HEAD}
-    sizes |= {"audio_cross_attention_dim": LTX2_AUDIO_HEADS * LTX2_AUDIO_HEAD, "audio_pos_embed_max_pos": 20}
+    sizes |= {"audio_num_attention_heads": heads, "audio_attention_head_dim": LTX2_AUDIO_HEAD}
+    sizes |= {"audio_cross_attention_dim": heads * LTX2_AUDIO_HEAD, "audio_pos_embed_max_pos": 20}
     sizes |= {"timestep_scale_multiplier": 1000, "av_ca_timestep_scale_multiplier": 1}
     sizes |= {"sample_shift": [2.05, 0.95], "sample_guide_scale": 1.0, "distilled_sigma_values": [1.0, 0.7, 0.4, 0.0]}
     return sizes | {"rope_type": "torch_real_rope", "model_cls": "ltx2", "task": "t2av"}
 
 
 def _ltx2_shapes(heads: int) -> Shapes:
-    video, audio, shapes = heads * HEAD, LTX2_AUDIO_HEADS * LTX2_AUDIO_HEAD, {}
+    video, audio, shapes = heads * HEAD, heads * LTX2_AUDIO_HEAD, {}
     streams = {"": (video, 8, "video", "a2v"), "audio_": (audio, 6, "audio", "v2a")}
     for stream, (width, channels, name, gate) in streams.items():
         shapes |= linear(f"{stream}patchify_proj", width, channels) | linear(f"{stream}proj_out", channels, width)
