@@ -1,8 +1,9 @@
 """Attention "dbsp" of LightX2V, as `parallel.seq_p_attn_type` on several GPUs or `self_attn_1_type` on one.
 
 LightX2V calls `register`, entry point `lightx2v.platform_plugins`, before it collects its attentions. It makes one
-object per layer, and passes the layer, the scheduler and the grid to each call, but not which transformer calls. So
-the object of layer 0 has its transformer's session, and later layers use the one begun last.
+object per layer. Its Wan family passes the layer, the scheduler and the grid to each call, but not which transformer
+calls: the object of layer 0 has its transformer's session, and later layers use the one begun last. Other models pass
+none of these; see `lightx2v_models`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import StepClock
-from dbsp_core.runtime.engine_session import EngineSession
+from dbsp_core.runtime.engine_session import QKV, EngineLayout, EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_core.utils.process import not_compiled
+from dbsp_engines.lightx2v_models import MODELS, actions, running
+from dbsp_xdit.import_hook import after_import
 
 _NAME = "dbsp"
 """The attention in `seq_p_attn_type` and `self_attn_1_type`, and the name of its setting."""
@@ -37,10 +39,13 @@ EXPECTED = ExpectedHost(
         "lightx2v.models.schedulers.scheduler:BaseScheduler.infer_steps",
         "lightx2v.models.schedulers.scheduler:BaseScheduler.step_index",
         "lightx2v.models.schedulers.wan.scheduler:WanScheduler.timesteps",
+        *(f"lightx2v.models.networks.{module}:{name}" for module, (name, _) in MODELS.items()),
     ),
 )
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
 """Begun last by a layer 0: the transformers of a rank run one after the other."""
+_SESSION = "_dbsp_session"
+"""Attribute of a model, or of a layer 0 of Wan's."""
 _CLOCK = "_dbsp_clock"
 """Attribute of a scheduler: the count of steps of all transformers that it schedules."""
 _BY_TOKENS = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
@@ -63,13 +68,13 @@ def register() -> None:
 
     if _NAME not in PLATFORM_ATTN_WEIGHT_REGISTER:
         PLATFORM_ATTN_WEIGHT_REGISTER(_NAME)(DbspAttention)
+        after_import(actions(_NAME))
 
 
 class DbspAttention:
     """The self-attention of one layer; it has no weights."""
 
-    def __init__(self, **_: Any) -> None:
-        self._session: EngineSession | None = None
+    def __init__(self, **_: Any) -> None: ...
 
     @not_compiled
     def apply_new(
@@ -80,68 +85,79 @@ class DbspAttention:
         seq_p_group: Any = None,
         quant_scheme: str | None = None,
         attention_kwargs: dict[str, Any] | None = None,
-        **options: Any,  # text that all ranks hold, and how Ulysses would send
-    ) -> tuple[torch.Tensor, None]:
+        aux_q: torch.Tensor | None = None,
+        aux_k: torch.Tensor | None = None,
+        aux_v: torch.Tensor | None = None,
+        **options: Any,  # how Ulysses would send
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes attention of q, k, v [this rank's tokens, H, D], padding of the last rank included.
 
+        Args:
+            aux_q, aux_k, aux_v: [tokens, H, D], text that all ranks hold, before the others.
+
         Returns:
-            [this rank's tokens, H · D], and None: models with tokens that all ranks hold are not supported.
+            [this rank's tokens, H · D], and [tokens, H · D] of that text, or None.
         """
-        if any(options.get(name) is not None for name in ("aux_q", "aux_k", "aux_v")):
-            raise UserError("dbsp does not support models whose ranks all hold the text; use seq_p_attn_type ulysses")
-        if quant_scheme is not None:
-            raise UserError(
-                f"seq_p_quant_scheme {quant_scheme} is for LightX2V's own exchange; leave it out, and set "
-                "precision: int8 in db-SP's configuration"
-            )
-        return self._attend(q, k, v, SequenceGroup.from_group(seq_p_group), attention_kwargs or {}), None
+        _reject_quantised(quant_scheme)
+        context = attention_kwargs or {}
+        if context.get("grid_sizes") is not None:
+            return self._attend(q, k, v, SequenceGroup.from_group(seq_p_group), context), None
+        if aux_q is None or aux_k is None or aux_v is None:
+            return _attend_in_pass((q, k, v), None), None
+        out = _attend_in_pass((q, k, v), (aux_q, aux_k, aux_v))
+        return out[len(aux_q) :], out[: len(aux_q)]
 
     @not_compiled
-    def apply(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **context: Any) -> torch.Tensor:
-        """Computes on one GPU what `apply_new` does, of all tokens."""
-        if "seq_p_group" in context:
-            raise UserError(
-                "this model calls LightX2V's older interface of sequence parallelism, which dbsp does not support; "
-                "use seq_p_attn_type ulysses"
-            )
-        return self._attend(q, k, v, SequenceGroup(0, 1), context)
+    def apply(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slice_qkv_len: int | torch.Tensor | None = None,
+        img_first: bool = True,
+        q_only_img: bool = False,
+        use_fp8_comm: bool = False,
+        use_fp4_comm: bool = False,
+        **context: Any,
+    ) -> torch.Tensor:
+        """Computes attention of all tokens on one GPU, or of LightX2V's older interface of sequence parallelism.
+
+        In that, q, k and v are [tokens, H, D] or [1, tokens, H, D]: this rank's, with the text that all ranks hold
+        after or before them, of which `slice_qkv_len` is the first part's length. Returns [tokens, H · D].
+        """
+        if slice_qkv_len is None:
+            return self._attend(q, k, v, SequenceGroup(0, 1), context)
+        _reject_quantised("fp8" if use_fp8_comm else "fp4" if use_fp4_comm else None)
+        if q_only_img:  # of Z-Image's refiner, before its blocks
+            from lightx2v.utils.registry_factory import ATTN_WEIGHT_REGISTER
+
+            ulysses = ATTN_WEIGHT_REGISTER["ulysses"]()
+            out: torch.Tensor = ulysses.apply(q, k, v, slice_qkv_len, q_only_img=True, img_first=img_first, **context)
+            return out
+        parts = [each.flatten(0, -3).tensor_split([int(slice_qkv_len)]) for each in (q, k, v)]
+        shard, text = zip(*(part if img_first else part[::-1] for part in parts), strict=True)
+        return _attend_in_pass(shard, text if len(text[0]) else None)
 
     def _attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: SequenceGroup, context: dict[str, Any]
     ) -> torch.Tensor:
+        """Computes attention of a model of the Wan family."""
         layer, grid = context.get("block_idx"), context.get("grid_sizes")
         if layer is None or grid is None or q.shape != k.shape:
             raise UserError(
-                "dbsp computes self-attention over a grid of video tokens, as LightX2V's Wan has it; this model gives "
-                "none, or keeps keys of earlier frames; use seq_p_attn_type ulysses"
+                "dbsp computes self-attention over a grid of video tokens; this model gives none on one GPU, or keeps "
+                "keys of earlier frames; use another attention"
             )
         if layer == 0:
             frames, height, width = map(int, grid)
-            self._begin(Video((frames, height, width)), q, group, context["scheduler"])
+            scheduler = context["scheduler"]
+            layers, branch = scheduler.config["num_layers"], int(not scheduler.infer_condition)
+            _running.set(_begin(self, EngineLayout((frames, height, width)), q, group, scheduler, layers, branch))
         session = _running.get()
         if session is None:
             raise UserError("LightX2V called an attention of a later layer before the first")
         out = session.attend(layer, q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0))
         return out.squeeze(0).flatten(1)
-
-    def _begin(self, video: Video, q: torch.Tensor, group: SequenceGroup, scheduler: Any) -> None:
-        if self._session is None:
-            config = scheduler.config
-            _require_supported(config, group.size)
-            setting = (config.get("parallel") or {}).get(_NAME, config.get(_NAME))
-            of_model = Strategy(group.size, 1), q.shape[1], config["num_layers"]
-            clock = vars(scheduler).setdefault(_CLOCK, StepClock(shared=True))
-            self._session = EngineSession(
-                group, *of_model, setting, clock=clock, transformer=_transformer_of(scheduler)
-            )
-        self._session.begin(
-            video,
-            q.device,
-            step=scheduler.step_index,
-            cfg_branch=int(not scheduler.infer_condition),
-            steps=getattr(scheduler, "infer_steps", None),
-        )
-        _running.set(self._session)
 
     def load(self, *_: Any, **__: Any) -> None:
         """Does nothing, like all that LightX2V asks of each part of a model: an attention has no weights."""
@@ -153,6 +169,61 @@ class DbspAttention:
 
     def load_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         return {}
+
+
+def _attend_in_pass(shard: QKV, text: QKV | None) -> torch.Tensor:
+    """Computes attention of the running pass's next layer: of q, k and v [tokens, H, D] of a shard and of the text."""
+    current = running.get()
+    layer = None if current is None else next(current.upcoming, None)
+    if current is None or layer is None or shard[0].shape != shard[1].shape:
+        raise UserError(
+            "dbsp does not know how this model of LightX2V's holds its tokens, or the model keeps keys of earlier "
+            "frames; use seq_p_attn_type ulysses"
+        )
+    if current.session is None:
+        model, group = current.model, SequenceGroup.from_group(current.model.seq_p_group)
+        of_pass = current.layers, current.cfg_branch
+        current.session = _begin(model, current.layout, shard[0], group, model.scheduler, *of_pass)
+    q, k, v = (each.unsqueeze(0) for each in shard)
+    joint = None if text is None else (text[0].unsqueeze(0), text[1].unsqueeze(0), text[2].unsqueeze(0))
+    return current.session.attend(layer, q, k, v, text=joint).squeeze(0).flatten(1)
+
+
+def _begin(
+    owner: Any,
+    layout: EngineLayout,
+    q: torch.Tensor,
+    group: SequenceGroup,
+    scheduler: Any,
+    layers: int,
+    cfg_branch: int,
+) -> EngineSession:
+    """Begins a pass of the session that `owner` keeps, and returns the session."""
+    session: EngineSession | None = vars(owner).get(_SESSION)
+    if session is None:
+        config = scheduler.config
+        _require_supported(config, group.size)
+        setting = (config.get("parallel") or {}).get(_NAME, config.get(_NAME))
+        clock = vars(scheduler).setdefault(_CLOCK, StepClock(shared=True))
+        of_model = Strategy(group.size, 1), q.shape[1], layers, setting
+        session = EngineSession(group, *of_model, clock=clock, transformer=_transformer_of(scheduler))
+        vars(owner)[_SESSION] = session
+    session.begin(
+        layout,
+        q.device,
+        step=scheduler.step_index,
+        cfg_branch=cfg_branch,
+        steps=getattr(scheduler, "infer_steps", None),
+    )
+    return session
+
+
+def _reject_quantised(scheme: str | None) -> None:
+    if scheme is not None:
+        raise UserError(
+            f"seq_p_quant_scheme {scheme} (or seq_p_{scheme}_comm) is for LightX2V's own exchange; leave it out, and "
+            "set precision: {qkv: int8, out: int8} in db-SP's configuration to send 8 bits both ways"
+        )
 
 
 def _transformer_of(scheduler: Any) -> str:

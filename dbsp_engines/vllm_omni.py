@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from vllm_omni.diffusion.attention.backends.abstract import (
@@ -28,7 +30,6 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import QKV, EngineLayout, EngineSession, generation_of
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.process import not_compiled
 from dbsp_diffusers.models import TokenSequence, known_architecture
 from dbsp_diffusers.patching import signature_of
 
@@ -36,10 +37,17 @@ _AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
 """Values of `cache_backend`: by all ranks' tokens (tea, sea), by the step (mag), or polled (cache-dit)."""
 
 
+_numbers = itertools.count()
+_transformers: WeakValueDictionary[int, DbspTransformer] = WeakValueDictionary()
+"""Every attached transformer by its number, which a compiled graph holds instead of the transformer."""
+
+
 class DbspTransformer:
     """One transformer: a hook begins each forward pass, and `DbspImpl` calls each layer's attention."""
 
     def __init__(self, module: torch.nn.Module, session: EngineSession) -> None:
+        self.number = next(_numbers)
+        _transformers[self.number] = self
         self._session = session
         self._architecture = known_architecture(module)
         self._tokens: Callable[[], TokenSequence] | None = None
@@ -49,6 +57,9 @@ class DbspTransformer:
     @torch.compiler.disable
     def _pass(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._begun = False
+        # vLLM-Omni keeps the padding of a request's first pass, and a second stage has other sizes.
+        context = get_forward_context()
+        context.sp_original_seq_len, context.sp_padding_size = None, 0
         if self._architecture is not None:
             inputs = signature_of(module).bind(*args, **kwargs).arguments
             self._tokens = functools.partial(self._architecture.sequence, module, inputs)
@@ -61,23 +72,28 @@ class DbspTransformer:
         """Polls all ranks for cache-dit's decision, which looks at one rank's tokens: all skip a layer, or none."""
         return self._session.all_agree(can_cache(*args, **options))
 
-    def attend(self, layer: int, qkv: QKV, metadata: AttentionMetadata, scale: float) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        qkv: QKV,
+        scale: float,
+        text: QKV | None,
+        text_last: bool,
+        gate: torch.Tensor | None,
+        published: EngineLayout | None,
+    ) -> torch.Tensor:
         """Computes attention of q, k and v [B, this rank's tokens, H, D]; see `DbspImpl.forward`."""
         if not self._begun:
-            self._begin(metadata, qkv[0])
-        text: QKV | None = None
-        if metadata.joint_query is not None:
-            text = metadata.joint_query, metadata.joint_key, metadata.joint_value
-        return self._session.attend(layer, *qkv, scale=scale, text=text, gate=metadata.extra.get("gate_compress"))
+            self._begin(qkv[0], text is not None, text_last, published)
+        return self._session.attend(layer, *qkv, scale=scale, text=text, gate=gate)
 
-    def _begin(self, metadata: AttentionMetadata, q: torch.Tensor) -> None:
+    def _begin(self, q: torch.Tensor, has_text: bool, text_last: bool, layout: EngineLayout | None) -> None:
         """Starts a pass at its first attention: where its tokens are is published, or read from its arguments."""
-        layout, timestep = _published(metadata, q.shape[1]), None
+        timestep = None
         if layout is None and self._architecture is not None and self._tokens is not None:
-            tokens, last = self._tokens(), self._architecture.text == "last"
-            if metadata.joint_query is not None:
-                last = metadata.joint_strategy == "rear"
+            tokens = self._tokens()
             tokens.require_grid(self._session.session.config.mask)
+            last = text_last if has_text else self._architecture.text == "last"
             layout, timestep = _layout_of(tokens, last, q.shape[1], self._session.session.group.size), tokens.timestep
         if layout is None:
             raise UserError(
@@ -97,16 +113,19 @@ class DbspTransformer:
         self._begun, self._tokens = True, None
 
 
-def _published(metadata: AttentionMetadata, shard: int) -> EngineLayout | None:
-    """Returns what a model says of its sequence: [prefix | video | padding]; of several, only the target is video."""
+def _published(metadata: AttentionMetadata) -> list[int]:
+    """Returns what a model says of its sequence, [prefix | video | padding]: [t, h, w, tokens before, after, *runs].
+
+    Of several videos only the target is one. Empty if the model says nothing.
+    """
     layout = metadata.video_layout or VideoTokenLayout()
     targets = [span for span in layout.video_spans if span.role == "target"]
     first = targets[-1].start if targets else layout.prefix_len or 0
     thw = targets[-1].latent_grid if targets else layout.latent_grid
     if thw is None:
-        return None
-    end, runs = first + math.prod(thw), metadata.extra.get("vsa_h3_prefix_segments", ())
-    return EngineLayout(tuple(thw), first, (layout.used_len or end) - end, shard, runs=tuple(runs))
+        return []
+    end = first + math.prod(thw)
+    return [*thw, first, (layout.used_len or end) - end, *metadata.extra.get("vsa_h3_prefix_segments", ())]
 
 
 def _layout_of(tokens: TokenSequence, text_last: bool, shard: int, world: int) -> EngineLayout:
@@ -127,15 +146,59 @@ def _layout_of(tokens: TokenSequence, text_last: bool, shard: int, world: int) -
     return EngineLayout(tokens.thw, first, tokens.text - first, shard)
 
 
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    text: list[torch.Tensor],
+    gate: torch.Tensor | None,
+    where: torch.Tensor,
+    scale: float,
+    text_last: bool,
+    published: list[int],
+) -> torch.Tensor:
+    number, layer = where.tolist()
+    transformer = _transformers.get(number)
+    if transformer is None:
+        raise UserError("vLLM-Omni has not loaded the transformer of this attention as part of a pipeline")
+    layout = None
+    if published:
+        t, h, w, before, after, *runs = published
+        layout = EngineLayout((t, h, w), before, after, q.shape[1], runs=tuple(runs))
+    joint: QKV | None = (text[0], text[1], text[2]) if text else None
+    out = transformer.attend(layer, (q, k, v), scale, joint, text_last, gate, layout)
+    return out.contiguous()  # as a compiled graph expects it
+
+
+_attend_in_graph = torch.library.custom_op("dbsp::vllm_omni_attend", _attend, mutates_args=())
+"""`_attend` for compiled blocks, which stay one graph. `where` is a tensor on the CPU, because a graph is compiled for
+every value of an index in Python: one for each layer."""
+
+
+@_attend_in_graph.register_fake
+def _shape_of_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: Any, *_: Any) -> torch.Tensor:
+    tokens = q.shape[1] + (text[0].shape[1] if text else 0)
+    return q.new_empty(q.shape[0], tokens, *q.shape[2:])
+
+
 class DbspImpl(AttentionImpl[AttentionMetadata]):
     """The self-attention of one layer. Its communication is its own: see `attach`."""
 
     def __init__(self, num_heads: int, head_size: int, softmax_scale: float, prefix: str = "", **_: Any) -> None:
-        self.scale, self.where = softmax_scale, prefix or "this attention"
-        self.transformer: DbspTransformer | None = None
-        self.layer = -1
+        self.scale = softmax_scale
+        self.where = torch.tensor([-1, -1], device="cpu")
+        """int64[2]: number of the transformer, and of the layer."""
 
-    @not_compiled
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None, platform_key: str) -> bool:
+        """Raises UserError for 8 and 4 bits, which vLLM-Omni would otherwise reject without saying what db-SP has."""
+        if kv_cache_dtype is None:
+            return True
+        raise UserError(
+            f"diffusion_kv_cache_dtype {kv_cache_dtype} is for vLLM-Omni's own kernels; leave it out, and set kernel: "
+            "triton-int8 in db-SP's configuration for 8-bit attention, or precision: int8 for 8-bit communication"
+        )
+
     def forward(
         self,
         query: torch.Tensor,
@@ -148,10 +211,22 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
         Text that all ranks have (joint_query and so on) is attended over with them, and is in the output where
         joint_strategy says. Masks are not read: by contract they hide padding alone.
         """
-        if self.transformer is None:
-            raise UserError(f"{self.where}: vLLM-Omni has not loaded this transformer as part of a pipeline")
         metadata = attn_metadata or AttentionMetadata()
-        return self.transformer.attend(self.layer, (query, key, value), metadata, self.scale)
+        text = []
+        if metadata.joint_query is not None:
+            text = [metadata.joint_query, metadata.joint_key, metadata.joint_value]
+        attend = _attend_in_graph if torch.compiler.is_compiling() else _attend
+        return attend(
+            query,
+            key,
+            value,
+            text,
+            metadata.extra.get("gate_compress"),
+            self.where,
+            self.scale,
+            metadata.joint_strategy == "rear",
+            _published(metadata),
+        )
 
 
 class DbspBackend(AttentionBackend):
@@ -205,9 +280,11 @@ def attach(
     in_blocks = {module for name in names for module in transformer.get_submodule(name).modules()}
     attentions = [module for module in transformer.modules() if isinstance(module, Attention)]
     layers = [module for module in attentions if isinstance(module.attention, DbspImpl)]
-    for layer in [module for module in layers if module.skip_sequence_parallel or module not in in_blocks]:
+    for layer in [module for module in layers if module not in in_blocks or not _is_over_the_video(module)]:
         _give_back(layer)
         layers.remove(layer)
+        if getattr(layer, "ltx_sp_mode", None) == "video_to_audio":
+            layer.register_forward_pre_hook(_hide_padding)
     if not layers:
         return
     for layer in layers:
@@ -226,8 +303,13 @@ def attach(
     session = EngineSession(group, strategy, layers[0].num_heads, len(layers), clock=clock, transformer=name)
     attached = DbspTransformer(transformer, session)
     for index, layer in enumerate(layers):
-        layer.attention.transformer, layer.attention.layer = attached, index
+        layer.attention.where = torch.tensor([attached.number, index], device="cpu")
         layer.skip_sequence_parallel = True  # by which vLLM-Omni knows attention that communicates itself
+
+
+def _is_over_the_video(layer: Attention) -> bool:
+    """False for attention outside the sharded sequence; in LTX-2, whose audio and text are whole, for all but one."""
+    return not layer.skip_sequence_parallel and getattr(layer, "ltx_sp_mode", "video_self") == "video_self"
 
 
 def _give_back(layer: Attention) -> None:
@@ -235,6 +317,16 @@ def _give_back(layer: Attention) -> None:
     layer.attn_backend, _ = get_attn_backend_for_role(layer.role, layer.head_size)
     names = ("num_heads", "head_size", "softmax_scale", "causal", "num_kv_heads", "qkv_layout", "prefix", "role")
     layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
+
+
+def _hide_padding(layer: Attention, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Masks padded keys [B, tokens, H, D] of LTX-2's video, to which its audio attends by vLLM-Omni's attention."""
+    context = get_forward_context()
+    if not context.sp_padding_size:
+        return None
+    tokens = context.sp_original_seq_len
+    real = torch.arange(tokens + context.sp_padding_size, device=args[1].device) < tokens
+    return *args[:3], AttentionMetadata(attn_mask=real[None, None, None])
 
 
 def _require_supported(layer: Attention) -> None:

@@ -24,7 +24,7 @@ PACKAGES = {
     "dbsp_diffusers": {"dbsp_core", "dbsp_kernels"},
     "dbsp_xdit": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_para": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
-    "dbsp_engines": {"dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
+    "dbsp_engines": {"dbsp_xdit", "dbsp_diffusers", "dbsp_core", "dbsp_kernels"},
     "dbsp_cli": {
         "dbsp_engines",
         "dbsp_xdit",

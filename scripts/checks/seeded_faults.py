@@ -454,6 +454,16 @@ crossing takes the next block too: kernels/dbsp_kernels/prediction.py
 - taken = taken.roll(1, dims=-1)
 + taken = taken.roll(0, dims=-1)
 tests/kernels/test_block_selection.py
+
+layers of a compiled block are told apart: dbsp_engines/vllm_omni.py
+- number, layer = where.tolist()
++ number, layer = where.tolist()[0], 0
+tests/engines/test_plugins.py -k compiled
+
+layers that a pass leaves out are not counted: dbsp_engines/lightx2v_models.py
+- for layer in range(layers) if layer not in skipped]
++ for layer in range(layers)]
+tests/engines/test_plugins.py -k older
 """
 """Each has its concept and source, the exact text, which occurs once there, what replaces it, and arguments of pytest
 that select tests, of which one must fail."""

@@ -27,6 +27,9 @@ from tests.engines.cases import (
 )
 
 ENGINE = "lightx2v"
+IMAGES = ((1, 5, 15), (1, 6, 12))
+H3_SIZES = ((37, 2, 2), (37, 2, 3))
+SPARSE = "sparge:cdf=0.35,similarity=-1,block_q=16,block_k=8"
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
@@ -44,6 +47,53 @@ def test_wan22_and_models_of_four_steps_with_masks_of_their_own(ulysses, ring, t
         Case(3, (UNEQUAL,), PREDICTED, model="distilled"),
     )
     assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
+def test_videos_of_other_models(ulysses, ring):
+    """MiniMax-H3, with text that four ranks don't all hold whole; HunyuanVideo-1.5; LTX-2, whose passes leave out a
+    block's attention or audio, and whose audio attends to the video without its padding."""
+    cases = (
+        Case(3, H3_SIZES, KNOWN, model="minimax_h3"),
+        Case(5, H3_SIZES[1:], SPARSE, model="minimax_h3"),
+        Case(3, (UNEQUAL, EVEN), KNOWN, model="hunyuan_video_15"),
+        Case(5, (UNEQUAL,), SPARSE, passes=2, model="hunyuan_video_15"),
+        Case(3, (UNEQUAL, EVEN), KNOWN, passes=4, model="ltx2"),
+        Case(5, (UNEQUAL,), SPARSE, passes=4, model="ltx2"),
+    )
+    assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
+
+
+@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
+def test_images(ulysses, ring):
+    """Text whole on every rank, after or before the image; an image that is edited; padding of Z-Image, which is
+    attended to, and whose heads LightX2V lets no number of ranks cut unevenly."""
+    cases = (
+        Case(3, IMAGES, KNOWN, model="qwen_image"),
+        Case(5, IMAGES, SPARSE, passes=2, model="qwen_image_edit"),
+        Case(5, IMAGES, SPARSE, model="flux2"),
+        Case(3, IMAGES, KNOWN, passes=2, model="longcat_image"),
+        Case(4, IMAGES, SPARSE, passes=2, model="z_image"),
+    )
+    assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
+
+
+def test_8_bits_are_db_sps_own(tmp_path):
+    """Those of LightX2V's two interfaces are rejected with the setting that sends 8 bits both ways, which is near."""
+    both_ways = tmp_path / "int8.yaml"
+    both_ways.write_text(f"mask: {KNOWN}\nprecision: {{qkv: int8, out: int8}}\n", encoding="utf-8")
+    *rejected, found = run(
+        ENGINE,
+        2,
+        1,
+        Case(3, (EVEN,), KNOWN, options={"seq_p_quant_scheme": "fp8"}),
+        Case(3, IMAGES[:1], KNOWN, options={"seq_p_fp8_comm": True}, model="flux2"),
+        Case(3, (EVEN,), str(both_ways)),
+    )
+    for one in rejected:
+        assert "seq_p_quant_scheme fp8 (or seq_p_fp8_comm)" in one["rejected"]
+        assert "set precision: {qkv: int8, out: int8} in db-SP's configuration" in one["rejected"]
+    assert 1e-4 < found["error"] < found["dense"] / 10
 
 
 def test_another_mask_would_be_seen():

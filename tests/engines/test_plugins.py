@@ -28,7 +28,7 @@ from dbsp_core.utils import expected_host
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_diffusers.models import TokenSequence
-from dbsp_engines import vllm_omni_plugin
+from dbsp_engines import lightx2v_models, vllm_omni_plugin
 from dbsp_engines.lightx2v import DbspAttention
 from scripts.checks.engines.reference import attend_under
 from tests.support.oracle import largest_difference
@@ -80,6 +80,44 @@ def test_lightx2v_equals_one_process(world):
     assert max(ThreadRanks(world).run(of_lightx2v)) <= 1e-5
 
 
+def of_lightx2vs_older_interface(rank: int, world: int, last: bool) -> float:
+    """Text whole on every rank, after the image or before it: two passes, of which the second leaves out layer 0.
+
+    Masks differ by layer.
+    """
+    text, thw = 7, (1, 5, 15)
+    pre = SimpleNamespace(grid_sizes=thw, txt=torch.zeros(1, text, 4), encoder_hidden_states=torch.zeros(text, 4))
+    cls = type("Model", (), {"_seq_parallel_pre_process": lambda model, pre: pre})
+    layout = lightx2v_models._hunyuan if last else lightx2v_models._qwen_image
+    lightx2v_models._hook("Model", layout, "dbsp", SimpleNamespace(Model=cls))
+    model, worst = cls(), 0.0
+    now = scheduler({"parallel": {"dbsp": KNOWN, "seq_p_attn_type": "dbsp"}})
+    now.input_info = SimpleNamespace(image_shapes=[[thw]])
+    weights, infer = SimpleNamespace(blocks=[None] * LAYERS), SimpleNamespace(_mm_skip_video_self_blocks=())
+    vars(model).update(scheduler=now, config=now.config, seq_p_group=None)
+    vars(model).update(transformer_weights=weights, transformer_infer=infer)
+    for step, infer._mm_skip_video_self_blocks in enumerate(((), (0,))):
+        now.step_index = step
+        model._seq_parallel_pre_process(pre)
+        for layer in [layer for layer in range(LAYERS) if layer not in infer._mm_skip_video_self_blocks]:
+            words, image = whole(step, layer, True), whole(step, layer, False)
+            joined = [torch.cat([one[:text], tokens])[None] for one, tokens in zip(words, image, strict=True)]
+            expected = attend_under(KNOWN, layer, LAYERS, thw, *joined, text=text)[0].flatten(1)
+            shards = [padded_to(-(-75 // world) * world, one).chunk(world)[rank] for one in image]
+            parts = [[one[:text], shard][:: -1 if last else 1] for one, shard in zip(words, shards, strict=True)]
+            sliced = {"slice_qkv_len": len(parts[0][0]), "img_first": last}
+            out = DbspAttention().apply(*map(torch.cat, parts), **sliced)
+            of_text, of_shard = out.tensor_split([len(parts[0][0])])[:: -1 if last else 1]
+            gathered = torch.cat([of_text, *SequenceGroup.from_group().all_gather(of_shard.contiguous())])
+            worst = max(worst, largest_difference(gathered[: text + 75], expected))
+    return worst
+
+
+@pytest.mark.parametrize("last", [True, False], ids=["text last", "text first"])
+def test_lightx2vs_older_interface_equals_one_process(last):
+    assert max(ThreadRanks(4).run(of_lightx2vs_older_interface, last)) <= 1e-5
+
+
 def context(settings: dict[str, Any] | None = None) -> dict[str, Any]:
     return {"block_idx": 0, "scheduler": scheduler(settings), "grid_sizes": THW}
 
@@ -87,9 +125,11 @@ def context(settings: dict[str, Any] | None = None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"aux_k": torch.zeros(1)}, "whose ranks all hold the text"),
-        ({"quant_scheme": "fp8"}, "set precision: int8 in"),
-        ({"attention_kwargs": context() | {"grid_sizes": None}}, "a grid of video tokens"),
+        ({"quant_scheme": "fp8"}, "set precision: {qkv: int8, out: int8} in"),
+        (
+            {"attention_kwargs": context() | {"grid_sizes": None}},
+            "does not know how this model of LightX2V's",
+        ),
         ({"k": torch.zeros(100, HEADS, 8)}, "keys of earlier frames"),
         (
             {"attention_kwargs": context({"feature_caching": "Ada"})},
@@ -201,6 +241,7 @@ def as_expected(monkeypatch: pytest.MonkeyPatch) -> None:
 @dataclass
 class Metadata:
     joint_query: torch.Tensor | None = None
+    joint_strategy: str = "front"
     video_layout: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -276,14 +317,39 @@ def test_what_vllm_omni_has_and_dbsp_does_not_support_is_an_error_of_one_line(vl
 
 def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
     layer, q = Layer(vllm_omni.DbspImpl), torch.zeros(1, 75, HEADS, 8)
-    with pytest.raises(UserError, match="has not loaded this transformer as part of a pipeline"):
+    with pytest.raises(UserError, match="has not loaded the transformer of this attention as part of a pipeline"):
         layer.attention.forward(q, q, q, None)
     outside = Layer(vllm_omni.DbspImpl, skip_sequence_parallel=True)
-    vllm_omni.attach(torch.nn.ModuleList([layer, outside]), settings(), StepClock())
+    model = torch.nn.ModuleList([layer, outside])
+    vllm_omni.attach(model, settings(), StepClock())
     assert layer.skip_sequence_parallel, "no exchange of vLLM-Omni's"
     assert not isinstance(outside.attention, vllm_omni.DbspImpl), "it has vLLM-Omni's default backend"
     with pytest.raises(UserError, match=r"does not publish it .video_layout., and db-SP knows no class"):
         layer.attention.forward(q, q, q, Metadata())
+
+
+def test_vllm_omnis_compiled_layers_are_one_graph_for_all(vllm_omni, monkeypatch):
+    """fullgraph raises where a graph breaks. A layer's mask is its own, so that equal outputs tell layers apart."""
+    monkeypatch.setenv("DBSP_CONFIG", KNOWN)
+    layers = torch.nn.ModuleList(Layer(vllm_omni.DbspImpl) for _ in range(LAYERS))
+    vllm_omni.attach(layers, settings(), StepClock())
+    transformer, graphs = transformer_of(vllm_omni, layers[0]), []
+    q, k, v = torch.randn(3, 1, 82, HEADS, 8, generator=torch.Generator().manual_seed(0))
+
+    def block(layer: Layer, q: torch.Tensor) -> torch.Tensor:
+        return 2 * layer.attention.forward(q + 1, k, v, Metadata(video_layout=Layout(7, THW)))
+
+    def count(graph: Any, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled, found = torch.compile(block, backend=count, fullgraph=True), {}
+    for run in (block, compiled):
+        transformer._pass(layers, (), {})
+        found[run] = [run(layer, q) for layer in layers]
+    assert not torch.equal(*found[block])
+    assert all(map(torch.equal, found[block], found[compiled]))
+    assert len(graphs) == 1
 
 
 @pytest.fixture
@@ -443,10 +509,15 @@ def test_sglangs_attention_of_another_kind_is_rejected(sglang, options, said):
         model.blocks[0]["attn1"](q, q[:, :70], q[:, :70])
 
 
+def transformer_of(vllm_omni: ModuleType, layer: Layer) -> Any:
+    return vllm_omni._transformers[int(layer.attention.where[0])]
+
+
 def of_vllm_omni(rank: int, world: int, vllm_omni: ModuleType, published: bool) -> float:
     """Text before the video in one sequence, or whole on every rank, with padding: the difference from one process."""
     layer, parallel = Layer(vllm_omni.DbspImpl), {"sequence_parallel_size": world, "ulysses_degree": world}
-    vllm_omni.attach(torch.nn.ModuleList([layer]), settings(**parallel), StepClock())
+    model = torch.nn.ModuleList([layer])
+    vllm_omni.attach(model, settings(**parallel), StepClock())
     text, video = torch.randn(2, 3, 75, HEADS, 8, generator=torch.Generator().manual_seed(0))
     text = text[:, :7]
     expected = attend_under(MASK, 0, 1, THW, *(each[None] for each in torch.cat([text, video], dim=1)), text=7)
@@ -457,8 +528,7 @@ def of_vllm_omni(rank: int, world: int, vllm_omni: ModuleType, published: bool) 
         sequence, slots, metadata = video, -(-75 // world) * world, Metadata()
         joint = [padded_to(12, each)[None] for each in text]
         metadata.joint_query, metadata.joint_key, metadata.joint_value = joint
-        metadata.joint_strategy = "front"
-        attached = layer.attention.transformer
+        attached = transformer_of(vllm_omni, layer)
         attached._architecture, attached._tokens = SimpleNamespace(text="first"), lambda: TokenSequence(THW, 7)
     shards = [padded_to(slots, each).chunk(world)[rank][None] for each in sequence]
     out, whole_text = layer.attention.forward(*shards, metadata), []
@@ -515,7 +585,7 @@ def seen_by_lightx2v(requests: list[Passes]) -> Seen:
             now.infer_condition, expert = branch == 0, experts[now.step_index >= 3]
             for layer, attention in enumerate(expert):
                 attention.apply(q, q, q, block_idx=layer, scheduler=now, grid_sizes=THW)
-            found.append(seen(expert[0]._session))
+            found.append(seen(expert[0]._dbsp_session))
     return found
 
 
@@ -546,7 +616,7 @@ def seen_by_vllm_omni(vllm_omni: ModuleType, monkeypatch: pytest.MonkeyPatch, re
         monkeypatch.setattr(vllm_omni, "get_forward_context", lambda context=context: context)
         for context.denoise_step_idx, _ in request:
             expert = experts[context.denoise_step_idx >= 3]
-            transformer = expert[0].attention.transformer
+            transformer = transformer_of(vllm_omni, expert[0])
             transformer._pass(expert, (), {})
             for layer in expert:
                 layer.attention.forward(q, q, q, metadata)
@@ -651,6 +721,9 @@ def test_registering_in_lightx2v_adds_one_attention_once(put, monkeypatch):
 
     known = Register()
     put("lightx2v_platform.registry_factory", PLATFORM_ATTN_WEIGHT_REGISTER=known)
+    hooks: dict[str, Any] = {}
+    monkeypatch.setattr(dbsp_engines.lightx2v, "after_import", hooks.update)
     dbsp_engines.lightx2v.register()
     dbsp_engines.lightx2v.register()
     assert known == {"dbsp": DbspAttention}
+    assert "lightx2v.models.networks.minimax_h3.model" in hooks

@@ -66,6 +66,23 @@ def test_models_with_text_in_self_attention(ulysses, ring):
     assert_exact(cases, run(ENGINE, ulysses, ring, *cases))
 
 
+@pytest.mark.parametrize(("ulysses", "strategy"), [(1, None), (2, None), (2, "U1R2"), (4, "U2R2")])
+def test_ltx2(ulysses, strategy):
+    """db-SP has the video's self-attention; audio attends to the video without its padding. vLLM-Omni has no ring."""
+    cases = (
+        Case(3, (UNEQUAL, EVEN), KNOWN, strategy=strategy, model="ltx2"),
+        Case(5, (UNEQUAL,), PREDICTED, passes=2, strategy=strategy, model="ltx2"),
+    )
+    found = run(ENGINE, ulysses, 1, *cases)
+    assert_exact(cases, found)
+    assert found[0]["padding"] == -75 % ulysses
+
+
+def test_ltx2_has_no_ring_of_vllm_omnis():
+    (found,) = run(ENGINE, 1, 2, Case(3, (EVEN,), KNOWN, model="ltx2"))
+    assert "requires pure Ulysses" in found["rejected"]
+
+
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 1, 3), (1, 2, 5), (2, 1, 4), (2, 2, 4)])
 def test_minimax_h3(ulysses, ring, heads):
     """Text and audio before the video, and references; of 128 slots, the last of four ranks has padding alone."""
@@ -175,18 +192,48 @@ def test_step_caches_skip_on_all_ranks_or_on_none():
     assert others == [UNCACHED, LAYERS * STEPS, LAYERS]
 
 
+def test_magcache_skips_by_the_step():
+    """After two steps, whose blocks all ranks compute; what is reused is each rank's own tokens'."""
+    options = {"mag_ratios": [1.0] * STEPS, "num_inference_steps": STEPS, "mag_retention_ratio": 0.5}
+    case = Case(3, IMAGES[:1], PREDICTED, cache="mag_cache", cache_options=options, model="flux2")
+    (found,) = run(ENGINE, 2, 1, case)
+    assert found["error"] <= 1e-5
+    assert found["calls"] == 2 * LAYERS
+
+
+def test_seacache_is_for_a_model_that_dbsp_does_not_support():
+    """vLLM-Omni has SeaCache for Cosmos3 alone, whose attention has fewer key heads, and keys of another stream."""
+    from vllm_omni.diffusion.cache.seacache.backend import CUSTOM_SEACACHE_ENABLERS
+
+    assert set(CUSTOM_SEACACHE_ENABLERS) == {"Cosmos3OmniDiffusersPipeline", "Cosmos3OmniPipeline"}
+    (found,) = run(ENGINE, 2, 1, Case(3, (EVEN,), KNOWN, cache="sea_cache"))
+    assert "SeaCache does not support pipeline type" in found["rejected"]
+
+
 def test_a_step_cache_that_is_not_known_is_rejected_on_several_ranks():
     (found,) = run(ENGINE, 2, 1, Case(3, (EVEN,), KNOWN, cache="step_cache"))
     assert "does not know whether cache_backend step_cache skips the same layers" in found["rejected"]
 
 
-def test_compiled_by_blocks_it_is_the_same_and_compiles_once():
-    case = Case(3, (UNEQUAL,), KNOWN, compiled=True)
-    found = run(ENGINE, 2, 1, case)
-    assert_exact([case], found)
-    first, *later = found[0]["graphs"]
-    assert first > 0
-    assert set(later) == {first}, "no step compiles anything anew"
+def test_compiled_by_blocks_graphs_are_whole_and_for_all_layers():
+    """As without db-SP (2 graphs each, counted), and no step compiles anew. One model has its text in attention."""
+    cases = [Case(4, (EVEN,), KNOWN, compiled=True, model=model) for model in ("wan", "hunyuan_video_15")]
+    found = run(ENGINE, 2, 1, *cases)
+    assert_exact(cases, found)
+    for case, one in zip(cases, found, strict=True):
+        assert one["breaks"] == {}, case
+        assert set(one["graphs"]) == {2}, (case, one)
+
+
+def test_attention_in_8_bits_is_dbsps_own():
+    """vLLM-Omni's two settings for it are rejected; "auto" keeps the model's dtype."""
+    cases = [Case(3, (EVEN,), KNOWN, options={"diffusion_kv_cache_dtype": dtype}) for dtype in ("fp8", "auto")]
+    rejected, kept = run(ENGINE, 2, 1, *cases)
+    assert "set kernel: triton-int8 in db-SP's configuration" in rejected["rejected"]
+    assert_exact(cases[1:], [kept])
+    backend = {"backend": "DBSP", "quant": {"dtype_qk": "int8"}}
+    with pytest.raises(ValueError, match=r"quant is only supported by .* but backend='DBSP'"):
+        parse_attention_config({"per_role": {"self": backend}})
 
 
 def test_nothing_changes_where_dbsp_is_not_named():

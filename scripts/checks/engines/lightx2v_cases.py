@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 import dbsp_engines.lightx2v
 from scripts.checks.engines.lightx2v_checkpoint import weights
+from scripts.checks.engines.lightx2v_models import MODELS
 from scripts.checks.engines.lightx2v_stubs import in_float32, put_in_place
 from scripts.checks.engines.reference import attend_under, inputs_of
 from scripts.checks.engines.runs import HEAD, LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report
@@ -60,18 +61,12 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 def settings(case: Case, ranks: int, mask: str | None) -> dict[str, Any]:
-    config: dict[str, Any] = {"task": "t2v", "model_cls": "wan2.2_moe" if case.pair else "wan2.1"}
-    config |= {"num_layers": LAYERS, "num_heads": case.heads, "dim": case.heads * HEAD, "ffn_dim": 48, "freq_dim": 32}
-    config |= {"in_dim": 4, "out_dim": 4, "patch_size": (1, 2, 2), "vae_stride": (4, 8, 8), "text_len": 7}
-    config |= {"infer_steps": STEPS, "target_video_length": 9, "sample_shift": 5.0, "feature_caching": "NoCaching"}
-    config |= {"sample_guide_scale": [2.0, 2.0] if case.pair else 2.0, "enable_cfg": case.passes > 1}
+    config = MODELS[case.model].config(case.heads) if case.model in MODELS else settings_of_wan(case)
     config |= {"cfg_parallel": False, "seq_parallel": False, "parallel": False, "cpu_offload": False}
-    config |= dict.fromkeys(("self_attn_1_type", "cross_attn_1_type", "cross_attn_2_type"), "torch_sdpa")
-    config |= {"rms_norm_type": "torch", "rope_type": "torch_complex_rope", "modulate_type": "torch"}
-    if case.pair:
-        config["boundary"] = BOUNDARY
-    if case.model == "distilled":
-        config |= DISTILLED | {"model_cls": f"{config['model_cls']}_distill"}
+    config |= dict.fromkeys(("attn_type", "self_attn_1_type", "cross_attn_1_type", "cross_attn_2_type"), "torch_sdpa")
+    config |= {"rms_norm_type": "torch", "layer_norm_type": "torch", "modulate_type": "torch"}
+    config = {"rope_type": "torch_complex_rope", "infer_steps": STEPS} | config
+    config |= {"feature_caching": "NoCaching", "enable_cfg": case.passes > 1}
     if case.cache is not None:
         config |= {"feature_caching": case.cache} | CACHES[case.cache]
     if ranks > 1:
@@ -79,12 +74,25 @@ def settings(case: Case, ranks: int, mask: str | None) -> dict[str, Any]:
         stock = "ring" if case.strategy and case.strategy.startswith("U1R") else "ulysses"
         guidance = 2 if case.cfg_parallel else 1
         config["parallel"] = {"seq_p_size": ranks // guidance, "seq_p_attn_type": stock if mask is None else "dbsp"}
-        config["parallel"]["cfg_p_size"] = guidance
+        config["parallel"] |= {"cfg_p_size": guidance, **case.options}
         if mask is not None:
             config["parallel"]["dbsp"] = settings_of(mask) | {"strategy": case.strategy}
         set_parallel_config(config)
     elif mask is not None:
         config |= {"self_attn_1_type": "dbsp", "dbsp": mask}
+    return config
+
+
+def settings_of_wan(case: Case) -> dict[str, Any]:
+    config: dict[str, Any] = {"task": "t2v", "model_cls": "wan2.2_moe" if case.pair else "wan2.1"}
+    config |= {"num_layers": LAYERS, "num_heads": case.heads, "dim": case.heads * HEAD, "ffn_dim": 48, "freq_dim": 32}
+    config |= {"in_dim": 4, "out_dim": 4, "patch_size": (1, 2, 2), "vae_stride": (4, 8, 8), "text_len": 7}
+    config |= {"target_video_length": 9, "sample_shift": 5.0}
+    config["sample_guide_scale"] = [2.0, 2.0] if case.pair else 2.0
+    if case.pair:
+        config["boundary"] = BOUNDARY
+    if case.model == "distilled":
+        config |= DISTILLED | {"model_cls": f"{config['model_cls']}_distill"}
     return config
 
 
@@ -166,11 +174,22 @@ def mask_attention(models: list[Any], mask: str, thw: tuple[int, int, int]) -> N
             block.compute_phases[0].self_attn_1.apply = attend
 
 
+def outputs_of(case: Case, config: dict[str, Any], mask: str | None = None) -> tuple[list[torch.Tensor], int]:
+    """Those of `denoise`, of any model."""
+    if case.model not in MODELS:
+        return denoise(case, config, mask)
+
+    def attend(layer: int, thw: Any, *qkv: torch.Tensor, text: int) -> torch.Tensor:
+        return attend_under(mask or "", layer, LAYERS, thw, *qkv, text=text)
+
+    return MODELS[case.model].denoise(case, config, attend if mask else None), 0
+
+
 def error_of(case: Case, ranks: int) -> dict[str, float]:
     alone = settings(case, 1, None)
-    dense, _ = denoise(case, alone)
-    expected = dense if case.mask is None else denoise(case, alone, case.mask)[0]
-    found, skipped = denoise(case, settings(case, ranks, case.wrong or case.mask))
+    dense, _ = outputs_of(case, alone)
+    expected = dense if case.mask is None else outputs_of(case, alone, case.mask)[0]
+    found, skipped = outputs_of(case, settings(case, ranks, case.wrong or case.mask))
     return {"error": apart(found, expected), "dense": apart(dense, expected), "skipped": skipped}
 
 

@@ -89,6 +89,15 @@ def tiny_h3(module: Any, heads: int, make: Callable[[dict[str, int]], Any]) -> t
     return model
 
 
+class TorchInFloat32:
+    """torch to a module that asks for 16 bits by itself."""
+
+    float16 = bfloat16 = torch.float32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 class _Named(type):
     """A class with any attribute, whose value is its name."""
 

@@ -63,6 +63,7 @@ class Case:
         frames: Whether a rank has frames of its own, where the engine has that in addition to runs of tokens.
         model: Which of the engine's models, where there are several here.
         turns: Where the run is told when to make a step, for `take_turns`; "": it is no bench.
+        options: Settings of the engine, by their names there.
     """
 
     heads: int
@@ -81,6 +82,7 @@ class Case:
     frames: bool = False
     model: str = "wan"
     turns: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:

@@ -41,13 +41,14 @@ from vllm_omni.plugins import OMNI_DEFAULT_PLUGINS_GROUP, load_omni_plugins_by_g
 from scripts.checks.engines.vllm_omni_models import MODELS  # noqa: E402
 
 
-def settings(ulysses: int, ring: int, backend: str | None) -> OmniDiffusionConfig:
+def settings(ulysses: int, ring: int, backend: str | None, **options: Any) -> OmniDiffusionConfig:
     return OmniDiffusionConfig(
         parallel_config=DiffusionParallelConfig(
             ulysses_degree=ulysses, ring_degree=ring, sequence_parallel_size=ulysses * ring
         ),
         diffusion_attention_config=AttentionConfig(per_role={} if backend is None else {"self": backend}),
         dtype=torch.float32,
+        **options,
     )
 
 
@@ -68,7 +69,7 @@ class Pipeline(torch.nn.Module):
 
 def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
     alone = settings(1, 1, None)
-    parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
+    parallel = settings(ulysses, ring, None if case.mask is None else "DBSP", **case.options)
     parallel.cache_backend = case.cache or "none"
     vllm_config = create_diffusion_vllm_config(torch.device("cpu"), parallel)
     os.environ["DBSP_CONFIG"] = configuration(case)
@@ -82,6 +83,8 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
         if case.compiled:
             regionally_compile(pipeline.transformer, dynamic=parallel.diffusion_compile_dynamic)
         worst, dense_away, padding, calls, graphs = 0.0, 0.0, 0, 0, []
+        dynamo.utils.counters.clear()
+        lengths: tuple[int | None, int] = None, 0
         for number, thw in enumerate(case.sizes):
             references = [tiny(alone, vllm_config, case, seed) for seed in seeds]
             if not case.unlike:
@@ -102,13 +105,19 @@ def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
                     ours = pipeline.transformer_2 if second else pipeline.transformer
                     index = step if model.says_step else None
                     with set_forward_context(vllm_config, parallel, denoise_step_idx=index):
-                        get_forward_context().sp_plan_hooks_applied = applied
+                        context = get_forward_context()
+                        context.sp_plan_hooks_applied = applied
+                        if case.mask is not None:  # a request's stages have one context, also of several sizes
+                            context.sp_original_seq_len, context.sp_padding_size = lengths
                         out = numbers_of(ours(**inputs))
-                        padding = max(padding, get_forward_context().sp_padding_size)
+                        lengths = context.sp_original_seq_len, context.sp_padding_size
+                        padding = max(padding, lengths[1])
                     graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
                     worst = max(worst, largest_difference(out, expected))
                     dense_away = max(dense_away, 0.0 if case.cache else largest_difference(dense, expected))
-    return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls, "graphs": graphs}
+    return {"error": worst, "dense": dense_away, "padding": padding, "calls": calls, "graphs": graphs} | {
+        "breaks": dict(dynamo.utils.counters["graph_break"])
+    }
 
 
 def configuration(case: Case) -> str:
@@ -133,7 +142,7 @@ def enable_cache(pipeline: Pipeline, case: Case) -> None:
     options = {"max_warmup_steps": 1, "residual_diff_threshold": 0.99} | case.cache_options
     backend = get_cache_backend(case.cache, options)
     backend.enable(pipeline)
-    backend.refresh(pipeline, STEPS, verbose=False)
+    backend.refresh(pipeline, STEPS)
     if case.unlike:
         manager = pipeline.transformer._context_manager
         manager.similarity = lambda *states, **options: torch.distributed.get_rank() == 0

@@ -14,7 +14,7 @@ from torch import nn
 from vllm_omni.diffusion.data import OmniDiffusionConfig, TransformerConfig
 
 from dbsp_core.config import DbspConfig
-from scripts.checks.engines.reference import attend_under, inputs_of, random, tiny_h3
+from scripts.checks.engines.reference import TorchInFloat32, attend_under, inputs_of, random, tiny_h3
 from scripts.checks.engines.runs import HEAD, LAYERS, Case
 
 TEXT = 7
@@ -185,6 +185,35 @@ def _of_longcat_image(thw: Grid, number: int, step: int, branch: int) -> dict[st
     }
 
 
+LTX2_AUDIO = 9
+LTX2_AUDIO_HEADS = 4
+"""Their number divides by the ranks: vLLM-Omni cuts them where audio attends to the video."""
+
+
+def _ltx2(config: OmniDiffusionConfig, heads: int) -> nn.Module:
+    from vllm_omni.diffusion.models.ltx2.ltx2_transformer import LTX2VideoTransformer3DModel
+
+    sizes = {"in_channels": 8, "out_channels": 8, "audio_in_channels": 6, "audio_out_channels": 6}
+    sizes |= {"caption_channels": 16, "cross_attention_dim": heads * HEAD, "num_layers": LAYERS}
+    sizes |= {"num_attention_heads": heads, "attention_head_dim": HEAD}
+    sizes |= {"audio_num_attention_heads": LTX2_AUDIO_HEADS, "audio_attention_head_dim": 12}
+    return LTX2VideoTransformer3DModel(**sizes, audio_cross_attention_dim=12 * LTX2_AUDIO_HEADS)
+
+
+def _of_ltx2(thw: Grid, number: int, step: int, branch: int) -> dict[str, Any]:
+    tokens, seed = math.prod(thw), 1000 * number + 10 * step
+    return {
+        "hidden_states": random(seed, 1, tokens, 8),
+        "audio_hidden_states": random(seed + 1, 1, LTX2_AUDIO, 6),
+        "encoder_hidden_states": random(branch, 1, TEXT, 16),
+        "audio_encoder_hidden_states": random(100 + branch, 1, TEXT, 16),
+        "timestep": _timestep(step).expand(1, tokens),
+        "audio_timestep": _timestep(step)[None],
+        "audio_num_frames": LTX2_AUDIO,
+        "return_dict": False,
+    } | dict(zip(("num_frames", "height", "width"), thw, strict=True))
+
+
 H3_TEXT, H3_AUDIO = 7, 8
 H3_REFERENCES = (
     {"kind": "image", "latent_h": 4, "latent_w": 6},
@@ -253,19 +282,10 @@ def _attend_as_fasth3(mask: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
     used, out = metadata.extra["valid_kv_length"], torch.zeros_like(q)
     with (
         mock.patch.object(fastvideo_h3, "fastvideo_block_sparse_attn_bshd", _attend_to_tiles),
-        mock.patch.object(fastvideo_h3, "torch", _TorchInFloat32()),
+        mock.patch.object(fastvideo_h3, "torch", TorchInFloat32()),
     ):
         out[:, :used] = own._forward_h3(q[:, :used], k[:, :used], v[:, :used], metadata)
     return out
-
-
-class _TorchInFloat32:
-    """torch to a module that asks for 16 bits, because its kernel does."""
-
-    float16 = torch.float32
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def _attend_to_tiles(
@@ -320,5 +340,8 @@ MODELS = {
     ),
     "h3_vsa": Model(_h3_vsa, _of_h3(False), _of_h3_blocks, _in_order(0), True, _attend_as_fasth3),
     "h3_vsa_references": Model(_h3_vsa, _of_h3(True), _of_h3_blocks, _in_order(0), True, _attend_as_fasth3),
+    "ltx2": Model(
+        _ltx2, _of_ltx2, lambda model: [block.attn1.attn for block in model.transformer_blocks], _text_last(0)
+    ),
     "hunyuan_video_15": Model(_hunyuan, _of_hunyuan, _of_blocks, _text_last(TEXT - 2 + 3)),
 }

@@ -57,14 +57,6 @@ def __getattr__(name: str):
         raise AttributeError(name)
     from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
-    class Impl(SDPAImpl):
-        def forward(self, query, key, value, attn_metadata=None):
-            return self._forward_impl(query, key, value, attn_metadata)
-
-    class SdpaBackend(SDPABackend):
-        @staticmethod
-        def get_impl_cls():
-            return Impl
-
-    globals()[name] = SdpaBackend
-    return SdpaBackend
+    SDPAImpl.forward = SDPAImpl._forward_impl  # which `forward` finds for each platform that it knows
+    globals()[name] = SDPABackend
+    return SDPABackend
