@@ -26,7 +26,7 @@ SIZES = {"small": (3, 8, 12), "large": (8, 24, 24)}
 """Of the video, in tokens: in the small one the time is that of calls, in the large one that of attention."""
 MASKS = {"engine": None, "dense": "dense", "sparge": "sparge:topk=0.25,block_q=64,block_k=64"}
 HEADS = 4
-MODELS = {"sglang": ("wan", "h3"), "vllm_omni": ("wan", "h3"), "lightx2v": ("wan", "h3")}
+MODELS = {"sglang": ("wan", "h3"), "vllm_omni": ("wan", "h3"), "lightx2v": ("wan",)}
 STRATEGIES = {"U2R1": (2, 1)}
 
 
