@@ -39,7 +39,13 @@ EXPECTED = ExpectedHost(
         "lightx2v.models.schedulers.scheduler:BaseScheduler.infer_steps",
         "lightx2v.models.schedulers.scheduler:BaseScheduler.step_index",
         "lightx2v.models.schedulers.wan.scheduler:WanScheduler.timesteps",
-        *(f"lightx2v.models.networks.{module}:{name}" for module, (name, _) in MODELS.items()),
+        "lightx2v.models.networks.ltx2.infer.transformer_infer:LTX2TransformerInfer._gather_cross_attn_context",
+        "lightx2v.models.networks.ltx2.infer.transformer_infer:LTX2TransformerInfer._mm_skip_video_self_blocks",
+        "lightx2v.models.networks.minimax_h3.model:MiniMaxH3Model._validate_tensor_parallel_config",
+        *(
+            f"lightx2v.models.networks.{module}:{name}._seq_parallel_pre_process"
+            for module, (name, _) in MODELS.items()
+        ),
     ),
 )
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
