@@ -26,7 +26,7 @@ SIZES = {"small": (3, 8, 12), "large": (8, 24, 24)}
 """Of the video, in tokens: in the small one the time is that of calls, in the large one that of attention."""
 MASKS = {"engine": None, "dense": "dense", "sparge": "sparge:topk=0.25,block_q=64,block_k=64"}
 HEADS = 4
-MODELS = {"sglang": ("wan", "h3"), "vllm_omni": ("wan", "h3"), "lightx2v": ("wan",)}
+MODELS = {"vllm_omni": ("wan", "h3"), "sglang": ("wan", "h3"), "lightx2v": ("wan",)}
 STRATEGIES = {"U2R1": (2, 1)}
 
 
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("engines", nargs="*", help=f"of {', '.join(MODELS)}; default: all")
-    parser.add_argument("--turns", type=int, default=21, help="steps of each that are measured; the median counts")
+    parser.add_argument("--turns", type=int, default=15, help="steps of each that are measured; the median counts")
     Result("engine-steps", "Steps of serving engines, without db-SP and with it", Row).run(parser, measure)
 
 

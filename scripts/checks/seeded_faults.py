@@ -195,7 +195,7 @@ a rank has its part of the text right before its video: dbsp_core/runtime/engine
 + local[text:] += share
 tests/core/runtime/test_engine_session.py -k text_in_parts
 
-SGLang's passes of one step are counted: dbsp_engines/sglang.py
+SGLang's passes of one step are counted: dbsp_engines/sglang_attention.py
 - if layer <= self._layer or moment != self._moment:
 + if moment != self._moment:
 tests/engines/test_plugins.py -k have_no_names

@@ -28,7 +28,7 @@ from dbsp_core.utils import expected_host
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_diffusers.models import TokenSequence
-from dbsp_engines import lightx2v_models, vllm_omni_plugin
+from dbsp_engines import lightx2v_models, sglang_attention, vllm_omni_plugin
 from dbsp_engines.lightx2v import DbspAttention
 from scripts.checks.engines.reference import attend_under
 from tests.support.oracle import largest_difference
@@ -460,11 +460,11 @@ def test_sglangs_tokens_of_which_db_sp_does_not_know_the_place_are_rejected(thw,
     request = SimpleNamespace(did_sp_shard_latents=True, image_latent=torch.zeros(1))
     request.raw_latent_shape = options.pop("raw", (1, 81, 16))
     with pytest.raises(UserError, match=said):
-        dbsp_engines.sglang._layout_of(request, thw, 2, local=local, **options)
+        sglang_attention.layout_of_pass(request, thw, 2, local=local, **options)
 
 
 def test_sglangs_text_is_whole_or_in_parts_of_several_sizes():
-    layout_of = dbsp_engines.sglang._layout_of
+    layout_of = sglang_attention.layout_of_pass
     request = SimpleNamespace(did_sp_shard_latents=True, raw_latent_shape=(1, 81, 16))
     whole_text = layout_of(request, (1, 9, 9), 4, local=21, **OF_VIDEO | {"whole": lambda: 7})
     assert whole_text == EngineLayout((1, 9, 9), shard=21, text=7)
@@ -483,7 +483,7 @@ def test_sglangs_text_is_whole_or_in_parts_of_several_sizes():
 )
 def test_sglangs_request_without_a_grid_is_rejected(request_of):
     with pytest.raises(UserError, match="masks need the grid of video tokens, which this request of tests's Wan"):
-        dbsp_engines.sglang._grid_of(Wan(), SimpleNamespace(**request_of))
+        sglang_attention.grid_of(Wan(), SimpleNamespace(**request_of))
 
 
 @pytest.mark.parametrize("changed", [{"is_cross_attention": True}, {"causal": True}, {"num_kv_heads": 1}])
