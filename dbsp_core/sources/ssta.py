@@ -93,11 +93,11 @@ class SstaSource(PredictedSource):
             # 2. How much a key is like the others: Σ kₗ·kⱼ over l ≠ j, by the sum of all, [heads, D] → [heads, tk].
             like = halving_sum(keys * halving_sum(keys.mT)[:, None]) - halving_sum(keys * keys)
             redundancy = (like / max(1, keys.shape[1] - 1) + 1) / 2
-            # 3. Scores of at least 0, and more than any for text, [heads, tq, tk].
+            # 3. Scores from 0 to 1, and more for text, [heads, tq, tk].
             rows = torch.cat([unit.float(), some[..., -1:]], dim=-1)
             scores = pooled_scores(rows, nq, 1.0, ANY_SIMILARITY).add_(1).mul_(self.weight / 2)
             scores[..., text:] += (1 - self.weight) * (1 - redundancy[:, None])
-            scores[..., :text] = 2.0
+            scores[..., :text] = 1.5
             return select_blocks(scores.clamp_(min=0), dense.expand(len(some), -1), None, count)
 
         # 4. What holds for tiles holds for their blocks.

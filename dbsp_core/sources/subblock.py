@@ -70,9 +70,9 @@ class SubBlockSource(OrderedSource):
                 scores = pooled_scores(rows, q.numel(), tokens.scale, ANY_SIMILARITY)
                 scores = scores.unflatten(2, cells.k.shape).unflatten(1, q.shape)
                 scores.masked_fill_(~real[:, :, None, None], -torch.inf)
-                # 3. Σ exp over the pairs of two blocks. What is subtracted is the same for all blocks of a row.
+                # 3. The mean of exp over the pairs of two blocks, at most 1: a row's blocks have one factor in common.
                 scores.sub_(scores.amax((2, 3, 4), keepdim=True)).exp_()
-                part.copy_(halving_sum(scores.transpose(2, 3).flatten(3)))
+                part.copy_(halving_sum(scores.transpose(2, 3).flatten(3)) / self.cells**2)
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
 
         return BlockMask(predict_bits(pool_own_heads(tokens, cells.grid), choose, tokens, grid), grid)
