@@ -84,7 +84,9 @@ BY_SOURCE = {
 
 
 SOURCES = [
-    pytest.param(*one, marks=() if one[0] in ("window", "sparge", "vsa", "file", "subblock", "ssta") else pytest.mark.long)
+    pytest.param(
+        *one, marks=() if one[0] in ("window", "sparge", "vsa", "file", "subblock", "ssta") else pytest.mark.long
+    )
     for one in BY_SOURCE.items()
 ]
 """All but subblock, cube and ssta have run on a GPU (docs/results/exact.md)."""
