@@ -79,7 +79,7 @@ class SstaSource(PredictedSource):
         """Predicts the mask. Collective."""
         grid, device = self.grid(request), tokens.q.device
         tile, window = (self.tile, self.window) if request.thw[0] > 1 else (IMAGE_TILE, None)
-        tiles = _Tiles.of(grid, tile, window, device)
+        tiles = Tiles.of(grid, tile, window, device)
         dense = always_dense(tiles.grid, self.dense_text, False, device)
         nq, text = tiles.grid.nq, tiles.text if self.dense_text in (True, "columns") else 0
         topk = self.topk // 2 if 1 < request.thw[0] <= HALVED_UP_TO else self.topk
@@ -93,11 +93,11 @@ class SstaSource(PredictedSource):
             # 2. How much a key is like the others: Σ kₗ·kⱼ over l ≠ j, by the sum of all, [heads, D] → [heads, tk].
             like = halving_sum(keys * halving_sum(keys.mT)[:, None]) - halving_sum(keys * keys)
             redundancy = (like / max(1, keys.shape[1] - 1) + 1) / 2
-            # 3. Scores of at least 0, and more than any for text, [heads, tq, tk].
+            # 3. Scores from 0 to 1, and more for text, [heads, tq, tk].
             rows = torch.cat([unit.float(), some[..., -1:]], dim=-1)
             scores = pooled_scores(rows, nq, 1.0, ANY_SIMILARITY).add_(1).mul_(self.weight / 2)
             scores[..., text:] += (1 - self.weight) * (1 - redundancy[:, None])
-            scores[..., :text] = 2.0
+            scores[..., :text] = 1.5
             return select_blocks(scores.clamp_(min=0), dense.expand(len(some), -1), None, count)
 
         # 4. What holds for tiles holds for their blocks.
@@ -109,7 +109,7 @@ class SstaSource(PredictedSource):
         return BlockMask(bits, grid, absent=absent)
 
 
-class _Tiles(NamedTuple):
+class Tiles(NamedTuple):
     """The tiles of a grid's blocks, in a grid of their own; text is cut into runs of as many tokens."""
 
     grid: BlockGrid
@@ -122,7 +122,7 @@ class _Tiles(NamedTuple):
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, grid: BlockGrid, tile: Sizes, window: Sizes | None, device: torch.device) -> _Tiles:
+    def of(cls, grid: BlockGrid, tile: Sizes, window: Sizes | None, device: torch.device) -> Tiles:
         """Returns the tiles of a grid; `window` is in tiles, or None."""
         if grid.thw is None:
             raise ValueError("tiles need the size of the video's token grid")

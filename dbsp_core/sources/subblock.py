@@ -30,12 +30,14 @@ class SubBlockSource(OrderedSource):
     Attributes:
         sparsity: Share of the key blocks that a row skips, at most: it keeps ⌈(1 − sparsity) · nk⌉, rounded up to a
             multiple of `multiple`.
-        cells: Parts of a query block and of a key block, of equally many tokens.
+        cells_q: Parts of a query block, of equally many tokens.
+        cells_k: Parts of a key block.
         multiple: Numbers of blocks that are kept divide by this; 8 suits SGLang's kernel.
     """
 
     sparsity: ByStep = 0.75
-    cells: int = 4
+    cells_q: int = 4
+    cells_k: int = 4
     multiple: int = 8
     dense_text: DenseText = "rows"
     scheduled: ClassVar[tuple[str, ...]] = ("sparsity",)
@@ -44,14 +46,16 @@ class SubBlockSource(OrderedSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_each("sparsity", lambda share: 0 <= share < 1, "must be at least 0 and below 1; 0.75 is usual")
-        divides = self.cells >= 1 and not self.block_q % self.cells and not self.block_k % self.cells
-        require_value(self, "cells", divides, "must divide block_q and block_k; 4 is usual")
+        for block, cells in (("block_q", "cells_q"), ("block_k", "cells_k")):
+            parts = getattr(self, cells)
+            divides = parts >= 1 and getattr(self, block) % parts == 0
+            require_value(self, cells, divides, f"must divide {block}={getattr(self, block)}; 4 is usual")
         require_value(self, "multiple", self.multiple >= 1, "must be at least 1; 8 is usual")
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""
         grid, device = self.grid(request), tokens.q.device
-        cells = _Cells.of(grid, self.cells, device)
+        cells = _Cells.of(grid, self.cells_q, self.cells_k, device)
         dense = always_dense(grid, self.dense_text, self.attention_sink, device)
         wanted = (1 - self._at_step("sparsity", request.step)) * grid.nk
         count = kept_blocks(wanted, grid.nk, round_up=True, multiple=self.multiple)
@@ -61,7 +65,7 @@ class SubBlockSource(OrderedSource):
             keys = some[:, cells.grid.nq :].index_select(1, cells.k.flatten())
             keys[..., -1].masked_fill_(~cells.k_real.flatten(), ANY_SIMILARITY)
             chance = some.new_empty(len(some), grid.nq, grid.nk, dtype=torch.float64)
-            pairs = max(1, len(some)) * grid.nk * self.cells**2  # of a row; a rank may have no heads
+            pairs = max(1, len(some)) * cells.k.numel() * self.cells_q  # of a row; a rank may have no heads
             at_once = max(1, PAIRS_AT_ONCE["cuda" if some.is_cuda else "cpu"] // pairs)
             parts = cells.q.split(at_once), cells.q_real.split(at_once), chance.split(at_once, dim=1)
             for q, real, part in zip(*parts, strict=True):
@@ -70,9 +74,9 @@ class SubBlockSource(OrderedSource):
                 scores = pooled_scores(rows, q.numel(), tokens.scale, ANY_SIMILARITY)
                 scores = scores.unflatten(2, cells.k.shape).unflatten(1, q.shape)
                 scores.masked_fill_(~real[:, :, None, None], -torch.inf)
-                # 3. Σ exp over the pairs of two blocks. What is subtracted is the same for all blocks of a row.
+                # 3. The mean of exp over the pairs of two blocks, at most 1: a row's blocks have one factor in common.
                 scores.sub_(scores.amax((2, 3, 4), keepdim=True)).exp_()
-                part.copy_(halving_sum(scores.transpose(2, 3).flatten(3)))
+                part.copy_(halving_sum(scores.transpose(2, 3).flatten(3)) / (self.cells_q * self.cells_k))
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
 
         return BlockMask(predict_bits(pool_own_heads(tokens, cells.grid), choose, tokens, grid), grid)
@@ -82,18 +86,19 @@ class _Cells(NamedTuple):
     """The cells of a grid's blocks, in a grid of their own."""
 
     grid: BlockGrid
-    q: torch.Tensor  # int64[nq, cells], each query block's
-    q_real: torch.Tensor  # bool[nq, cells], whether it has tokens
-    k: torch.Tensor  # int64[nk, cells]
-    k_real: torch.Tensor  # bool[nk, cells]
+    q: torch.Tensor  # int64[nq, cells_q], each query block's
+    q_real: torch.Tensor  # bool[nq, cells_q], whether it has tokens
+    k: torch.Tensor  # int64[nk, cells_k]
+    k_real: torch.Tensor  # bool[nk, cells_k]
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
-    def of(cls, grid: BlockGrid, cells: int, device: torch.device) -> _Cells:
+    def of(cls, grid: BlockGrid, cells_q: int, cells_k: int, device: torch.device) -> _Cells:
         """Cuts each block into so many cells."""
-        of_cells = replace(grid, block_q=grid.block_q // cells, block_k=grid.block_k // cells)
-        number, tables = np.arange(cells), []
-        for blocks, axis in ((grid.q_axis, of_cells.q_axis), (grid.k_axis, of_cells.k_axis)):
+        of_cells, tables = replace(grid, block_q=grid.block_q // cells_q, block_k=grid.block_k // cells_k), []
+        axes = (grid.q_axis, of_cells.q_axis, cells_q), (grid.k_axis, of_cells.k_axis, cells_k)
+        for blocks, axis, cells in axes:
+            number = np.arange(cells)
             first = np.searchsorted(axis.starts, blocks.starts)
             real = number < np.diff(first, append=len(axis))[:, None]
             tables += [np.where(real, first[:, None] + number, 0), real]

@@ -127,7 +127,7 @@ def select_blocks(
     On a GPU chances are added up exactly, in units of 2^-60; on the CPU in float64, one after the other.
 
     Args:
-        chance: float64[heads, nq, nk], at least 0; NaN counts as 0.
+        chance: float64[heads, nq, nk], at least 0 and below 2; NaN counts as 0.
         dense: bool[heads, nq + nk], rows and then columns that are dense in any case.
         cdf: As many blocks as have a cumulative chance of at most this, but at least one; None: `count` of them.
         crossing: True if the next block is taken too, with which the cumulative chance exceeds `cdf`.

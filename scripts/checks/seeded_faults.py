@@ -340,6 +340,16 @@ dense text does not compete: dbsp_core/sources/vsa.py
 + of_video = grid.nk
 tests/core/sources/predicted/test_vsa.py -k definition
 
+keys that are absent are not less by the mean of keys: dbsp_core/runtime/absent_keys.py
+- if mean is not None:
++ if False:
+tests/core/runtime/test_absent_keys.py -k 2-U1R2
+
+cells without tokens don't count: dbsp_core/sources/subblock.py
+- keys[..., -1].masked_fill_(~cells.k_real.flatten(), ANY_SIMILARITY)
++ pass
+tests/core/sources/predicted/test_subblock.py -k "definition and cells and whole"
+
 a mask function sees what its mask may depend on: dbsp_core/sources/callable.py
 - layer=request.layer if self.depends_on == "layer" else 0, step=0, cfg_branch=0)
 + step=0, cfg_branch=0)

@@ -67,6 +67,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "sol": {"source": "sol", "tau": 1.0, **BLOCKS},
     "vsa": {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16},
     "sla": {"source": "sla", "topk": 0.4, **BLOCKS},
+    "subblock": {"source": "subblock", "sparsity": 0.5, "multiple": 1, **BLOCKS},
+    "cube": {"source": "cube", "topk": 0.3, "tile": [2, 2, 4], "block_q": 16, "block_k": 16},
+    "ssta": {"source": "ssta", "topk": 4, "tile": [2, 2, 4], "window": [1, 1, 1], **BLOCKS},
     "nabla": {"source": "nabla", **BLOCKS},
     "union": {"source": "union", "of": [WINDOW, SPARGE]},
     "callable": {"source": "callable", "function": "tests.support.user_masks:heads_apart", **BLOCKS},
@@ -77,14 +80,17 @@ BY_SOURCE = {
     "dense": "U2R1", "window": "U1R2", "radial": "U2R1", "svg": "U1R2", "sparge": "U2R2", "sol": "U2R1",
     "vsa": "U2R1", "sla": "U1R2", "nabla": "U1R2", "union": "U2R1", "callable": "U2R1", "synthetic": "U1R2",
     "file": "U2R1", "paro": "U1R2", "lowrank": "U2R1", "record_qk": "U1R2",
+    "subblock": "U2R1", "cube": "U1R2", "ssta": "U2R2",
 }  # fmt: skip
 
 
 SOURCES = [
-    pytest.param(*one, marks=() if one[0] in ("window", "sparge", "vsa", "file") else pytest.mark.long)
+    pytest.param(
+        *one, marks=() if one[0] in ("window", "sparge", "vsa", "file", "subblock", "ssta") else pytest.mark.long
+    )
     for one in BY_SOURCE.items()
 ]
-"""All of them have run on a GPU (docs/results/exact.md)."""
+"""All but subblock, cube and ssta have run on a GPU (docs/results/exact.md)."""
 
 
 @pytest.mark.parametrize(("name", "strategy"), SOURCES)

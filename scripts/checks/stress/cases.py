@@ -196,10 +196,10 @@ def _source(kind: str, case: Draw, grid: BlockGrid) -> MaskSource:
     if kind == "cube":
         return CubeSource(*blocks, topk=float(rng.uniform(0.05, 0.8)), tile=_tile_of(case.block_q, rng))
     if kind == "subblock":
-        cells = int(rng.choice([cells for cells in (1, 2, 4, 8) if not (blocks[0] % cells or blocks[1] % cells)]))
+        cells = [int(rng.choice([parts for parts in (1, 2, 4, 8) if size % parts == 0])) for size in blocks]
         text: Any = rng.choice(np.array([True, False, "rows", "columns"], dtype=object))
         share = {"sparsity": float(rng.uniform(0, 0.95)), "multiple": int(rng.integers(1, 5))}
-        return SubBlockSource(*blocks, cells=cells, dense_text=text, **share)
+        return SubBlockSource(*blocks, cells_q=cells[0], cells_k=cells[1], dense_text=text, **share)
     if kind == "ssta":
         tile, window = _tile_of(math.lcm(*blocks), rng), tuple(rng.integers(1, 4, 3).tolist())
         return SstaSource(*blocks, topk=int(rng.integers(1, 9)), tile=tile, window=window)

@@ -35,6 +35,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "sparge topk": [{"source": "sparge", "topk": value} for value in (0.15, 0.3, 0.6)],
     "sol": [{"source": "sol", "tau": value} for value in (2.0, 1.0, 0.5, 0.0)],
     "vsa, no gate": [{"source": "vsa", "sparsity": value, "tile": [2, 2, 4]} for value in (0.85, 0.7, 0.4)],
+    "subblock": [{"source": "subblock", "sparsity": value, "multiple": 1} for value in (0.85, 0.7, 0.4)],
+    "cube": [{"source": "cube", "topk": value, "tile": [2, 2, 4]} for value in (0.15, 0.3, 0.6)],
+    "ssta": [
+        {"source": "ssta", "topk": topk, "padding": padding, "tile": [2, 4, 4], "window": [1, 1, 1]}
+        for topk, padding in ((18, "none"), (36, "none"), (72, "none"), (36, "absent"))
+    ],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
     "window + sparge cdf": [
@@ -42,7 +48,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         for value in (0.3, 0.6, 0.85)
     ],
 }
-UNSAID = ("source", "tile")
+UNSAID = ("source", "tile", "multiple")
 """Of a setting, what its source's name here says, or what is the same in all of its settings."""
 SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
 

@@ -25,6 +25,20 @@ MISTAKES: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tau": float("nan")}, "tau=nan must be a finite number"),
         ({"thresh_type": "full"}, "must be 'diag' or 'exact', got 'full'"),
     ],
+    "subblock": [
+        ({"cells_k": 5}, "cells_k=5 must divide block_k=64"),
+        ({"sparsity": [0.5, 1.0]}, "sparsity=[0.5, 1.0] must be at least 0 and below 1"),
+        ({"multiple": 0}, "multiple=0 must be at least 1"),
+    ],
+    "cube": [
+        ({"topk": 0.0}, "topk=0.0 must be above 0 and at most 1"),
+        ({"tile": [4, 4]}, "tile=[4, 4] must be at least 1 × 1 × 1"),
+    ],
+    "ssta": [
+        ({"block_q": 100}, "block_q=100 must divide a tile's 384 tokens"),
+        ({"padding": "zeros"}, "must be 'absent' or 'none', got 'zeros'"),
+        ({"weight": 1.5}, "weight=1.5 must lie between 0 and 1"),
+    ],
     "vsa": [
         ({"sparsity": 1.0}, "sparsity=1.0 must be at least 0 and below 1"),
         ({"tile": [4, 8, 8]}, "set block_q and block_k to 256"),

@@ -19,8 +19,8 @@ SubBlockCase = partial(SpargeCase, kind=SubBlockSource)
 CASES = {
     "short last cells": SubBlockCase(settings={"sparsity": 0.6, "multiple": 2}),
     "text, batch of two": SubBlockCase(text_tokens=37, batch=2, thw=(4, 5, 11), settings={"multiple": 3}),
-    "two cells": SubBlockCase(
-        settings={"cells": 2, "multiple": 1, "sparsity": 0.8, "dense_text": False}, text_tokens=5
+    "unequal cells": SubBlockCase(
+        settings={"cells_q": 2, "cells_k": 8, "multiple": 1, "sparsity": 0.8, "dense_text": False}, text_tokens=5
     ),
     "columns of text": SubBlockCase(
         settings={"dense_text": "columns", "sparsity": 0.7, "multiple": 4}, text_tokens=50
@@ -45,8 +45,8 @@ def written_out(case: SpargeCase) -> tuple[torch.Tensor, torch.Tensor]:
     scores = torch.empty(case.batch * case.heads, grid.nq, grid.nk, dtype=torch.float64)
     for head, both in enumerate(zip(*map(torch.from_numpy, case.by_head()), strict=True)):
         q, k = (tokens[order] for tokens in both)
-        keys = cells_of(k, grid.k_axis, source.cells)
-        for i, queries in enumerate(cells_of(q, grid.q_axis, source.cells)):
+        keys = cells_of(k, grid.k_axis, source.cells_k)
+        for i, queries in enumerate(cells_of(q, grid.q_axis, source.cells_q)):
             for j, cells in enumerate(keys):
                 scores[head, i, j] = (queries @ cells.T * case.head_dim**-0.5).flatten().logsumexp(0)
     count = math.ceil(math.ceil((1 - source.sparsity) * grid.nk) / source.multiple) * source.multiple
@@ -73,7 +73,7 @@ def test_mask_equals_the_definition_written_out(case, pairs, monkeypatch):
 
 
 def test_the_example_of_14_tokens():
-    source = SubBlockSource(4, 4, sparsity=0.5, cells=2, multiple=1)
+    source = SubBlockSource(4, 4, sparsity=0.5, cells_q=2, cells_k=2, multiple=1)
     bits = source.mask(MaskRequest(0, 1, (1, 1, 14)), LocalQK.alone(*example(14, 4), scale=0.5)).bits
     assert [row.nonzero().flatten().tolist() for row in bits[0]] == [[0, 2], [1, 2], [0, 1], [1, 2]]
 
