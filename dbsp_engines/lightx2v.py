@@ -248,6 +248,7 @@ def _require_supported(config: Mapping[str, Any], ranks: int) -> None:
         raise UserError("dbsp does not go with LightX2V's tensor parallelism; leave out parallel.tensor_p_size")
     models, tasks = _TIMESTEP_BY_TOKEN
     by_token = config.get("model_cls") in models and config.get("task") in tasks
+    by_token |= str(config.get("model_cls")).startswith("hunyuan_video")  # whose Tea reads the image's tokens
     cache = config.get("feature_caching", "NoCaching")
     if ranks > 1 and cache in (_BY_TOKENS + _BY_TIMESTEP if by_token else _BY_TOKENS):
         raise UserError(

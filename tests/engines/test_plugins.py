@@ -135,6 +135,10 @@ def context(settings: dict[str, Any] | None = None) -> dict[str, Any]:
             {"attention_kwargs": context({"feature_caching": "Ada"})},
             "feature_caching Ada decides by the tokens of one",
         ),
+        (
+            {"attention_kwargs": context({"feature_caching": "Tea", "model_cls": "hunyuan_video_1.5"})},
+            "feature_caching Tea decides by the tokens of one",
+        ),
         ({"attention_kwargs": context({"tensor_parallel": True})}, "leave out parallel.tensor_p_size"),
     ],
 )
