@@ -132,12 +132,11 @@ def save_mask(
     if any(mask.grid.with_orders((CANONICAL,)) != grid or mask.heads != heads for mask in flat):
         raise UserError("all layers of a mask file need the same grid and number of heads")
     layers = None if isinstance(masks, BlockMask) else len(by_group[0]) if groups else len(flat)
-    branch = next((mask.branch for mask in flat if mask.branch is not None), None)
-    if branch is not None:
-        raise UserError(
-            f"a {branch.name} follows from values and weights, and is not in a mask file; save a mask without it: "
-            "BlockMask(mask.bits, mask.grid)"
-        )
+    besides = next((mask.branch.name for mask in flat if mask.branch is not None), None)
+    if besides is None and any(mask.absent is not None for mask in flat):
+        besides = "mask's absent keys"
+    if besides is not None:
+        raise UserError(f"a mask file has no {besides}; save a mask without: BlockMask(mask.bits, mask.grid)")
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
     write_masks(user_path(path), layout, (mask.bits for mask in flat), packed)
 

@@ -149,6 +149,13 @@ def test_bits_are_packed_from_the_most_significant_one(seed, nk):
         assert bool(packed[head, row, block // 8] >> (7 - block % 8) & 1) == bool(bits[head, row, block])
 
 
+def test_what_a_file_has_no_place_for_is_rejected(path):
+    mask = a_mask()
+    with pytest.raises(UserError, match="a mask file has no mask's absent keys; save a mask without"):
+        save_mask(path, replace(mask, absent=torch.zeros(mask.heads, mask.grid.nq)))
+    assert not path.exists()
+
+
 def test_step_is_found_in_its_group():
     groups = StepGroups.parse("5-9, 10-24,25-49")
     assert str(groups) == "5-9,10-24,25-49"
