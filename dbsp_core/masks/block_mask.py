@@ -119,7 +119,7 @@ class BlockMask:
         bits = torch.cat([part.bits.to(device).flatten() for mask in masks for part in mask.parts])
         if all(mask.absent is None for mask in masks):
             return cls(bits, grid)
-        none = (torch.full((mask.heads, mask.grid.nq), -torch.inf) for mask in masks)
+        none = (torch.full((mask.heads, mask.grid.nq), -torch.inf, device=device) for mask in masks)
         each = (other if mask.absent is None else mask.absent for mask, other in zip(masks, none, strict=True))
         return cls(bits, grid, absent=torch.cat([scores.to(device) for scores in each], dim=1))
 

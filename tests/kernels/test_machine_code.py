@@ -14,7 +14,7 @@ from tests.support.repository import ROOT, child_environment
 pytest.importorskip("triton")
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, TINY, TINY_MODELS
-from dbsp_core.sources import SOURCES, MaskRequest, SstaSource
+from dbsp_core.sources import SOURCES, MaskRequest, SlaSource, SstaSource
 from dbsp_core.utils.yaml_file import shipped_configs
 from scripts.checks.machine_code.reading import is_serialised
 from scripts.checks.machine_code.tritons import TRITONS, folder_of
@@ -167,7 +167,7 @@ def test_shapes_of_shipped_configurations_are_compiled_by_tests(file):
 def test_default_blocks_of_every_source_are_compiled_for_every_model():
     models = [*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)]
     made = [source() for name, source in SOURCES.items() if name not in WITHOUT_DEFAULTS]
-    of_tiny = [source for source in made if not isinstance(source, SstaSource)]  # its tiles are for videos of 720p
+    of_tiny = [source for source in made if not isinstance(source, (SlaSource, SstaSource))]  # of large models
     shapes = {shape_of(source, model) for source in made for model in MODEL_SPECS}
     shapes |= {shape_of(source, model) for source in of_tiny for model in models}
     assert shapes <= set(SHIPPED)

@@ -75,6 +75,7 @@ def every_mask(folder: Path) -> dict[str, dict[str, Any]]:
         "sparge": PREDICTED,
         "sol": {"source": "sol"},
         "vsa": {"source": "vsa", "sparsity": 0.6},
+        "sla": {"source": "sla", "topk": 0.4, "block_q": 64},
         "subblock": {"source": "subblock", "sparsity": 0.6},
         "cube": {"source": "cube", "topk": 0.4},
         "ssta": {"source": "ssta", "topk": 8, "tile": [2, 8, 8], "window": [1, 1, 1]},
