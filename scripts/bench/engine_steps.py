@@ -9,7 +9,7 @@ collectives, copies and operations of a layer are counted. On GPUs db-SP's copie
 from __future__ import annotations
 
 import argparse
-import itertools
+import math
 import os
 import statistics
 from collections.abc import Iterator
@@ -53,30 +53,26 @@ class Row:
     operations: float
 
 
-def rows_of(engine: str, model: str, strategy: str, thw: tuple[int, int, int], turns: int) -> list[Row]:
-    """Returns one row for each attention."""
-    cases = [Case(HEADS, (thw,), mask, model=model) for mask in MASKS.values()]
-    found = alternate(engine, *STRATEGIES[strategy], cases, turns)
-    if any("rejected" in one for one in found):
-        raise RuntimeError(f"{engine}, {model}: {found}")
-    rows = []
-    for attention, one in zip(MASKS, found, strict=True):
-        counts = {what: round(one["counts"].get(what, 0), 1) for what in ("collectives", "copies", "operations")}
-        speed = 1 / statistics.median(one["seconds"])
-        tokens = thw[0] * thw[1] * thw[2]
-        rows.append(
-            Row(engine, model, strategy, tokens, attention, round(speed, 3), round(ratio(one, found[0]), 3), **counts)
-        )
-    return rows
+def rows_of(engine: str, strategy: str, turns: int) -> Iterator[Row]:
+    """Yields one row for each attention at each size of each model."""
+    shapes = [(model, thw) for model in MODELS[engine] for thw in SIZES.values()]
+    runs = [[Case(HEADS, (thw,), mask, model=model) for model, thw in shapes] for mask in MASKS.values()]
+    found = alternate(engine, *STRATEGIES[strategy], runs, turns)
+    for number, (model, thw) in enumerate(shapes):
+        for attention, cases in zip(MASKS, found, strict=True):
+            of_case, of_engine = cases[number], found[0][number]
+            if "rejected" in of_case:
+                raise RuntimeError(f"{engine}, {model}, {attention}: {of_case['rejected']}")
+            counts = {what: of_case["counts"].get(what, 0.0) for what in ("collectives", "copies", "operations")}
+            speed, times = 1 / statistics.median(of_case["seconds"]), ratio(of_case, of_engine)
+            yield Row(engine, model, strategy, math.prod(thw), attention, speed, times, **counts)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    for engine, models in MODELS.items():
-        if options.engines and engine not in options.engines:
-            continue
+    for engine in options.engines or MODELS:
         os.environ[PYTHON] = str(ENVIRONMENTS / engine.replace("_", "-") / "bin" / "python")
-        for model, strategy, thw in itertools.product(models, STRATEGIES, SIZES.values()):
-            yield from rows_of(engine, model, strategy, thw, options.turns)
+        for strategy in STRATEGIES:
+            yield from rows_of(engine, strategy, options.turns)
 
 
 def main() -> None:

@@ -219,7 +219,8 @@ def main() -> None:
         torch.save(references, sys.argv[4])
         return
     if cases[0].turns:
-        report(lambda: take_turns(cases[0], stepper(cases[0])))
+        for case in cases:
+            report(lambda case=case: take_turns(case, stepper(case)))
         torch.distributed.destroy_process_group()
         return
     for case, reference in zip(cases, torch.load(sys.argv[4], weights_only=True), strict=True):

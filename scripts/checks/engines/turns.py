@@ -73,23 +73,32 @@ def take_turns(case: Case, step: Callable[[int], Any]) -> dict[str, Any]:
     return {"seconds": seconds, "counts": {what: count / LAYERS for what, count in counted.counts.items()}}
 
 
-def alternate(engine: str, ulysses: int, ring: int, cases: Sequence[Case], turns: int) -> list[dict[str, Any]]:
-    """Returns what `take_turns` found for each case, all of which run at once and make one step after another."""
+def alternate(
+    engine: str, ulysses: int, ring: int, runs: Sequence[Sequence[Case]], turns: int
+) -> list[list[dict[str, Any]]]:
+    """Returns what `take_turns` found for each case of each run.
+
+    All runs go on at once, with their first cases, then with their second ones: they make one step after another.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LONGEST_S))
-    names, ranks = [str(number) for number in range(len(cases))], range(ulysses * ring)
-    with ThreadPoolExecutor(len(cases)) as runs:
-        started = [
-            runs.submit(run, engine, ulysses, ring, replace(case, turns=f"127.0.0.1:{store.port}/{name}"))
-            for name, case in zip(names, cases, strict=True)
-        ]
-        await_keys(store, [f"{name}/ready/{rank}" for name in names for rank in ranks], started)
-        for name in names:
-            store.set(f"{name}/turns", str(turns))
-        for turn in range(turns):
-            for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                store.set(f"{name}/{turn}", "")
-                await_keys(store, [f"{name}/{turn}/{rank}" for rank in ranks], started)
-        return [future.result()[0] for future in started]
+    ranks = range(ulysses * ring)
+    with ThreadPoolExecutor(len(runs)) as threads:
+        started = []
+        for number, cases in enumerate(runs):
+            named = (
+                replace(case, turns=f"127.0.0.1:{store.port}/{number}-{index}") for index, case in enumerate(cases)
+            )
+            started.append(threads.submit(run, engine, ulysses, ring, *named))
+        for index in range(len(runs[0])):
+            names = [f"{number}-{index}" for number in range(len(runs))]
+            await_keys(store, [f"{name}/ready/{rank}" for name in names for rank in ranks], started)
+            for name in names:
+                store.set(f"{name}/turns", str(turns))
+            for turn in range(turns):
+                for name in names[turn % len(names) :] + names[: turn % len(names)]:
+                    store.set(f"{name}/{turn}", "")
+                    await_keys(store, [f"{name}/{turn}/{rank}" for rank in ranks], started)
+        return [future.result() for future in started]
 
 
 def await_keys(store: dist.TCPStore, keys: list[str], runs: Sequence[Future[Any]]) -> None:
