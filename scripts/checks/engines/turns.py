@@ -105,7 +105,8 @@ def await_keys(store: dist.TCPStore, keys: list[str], runs: Sequence[Future[Any]
     """Waits until ranks have set keys. Raises what one of the runs raised."""
     while not store.check(keys):
         for ended in (future for future in runs if future.done()):
-            ended.result()
+            if not store.check(keys):
+                raise RuntimeError(f"a run ended before its turn: {ended.result()}")
         time.sleep(0.005)
 
 
