@@ -1,4 +1,4 @@
-"""What models add to the output of sparse attention: VSA's coarse branch, and SLA's linear one."""
+"""Branches that models add to the output of sparse attention: VSA's coarse one, and SLA's linear one."""
 
 from __future__ import annotations
 
