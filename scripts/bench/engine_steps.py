@@ -61,8 +61,6 @@ def rows_of(engine: str, strategy: str, turns: int) -> Iterator[Row]:
     for number, (model, thw) in enumerate(shapes):
         for attention, cases in zip(MASKS, found, strict=True):
             of_case, of_engine = cases[number], found[0][number]
-            if "rejected" in of_case:
-                raise RuntimeError(f"{engine}, {model}, {attention}: {of_case['rejected']}")
             counts = {what: of_case["counts"].get(what, 0.0) for what in ("collectives", "copies", "operations")}
             speed, times = 1 / statistics.median(of_case["seconds"]), ratio(of_case, of_engine)
             yield Row(engine, model, strategy, math.prod(thw), attention, speed, times, **counts)

@@ -25,7 +25,7 @@ from scripts.checks.engines.lightx2v_checkpoint import weights
 from scripts.checks.engines.lightx2v_models import MODELS
 from scripts.checks.engines.lightx2v_stubs import in_float32, put_in_place
 from scripts.checks.engines.reference import attend_under, inputs_of
-from scripts.checks.engines.runs import HEAD, LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report
+from scripts.checks.engines.runs import HEAD, LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report, say
 from scripts.checks.engines.turns import take_turns
 from tests.support.outcomes import apart
 
@@ -223,7 +223,7 @@ def main() -> None:
         named = case.strategy or f"U{ulysses // (2 if case.cfg_parallel else 1)}R{ring}"
         case = replace(case, strategy=named)
         if case.turns:
-            report(lambda case=case: take_turns(case, stepper(case, ulysses * ring)))
+            say(take_turns(case, stepper(case, ulysses * ring)))
             continue
         report(error_of, case, ulysses * ring)
     torch.distributed.destroy_process_group()

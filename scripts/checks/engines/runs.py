@@ -115,11 +115,16 @@ def cases_of(text: str) -> list[Case]:
 
 
 def report(find: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-    """Prints what find(*arguments) returns, on rank 0, or the engine's own rejection, which every rank raises."""
+    """Says what find(*arguments) returns, or the engine's own rejection, which every rank raises."""
     try:
         result = find(*arguments)
     except Exception as error:
         result = {"rejected": f"{type(error).__name__}: {error}"}
+    say(result)
+
+
+def say(result: dict[str, Any]) -> None:
+    """Prints a case's findings, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print("CASE " + json.dumps(result), flush=True)
 

@@ -18,7 +18,7 @@ import torch
 
 from dbsp_engines.sglang import attach
 from scripts.checks.engines.reference import filled
-from scripts.checks.engines.runs import STEPS, Case, cases_of, report
+from scripts.checks.engines.runs import STEPS, Case, cases_of, report, say
 from scripts.checks.engines.sglang_stubs import put_in_place
 from scripts.checks.engines.turns import take_turns
 from tests.support.oracle import largest_difference
@@ -220,7 +220,7 @@ def main() -> None:
         return
     if cases[0].turns:
         for case in cases:
-            report(lambda case=case: take_turns(case, stepper(case)))
+            say(take_turns(case, stepper(case)))
         torch.distributed.destroy_process_group()
         return
     for case, reference in zip(cases, torch.load(sys.argv[4], weights_only=True), strict=True):

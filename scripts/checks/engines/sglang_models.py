@@ -318,7 +318,7 @@ def _of_h3(keyframe: bool, model: Any, thw: Grid, number: int, step: int, branch
     inputs = run.forward_kwargs(
         video_rows=random(1000 * number + 10 * step, len(run.img_pos), 96),
         audio_rows=random(1000 * number + 10 * step + 1, len(run.audio_pos), 32),
-        step_timesteps=plan[step],
+        step_timesteps=plan[min(step, STEPS - 1)],
     )
     return torch.cat([one.flatten() for one in model(**inputs)])
 

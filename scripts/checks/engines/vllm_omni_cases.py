@@ -20,7 +20,7 @@ import torch
 from torch import _dynamo as dynamo
 
 from scripts.checks.engines.reference import filled, stub_for_torchvision
-from scripts.checks.engines.runs import STEPS, Case, cases_of, report
+from scripts.checks.engines.runs import STEPS, Case, cases_of, report, say
 from scripts.checks.engines.turns import take_turns
 from tests.support.oracle import largest_difference
 
@@ -209,7 +209,7 @@ def main() -> None:
         )
     for case in cases_of(sys.argv[3]):
         if case.turns:
-            report(lambda case=case: take_turns(case, stepper(case, ulysses, ring)))
+            say(take_turns(case, stepper(case, ulysses, ring)))
             continue
         report(error_of, case, ulysses, ring)
     torch.distributed.destroy_process_group()
