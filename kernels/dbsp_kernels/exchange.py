@@ -194,7 +194,7 @@ def _rows(tensor: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> tupl
     index = token if of_token == 1 else token * of_token  # each operation here takes as long as copying 100 tokens
     if of_head:
         index = index.add(head, alpha=of_head)
-    if of_batch:
+    if sizes[0] > 1:
         index = (torch.arange(sizes[0])[:, None] * of_batch + index).flatten()
     count = 1 + sum((size - 1) * stride // width for size, stride in zip(sizes, strides, strict=True))
     return tensor.as_strided((count, width), (width, 1)), index

@@ -75,7 +75,10 @@ def copies(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     source = torch.from_numpy(rng.standard_normal(source_shape)).float()
     destination_shape = [batch, to_heads, int((to_token + length + zeros).max(initial=0)) + 2, width]
     layouts = st.sampled_from(list(LAYOUTS))
-    return laid_out(source_shape, draw(layouts), source), laid_out(destination_shape, draw(layouts)), table
+    source = laid_out(source_shape, draw(layouts), source)
+    if draw(st.booleans()):  # the same for all of the batch, without a copy for each
+        source = source[:1].expand_as(source)
+    return source, laid_out(destination_shape, draw(layouts)), table
 
 
 @contextmanager
