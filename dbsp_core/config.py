@@ -18,7 +18,7 @@ from dbsp_core.models.table import ModelSpec, model_title, published_model, sign
 from dbsp_core.planning.bags import BagConfig
 from dbsp_core.planning.chunks import ALL, NEEDED
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, read_comm_dtype
-from dbsp_core.planning.planners import DEFAULT_PLANNER, PlannerConfig, read_planner, require_planner
+from dbsp_core.planning.planner_config import DEFAULT_PLANNER, PlannerConfig, read_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
 from dbsp_core.sources.base import BlockSizes
 from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
@@ -245,7 +245,7 @@ class DbspConfig:
 
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
-        return "contiguous" if self.mask.changes == "never" else require_planner(self.planner).layout
+        return "contiguous" if self.mask.changes == "never" else self.planner.layout
 
     @property
     def fingerprint(self) -> int:

@@ -16,15 +16,13 @@ from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, PrecisionLike, read_comm_dtype
+from dbsp_core.planning.planner_config import PlannerLike, read_planner
 from dbsp_core.planning.planners import (
-    PlannerLike,
     Problem,
     balanced_majority_rank,
     contiguous_heads,
     head_price,
     majority_rank,
-    read_planner,
-    require_planner,
 )
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
@@ -242,7 +240,7 @@ class Plan:
 @not_compiled
 def usual_layout(planner: PlannerLike, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
     """Returns the sequence layout that a planner is meant for."""
-    return SequenceLayout.named(require_planner(planner).layout, grid, strategy)
+    return SequenceLayout.named(read_planner(planner).layout, grid, strategy)
 
 
 def make_plan(
@@ -318,7 +316,6 @@ def plan_from_counts(
     """
     strategy, comm_dtype = Strategy.parse(strategy), read_comm_dtype(precision)
     planner = read_planner(planner)
-    assign = require_planner(planner).assign
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise UserError(
@@ -329,7 +326,7 @@ def plan_from_counts(
     position, price = (block_positions(grid), 0) if runs else (None, head_price(grid, strategy))
     problem = Problem(strategy, row_work, q_ring_rank, price, position, whole_heads)
     start = time.perf_counter()
-    owner = assign(problem)
+    owner = planner.assign(problem)
     chunks = Chunks.of_heads(owner, k_ring_rank, strategy)
     plan_ms = (time.perf_counter() - start) * 1e3
     plan = Plan(strategy, grid, owner, chunks, planner.name, np.zeros(strategy.world, dtype=np.int64), comm_dtype)

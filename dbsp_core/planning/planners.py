@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,8 +12,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.balance import closest_trade, heaviest_first, level, load_limit, work_by_rank
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.utils.errors import UserError, in_short, require_value
-from dbsp_core.utils.schema import convert
+from dbsp_core.utils.errors import UserError, in_short
 
 KEY_PRICE = 2048
 """Scores that take as long as receiving one token's key and value of one head, where no kernel hides the receipt.
@@ -334,49 +331,8 @@ PLANNERS = {
 }
 
 
-@dataclass(frozen=True)
-class PlannerConfig:
-    """A planner with a setting of its own. Raises UserError for one that it does not have.
-
-    Attributes:
-        name: One of `PLANNERS`.
-        reward: R_b of `paper`: how strongly blocks are held where they are. None: 1; the authors' scripts have 2.
-    """
-
-    name: str = "dbsp"
-    reward: float | None = None
-
-    def __post_init__(self) -> None:
-        require_planner(self.name)
-        if self.reward is not None and self.name != "paper":
-            raise UserError(f"planner {self.name!r} has no reward; leave it out, or take planner paper, which has")
-        require_value(self, "reward", (self.reward or 0) >= 0, "must not be negative; 0 moves blocks freely")
-
-    @property
-    def setting(self) -> PlannerLike:
-        """The setting `planner` that means it."""
-        return self.name if self.reward is None else {"name": self.name, "reward": self.reward}
-
-
-PlannerLike = str | Mapping[str, Any] | PlannerConfig
-"""A name of `PLANNERS`, {"name": "paper", "reward": 2}, or what was read of either."""
-
-
-def read_planner(value: Any, name: str = "planner") -> PlannerConfig:
-    """Reads a `PlannerLike`. Raises UserError for anything else, called `name`."""
-    read: PlannerConfig = convert({"name": value} if isinstance(value, str) else value, PlannerConfig, name, "planner")
-    return read
-
-
-def require_planner(planner: PlannerLike) -> Planner:
-    """Returns a planner. Raises UserError for a name or settings that there are not."""
-    if isinstance(planner, str):
-        if planner not in PLANNERS:
-            raise UserError(f"unknown planner {in_short(planner)}; use one of {', '.join(PLANNERS)}")
-        return PLANNERS[planner]
-    config = read_planner(planner)
-    found = PLANNERS[config.name]
-    return found if config.reward is None else replace(found, assign=partial(paper, reward=config.reward))
-
-
-DEFAULT_PLANNER = PlannerConfig()
+def require_planner(name: str) -> Planner:
+    """Returns the planner of that name. Raises UserError when there is none."""
+    if name not in PLANNERS:
+        raise UserError(f"unknown planner {in_short(name)}; use one of {', '.join(PLANNERS)}")
+    return PLANNERS[name]

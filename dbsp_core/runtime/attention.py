@@ -31,7 +31,7 @@ from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.comm_dtype import MODEL, PrecisionLike
 from dbsp_core.planning.plan import Plan, make_plan
-from dbsp_core.planning.planners import PlannerLike
+from dbsp_core.planning.planner_config import PlannerLike
 from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.consistency_checks import (
     LAYOUTS_DIFFER,

@@ -14,7 +14,8 @@ import yaml
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.settings import GenerateSettings
-from dbsp_core.planning.planners import PLANNERS, PlannerConfig
+from dbsp_core.planning.planner_config import PlannerConfig
+from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
     SOURCES,
     CallableSource,
