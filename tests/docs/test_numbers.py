@@ -61,6 +61,15 @@ def test_claims_of_table_1_and_of_fig_3():
     assert [int(one) for one in re.findall(r"\d+", cells[2])] == [round(s) for s in (shares[0], shares[3], shares[7])]
 
 
+def test_overheads_are_those_of_the_file():
+    for planner, *cells in table("docs/results/even.md", "| planner | planning, of the time |"):
+        of = rows("overheads", planner=planner.strip("`"))
+        for cell, key in zip(cells, ("planning", "moving"), strict=False):
+            shares = [round(100 * float(row[key]), 1) for row in of if key == "planning" or row["strategy"] != "U8R1"]
+            said_here = [float(one) for one in re.findall(r"[\d.]+", cell)]
+            assert said_here == sorted({min(shares), max(shares)}), (planner, key)
+
+
 def test_each_known_class_has_a_row():
     classes = table("docs/diffusers.md", "| class in diffusers | pipelines | |")
     named = [name for cells in classes for name in re.findall(r"`(\w+)`", cells[0])]
