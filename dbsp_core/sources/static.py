@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,9 +34,16 @@ class StoredMasks:
                 "this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}",
                 ("path",),
             )
-        if not (dist.is_available() and dist.is_initialized()) and user_path(self.path).exists():
-            with blame_setting("path"):
-                self._file  # noqa: B018
+        if dist.is_available() and dist.is_initialized():
+            return
+        with blame_setting("path"):
+            try:
+                os.stat(user_path(self.path))
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            except (OSError, ValueError):
+                pass  # which reading it explains
+            self._file  # noqa: B018
 
     @cached_property
     def _file(self) -> MaskFile:
