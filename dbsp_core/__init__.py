@@ -1,7 +1,7 @@
 """db-SP: dual-balanced sequence parallelism for block-sparse attention."""
 
 from dbsp_core.comm.groups import SequenceGroup
-from dbsp_core.comm.redistribution import Redistribution
+from dbsp_core.comm.redistribution import Redistribution, sp_gather, sp_shard
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
@@ -26,5 +26,7 @@ __all__ = [
     "dual_balanced_attention",
     "make_plan",
     "save_mask",
+    "sp_gather",
+    "sp_shard",
 ]
 __version__ = "0.1.0"

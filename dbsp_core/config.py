@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -17,9 +18,11 @@ from dbsp_core.models.table import ModelSpec, model_title, published_model, sign
 from dbsp_core.planning.bags import BagConfig
 from dbsp_core.planning.chunks import ALL, NEEDED
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, read_comm_dtype
-from dbsp_core.planning.planners import require_planner
+from dbsp_core.planning.planner_config import DEFAULT_PLANNER, PlannerConfig, read_planner
 from dbsp_core.sources import SOURCES, DenseSource, MaskSource, parts_of
-from dbsp_core.sources.spec import mask_values, names_mask, read_mask
+from dbsp_core.sources.base import BlockSizes
+from dbsp_core.sources.spec import mask_settings, mask_values, names_mask, read_mask
+from dbsp_core.sources.static import StoredMasks
 from dbsp_core.utils.errors import (
     SettingError,
     UserError,
@@ -41,7 +44,7 @@ from dbsp_core.utils.schema import (
     require_known,
     setting_names,
 )
-from dbsp_core.utils.yaml_file import Settings, find_config, read_settings, shipped_configs, shown_config
+from dbsp_core.utils.yaml_file import KeyPath, Settings, find_config, read_settings, shipped_configs, shown_config
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.kernel import require_kernel_name, supports
 
@@ -49,8 +52,6 @@ _NOT_COMPARED = ("model", "generate", "mask", "machine", "report", "transformer_
 """Settings that may differ by rank, as paths do, or are compared apart."""
 
 _UNNAMED = DenseSource()  # the mask if none is named
-
-_ANY_ROWS = KernelRequirements(ragged_rows=True)
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], MaskSource, Callable[..., Any], str, os.PathLike, None]
 
@@ -81,6 +82,34 @@ def _is_mask(config: Any) -> bool:
     return callable(config) or hasattr(config, "mask")
 
 
+def _with_paths_beside(settings: Settings) -> dict[str, Any]:
+    """Returns a file's values in which paths that masks read are relative to the current folder, not to the file."""
+    folder = Path(settings.origin).parent
+
+    def mask_of(value: Any, keys: KeyPath) -> Any:
+        if isinstance(value, str):
+            with suppress(UserError):  # a mistake, which is reported when the mask is read
+                written = mask_settings(value)
+                value = written if {"path", "of"} & set(written) else value
+        if isinstance(value, Mapping):
+            path, parts = value.get("path"), value.get("of")
+            in_file = settings.location_of((*keys, "path")).startswith(settings.origin)
+            if isinstance(path, str) and path and in_file and value.get("source") != "record_qk":  # which writes there
+                value = {**value, "path": str(folder / expand_path(path))}
+            if isinstance(parts, list):
+                parts = [mask_of(part, (*keys, "of", str(number))) for number, part in enumerate(parts)]
+                value = {**value, "of": parts}
+        return value
+
+    values = dict(settings.values)
+    if "mask" in values:
+        values["mask"] = mask_of(values["mask"], ("mask",))
+    second = values.get("transformer_2")
+    if isinstance(second, Mapping) and "mask" in second:
+        values["transformer_2"] = {**second, "mask": mask_of(second["mask"], ("transformer_2", "mask"))}
+    return values
+
+
 @dataclass(frozen=True)
 class DbspConfig:
     """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
@@ -96,10 +125,10 @@ class DbspConfig:
         dense_schedule: Steps and layers whose attention stays dense, for any mask, a mapping such as {first_steps: 10,
             first_layers: 1}.
         strategy: `UxRy`: x ranks share heads, y ranks share blocks; x·y is the number of ranks. `auto`: the strategy
-            that is predicted to be fastest, at each attention; see docs/latency-model.md. None: the framework's own
-            degrees.
-        planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper), `contiguous` (as USP) or `snake` (xDiT's order of
-            heads).
+            that is predicted to be fastest, whenever an attention's plan is made; see docs/latency-model.md. None: the
+            framework's own degrees.
+        planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper; {name: paper, reward: 2} has its authors' R_b),
+            `contiguous` (as USP) or `snake` (xDiT's order of heads).
         precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
             per token and head; without gradients. The output is sent in the model's dtype; with {qkv: int8, out: int8}
             in 8 bits, too.
@@ -129,7 +158,7 @@ class DbspConfig:
     mask: MaskSource = field(default_factory=lambda: _UNNAMED, metadata={"read": read_mask})
     dense_schedule: DenseSchedule = field(default_factory=DenseSchedule)
     strategy: Strategy | Literal["auto"] | None = field(default=None, metadata={"read": _read_strategy})
-    planner: str = "dbsp"
+    planner: PlannerConfig = field(default=DEFAULT_PLANNER, metadata={"read": read_planner})
     precision: CommDtype = field(default=MODEL, metadata={"read": read_comm_dtype})
     plan: Literal["lagged", "current"] = "lagged"
     reuse: float = 1.02
@@ -150,8 +179,6 @@ class DbspConfig:
         if self.transformer_2:
             with blame_setting("transformer_2"):
                 self.for_transformer("transformer_2")
-        with blame_setting("planner"):
-            require_planner(self.planner)
         require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the least ρ_s there is")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
@@ -162,8 +189,10 @@ class DbspConfig:
                     raise SettingError(f"{shown} {message}", (name,))
         if self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
             ring = isinstance(self.strategy, Strategy) and self.strategy.ring > 1
+            known = self.mask_is_named and not isinstance(parts_of(self.mask)[0], StoredMasks)
+            blocks = self.blocks if known else None  # a file is read where it is used
             with blame_setting("kernel"):
-                require_supported(self.kernel, KernelRequirements(lse=ring or self.absent_keys))
+                require_supported(self.kernel, KernelRequirements(blocks, lse=ring or self.absent_keys))
 
     def for_transformer(self, name: str) -> DbspConfig:
         """Returns the settings of a pipeline's transformer by its name: "transformer" or "transformer_2"."""
@@ -184,6 +213,17 @@ class DbspConfig:
         """True if masks have absent keys (`BlockMask.absent`), for which a kernel must return its log-sum-exp."""
         return any(getattr(part, "absent_keys", False) for part in parts_of(self.mask))
 
+    @property
+    def blocks(self) -> tuple[int, int] | None:
+        """(block_q, block_k) of masks; None of a user's own source. Raises UserError for a missing or bad file."""
+        mask = parts_of(self.mask)[0]
+        return (mask.block_q, mask.block_k) if isinstance(mask, (BlockSizes, StoredMasks)) else None
+
+    @property
+    def whole_heads(self) -> bool:
+        """True if the kernel supports only whole heads, so that plans must split none."""
+        return not supports(self.kernel, KernelRequirements(ragged_rows=True))
+
     def strategy_or(self, default: Strategy) -> Strategy | None:
         """Returns the strategy to use if the framework has its own; None for "auto"."""
         if isinstance(self.strategy, Strategy):
@@ -197,7 +237,7 @@ class DbspConfig:
         Each change of the keys sent is a new plan, and a predicted mask is known too late to choose what is sent. A
         kernel that supports only whole heads gets all of their keys, also those that no row attends to.
         """
-        return NEEDED if self.mask.changes == "never" and supports(self.kernel, _ANY_ROWS) else ALL
+        return NEEDED if self.mask.changes == "never" and not self.whole_heads else ALL
 
     @property
     def layout(self) -> str:
@@ -205,7 +245,7 @@ class DbspConfig:
 
         Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
         """
-        return "contiguous" if self.mask.changes == "never" else require_planner(self.planner).layout
+        return "contiguous" if self.mask.changes == "never" else self.planner.layout
 
     @property
     def fingerprint(self) -> int:
@@ -224,7 +264,8 @@ class DbspConfig:
         Args:
             source: a DbspConfig (returned as it is), a mapping, None for the defaults, a YAML file: its path, or a
                 shipped one's name; or a mask alone, in any spelling (see docs/masks.md): "sparge:cdf=0.92",
-                {"source": "sparge"}, a function. A folder that a file names as its model is relative to the file.
+                {"source": "sparge"}, a function. The folder of a model and the `path` of a mask that a file names are
+                relative to the file.
 
         Raises:
             UserError: for a value that makes no sense. For a file, the message begins with its name and the line.
@@ -241,7 +282,8 @@ class DbspConfig:
             raise UserError(f"config must be a DbspConfig, a mapping, a YAML file or a mask, got {kind_of(source)}")
         settings = source if isinstance(source, Settings) else read_settings(find_config(source), "configuration file")
         with settings.located():
-            config = replace(cls._of_mapping(settings.values, ""), origin=settings.origin or None)
+            values = _with_paths_beside(settings) if settings.origin else settings.values
+            config = replace(cls._of_mapping(values, ""), origin=settings.origin or None)
         model, in_file = config.model, settings.location_of(("model",)).startswith(settings.origin)
         if model is None or signature_of_name(model) or not in_file:
             return config
@@ -261,7 +303,8 @@ class DbspConfig:
     def to_values(self) -> dict[str, Any]:
         """Returns every setting as YAML can hold it: `load` makes an equal configuration of this mapping."""
         values = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        return values | {"mask": mask_values(self.mask), "precision": self.precision.setting}
+        own = {"mask": mask_values(self.mask), "planner": self.planner.setting, "precision": self.precision.setting}
+        return values | own
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"

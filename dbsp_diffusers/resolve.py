@@ -77,8 +77,11 @@ def require_possible(config: DbspConfig) -> None:
     if config.transformer_2:
         with blame_setting("transformer_2"):
             require_possible(config.for_transformer("transformer_2"))
+    with blame_setting("mask"):
+        needs = KernelRequirements(config.blocks)
     with blame_setting("kernel"):
-        choose_kernel(config.kernel, "cuda" if torch.cuda.is_available() else "cpu", config.generate.torch_dtype)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        choose_kernel(config.kernel, device, config.generate.torch_dtype, needs)
     if config.machine is not None:
         with blame_setting("machine"):
             load_hardware(config.machine)
@@ -98,7 +101,7 @@ def log_config(session: AttentionSession, transformer: Any, pipe: Any, ranks: Se
         kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
     except UserError:  # attention raises it, on all ranks together
         kernel = config.kernel
-    layout = f"planner {config.planner}, layout {config.layout}, kernel {kernel}"
+    layout = f"planner {config.planner.setting}, layout {config.layout}, kernel {kernel}"
     if config.precision != MODEL:
         layout += f", precision {config.precision.setting}"
     _log_once(f"{title} on {in_number(ranks.size, 'rank')}, strategy {session.strategy or 'auto'}, {layout}")

@@ -274,7 +274,8 @@ def test_pyproject_lists_every_package_and_no_folder_lacks_its_init_file():
     folders = {".".join(path.parent.relative_to(top.parent).parts): path.parent for path, top in found.items()}
     assert sorted(listed) == sorted([*folders, "dbsp_core.configs"])
     assert [name for name, folder in folders.items() if not (folder / "__init__.py").is_file()] == []
-    assert {path.name for path in (ROOT / "configs").rglob("*") if path.suffix != ".yaml"} == {"hardware"}
+    assert {path.name for path in (ROOT / "configs").rglob("*") if path.is_dir()} == {"hardware", "masks"}
+    assert {path.suffix for path in (ROOT / "configs" / "masks").iterdir()} == {".safetensors"}
 
 
 OF_OTHERS = (ROOT / "scripts" / "checks" / "upstream", ROOT / "tests" / "support" / "programs")

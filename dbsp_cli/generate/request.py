@@ -35,8 +35,6 @@ from dbsp_core.models.table import (
 from dbsp_core.reports.collect import require_report_folder
 from dbsp_core.reports.mask_recorder import require_new_recording
 from dbsp_core.sources import MaskRequest
-from dbsp_core.sources.static import StoredMasks
-from dbsp_core.sources.union import parts_of
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, require_value
 from dbsp_core.utils.files import expand_path, require_file_path
 from dbsp_core.utils.process import RECORD
@@ -200,7 +198,7 @@ def _require_loadable(
 
     with settings.located():
         require_possible(config)
-        _require_mask_size(config, identity, video)
+        _require_fitting_masks(config, identity, video)
     request.features.require_possible()
     tiny, named = tiny_architecture(model), find_model_spec(model)
     loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
@@ -229,8 +227,11 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
         raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
 
 
-def _require_mask_size(config: DbspConfig, signature: ModelSignature, video: GenerateSettings) -> None:
-    """Raises UserError for a mask file that is for another model or size of video. Models of unknown sizes pass."""
+def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video: GenerateSettings) -> None:
+    """Raises UserError for masks of another model or size of video, and for blocks that the kernel does not support.
+
+    Models of unknown sizes pass.
+    """
     if published_model(signature) is None and signature not in TINY_MODELS.values():
         return
     heads, frames = signature.sizes[1], signature.sizes[3]
@@ -238,11 +239,18 @@ def _require_mask_size(config: DbspConfig, signature: ModelSignature, video: Gen
     thw = token_grid(video.num_frames or 1, video.height or 0, video.width or 0, frames, pixels)
     mask_request = MaskRequest(0, heads, thw, PIPELINES[signature.pipeline].text_tokens)
     for name in TRANSFORMERS if signature.variant == "two" else TRANSFORMERS[:1]:
+        own = config.for_transformer(name)
         of_second = bool(config.transformer_2.get("mask")) and name == "transformer_2"
-        for part in parts_of(config.for_transformer(name).mask):
-            if isinstance(part, StoredMasks):
-                with blame_setting(name) if of_second else nullcontext(), blame_setting("mask"):
-                    part.grid(mask_request)
+        with blame_setting(name) if of_second else nullcontext(), blame_setting("mask"):
+            grid = own.mask.grid(mask_request)
+        needs = KernelRequirements(
+            (grid.block_q, grid.block_k),
+            head_dim=signature.sizes[2] or None,
+            ragged_rows=not grid.only_last_is_short,
+            tokens=grid.tokens,
+        )
+        with blame_setting("kernel"):
+            choose_kernel(own.kernel, "cuda" if torch.cuda.is_available() else "cpu", video.torch_dtype, needs)
 
 
 def _images(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:

@@ -1,4 +1,6 @@
-"""Redistribution: one all-to-all takes tokens from one sequence layout to another, another one takes them back.
+"""Tokens to ranks and back: `sp_shard` and `sp_gather` of a tensor that all have whole, and redistribution.
+
+A redistribution is one all-to-all that takes tokens from one sequence layout to another; another one takes them back.
 
 Data loaders leave whole sequences on ranks; attention and linear layers want the same number of tokens on each. All
 tensors of the tokens (hidden states, positions, timestep indices, labels) are sent at once, of any dtypes. One
@@ -17,8 +19,8 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import DEBUG_DIFFERS, ConcurrencyGuard, agree
-from dbsp_core.comm.groups import SequenceGroup
+from dbsp_core.comm.consistency import DEBUG_DIFFERS, ConcurrencyGuard, agree, attempt
+from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_kernels.segments import to_device
@@ -221,6 +223,101 @@ class Redistribution:
                     f"redistributing with {layout}_slots"
                 )
         return None
+
+
+def sp_shard(
+    whole: torch.Tensor, dim: int, *, layout: SequenceLayout | None = None, group: SequenceGroup | None = None
+) -> torch.Tensor:
+    """Returns this rank's shard of a tensor that every rank has whole. Not collective; differentiable.
+
+    Of the gradient of `whole` each rank has the part of its own tokens, and zeros elsewhere.
+
+    Args:
+        whole: [..., tokens, ...], of any dtype.
+        dim: The dimension of tokens.
+        layout: Which rank has which tokens. None: rank r has the r-th run of ceil(tokens / P), without padding: the
+            last ranks have fewer, or none.
+        group: The ranks that share the sequence. None: all ranks of torch.distributed.
+
+    Returns:
+        [..., n, ...]. With a layout n is `layout.shard`, and zeros are at padding.
+
+    Raises:
+        UserError: For a dimension of another size than the layout's tokens, or a layout of another number of ranks.
+    """
+    group = group or SequenceGroup.from_group()
+    _require_dim(whole, dim)
+    dim, tokens = dim % whole.ndim, whole.shape[dim]
+    if layout is None:
+        length = -(-tokens // group.size)
+        first = min(group.rank * length, tokens)
+        return whole.narrow(dim, first, min(length, tokens - first))
+    if (layout.tokens, layout.world) != (tokens, group.size):
+        raise UserError(
+            f"tensor of {tokens} tokens in dimension {dim} on {group.size} ranks, expected {layout.tokens} tokens on "
+            f"{layout.world} as in the layout; give the dimension of tokens, and the layout of this sequence"
+        )
+    token, slot = (torch.from_numpy(of).to(whole.device) for of in layout.tokens_at(group.rank))
+    shard = whole.new_zeros(*whole.shape[:dim], layout.shard, *whole.shape[dim + 1 :])
+    return shard.index_copy(dim, slot, whole.index_select(dim, token))
+
+
+def sp_gather(
+    shard: torch.Tensor, dim: int, *, layout: SequenceLayout | None = None, group: SequenceGroup | None = None
+) -> torch.Tensor:
+    """Returns all ranks' tokens in their order, on every rank: the inverse of `sp_shard`. Collective; differentiable.
+
+    Backward sends nothing: every rank is to compute the whole loss, and gets the gradient of its own shard. The
+    gradients of parameters are then each rank's part of a sum over the group.
+
+    Ranks first compare what they have, host to host: once a model, not once a layer. See also `Redistribution`.
+
+    Args:
+        shard: [..., n, ...], alike on all ranks but for n.
+        dim: The dimension of tokens.
+        layout: That of `sp_shard`; n is at most `layout.shard`, and padding at the end may be missing. None: shards of
+            any lengths follow one another by rank.
+        group: The ranks that share the sequence. None: all ranks of torch.distributed.
+
+    Returns:
+        [..., tokens, ...], without padding.
+
+    Raises:
+        UserError: On all ranks, for shards that differ in more than n or don't fit the layout.
+    """
+    group = group or SequenceGroup.from_group()
+
+    def length() -> int:
+        _require_dim(shard, dim)
+        if layout is None:
+            return shard.shape[dim]
+        if layout.world != group.size:
+            raise UserError(f"a layout for {layout.world} ranks does not fit {group.size}; make it for the group")
+        return _slots(layout, group.rank, shard.shape[dim])
+
+    # 1. All ranks' lengths
+    slots, problem = attempt(length)
+    other_sizes = 0 if problem else _fingerprint([shard], [dim])
+    layouts = 0 if layout is None else layout.fingerprint
+    with ConcurrencyGuard(group):
+        fingerprints = {LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: other_sizes}
+        lengths = [row[0] for row in agree(group.control(), fingerprints, problem=problem, numbers=[slots or 0])]
+        # 2. Shards of one length → [..., P · longest, ...]
+        dim, longest = dim % shard.ndim, max(lengths)
+        padding = shard.new_zeros(*shard.shape[:dim], longest - shard.shape[dim], *shard.shape[dim + 1 :])
+        together = gather_shards(torch.cat([shard, padding], dim), dim, group)
+    # 3. Tokens in their order
+    if layout is None:
+        places = torch.cat([rank * longest + torch.arange(length) for rank, length in enumerate(lengths)])
+    else:
+        places = torch.from_numpy(layout.rank * longest + layout.local)
+    return together.index_select(dim, places.to(shard.device))
+
+
+def _require_dim(tensor: torch.Tensor, dim: int) -> None:
+    """Raises UserError for a dimension that a tensor does not have."""
+    if not -tensor.ndim <= dim < tensor.ndim:
+        raise UserError(f"tensor of shape {tuple(tensor.shape)} has no dimension {dim}; give the dimension of tokens")
 
 
 def _slots(layout: SequenceLayout, rank: int, slots: int | None) -> int:

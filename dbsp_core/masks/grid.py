@@ -242,6 +242,11 @@ class BlockGrid:
         """Number of (query block, key block) pairs of a head: the sum of nq · nk over sequences."""
         return sum(grid.nq * grid.nk for grid in self.sequences)
 
+    @cached_property
+    def only_last_is_short(self) -> bool:
+        """True if only the last query block and the last key block may have fewer tokens than others."""
+        return all(bool((axis.lengths[:-1] == axis.block).all()) for axis in (self.q_axis, self.k_axis))
+
     def with_orders(self, orders: Sequence[Order]) -> BlockGrid:
         """Returns the same tokens in other orders, one for all heads or one per head."""
         if not self.packed_from:

@@ -16,13 +16,13 @@ from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
 from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, PrecisionLike, read_comm_dtype
+from dbsp_core.planning.planner_config import PlannerLike, read_planner
 from dbsp_core.planning.planners import (
     Problem,
     balanced_majority_rank,
     contiguous_heads,
     head_price,
     majority_rank,
-    require_planner,
 )
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
@@ -238,27 +238,28 @@ class Plan:
 
 
 @not_compiled
-def usual_layout(planner: str, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
+def usual_layout(planner: PlannerLike, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
     """Returns the sequence layout that a planner is meant for."""
-    return SequenceLayout.named(require_planner(planner).layout, grid, strategy)
+    return SequenceLayout.named(read_planner(planner).layout, grid, strategy)
 
 
 def make_plan(
     mask: BlockMask,
     strategy: Strategy | str,
-    planner: str = "dbsp",
+    planner: PlannerLike = "dbsp",
     *,
     layout: SequenceLayout | None = None,
     compare: bool = True,
     keys: str = ALL,
     precision: PrecisionLike = MODEL,
+    whole_heads: bool = False,
 ) -> Plan:
     """Plans one attention. Deterministic: equal arguments give equal plans on every rank.
 
     Args:
         mask: The mask, on any device.
         strategy: Number of ranks that share heads and number that form a ring, such as "U4R2" (paper §2.3).
-        planner: A name from `dbsp_core.planning.planners.PLANNERS`.
+        planner: A name from `dbsp_core.planning.planners.PLANNERS`, or {"name": "paper", "reward": 2}.
         layout: Layout of the tokens before and after. Default: contiguous shards of ceil(tokens / P).
         compare: True to count what the contiguous plan would do, and what no plan could beat, as reports show them.
         keys: "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or "needed":
@@ -267,6 +268,7 @@ def make_plan(
         precision: "model": queries, keys and values are sent as they are; "int8": rounded, with a scale for each token
             and head, and without gradients; {"qkv": "int8", "out": "int8"}: the output, too. No plan assigns other
             rows for it.
+        whole_heads: True if no head may be split over Ulysses ranks, for kernels that support only whole heads.
 
     Returns:
         Owners of rows and chunks of keys, with their numbers for this mask.
@@ -286,6 +288,7 @@ def make_plan(
         compare=compare,
         precision=precision,
         runs=needed,
+        whole_heads=whole_heads,
     )
     if not needed:
         return plan
@@ -297,12 +300,13 @@ def plan_from_counts(
     row_work: np.ndarray,
     grid: BlockGrid,
     strategy: Strategy | str,
-    planner: str = "dbsp",
+    planner: PlannerLike = "dbsp",
     *,
     layout: SequenceLayout | None = None,
     compare: bool = True,
     precision: PrecisionLike = MODEL,
     runs: bool = False,
+    whole_heads: bool = False,
 ) -> Plan:
     """Plans one attention from its rows' active blocks; all keys of a rank's heads are sent. See `make_plan`.
 
@@ -311,7 +315,7 @@ def plan_from_counts(
         runs: True if planner "dbsp" cuts rows into runs of tokens, for plans with selective KV exchange.
     """
     strategy, comm_dtype = Strategy.parse(strategy), read_comm_dtype(precision)
-    assign = require_planner(planner).assign
+    planner = read_planner(planner)
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise UserError(
@@ -320,12 +324,12 @@ def plan_from_counts(
         )
     q_ring_rank, k_ring_rank = majority_ring_ranks(layout, grid, len(row_work), strategy)
     position, price = (block_positions(grid), 0) if runs else (None, head_price(grid, strategy))
-    problem = Problem(strategy, row_work, q_ring_rank, price, position)
+    problem = Problem(strategy, row_work, q_ring_rank, price, position, whole_heads)
     start = time.perf_counter()
-    owner = assign(problem)
+    owner = planner.assign(problem)
     chunks = Chunks.of_heads(owner, k_ring_rank, strategy)
     plan_ms = (time.perf_counter() - start) * 1e3
-    plan = Plan(strategy, grid, owner, chunks, planner, np.zeros(strategy.world, dtype=np.int64), comm_dtype)
+    plan = Plan(strategy, grid, owner, chunks, planner.name, np.zeros(strategy.world, dtype=np.int64), comm_dtype)
     return replace(plan.counted(row_work, compare=compare), moved=_moved(plan, layout), plan_ms=plan_ms)
 
 

@@ -41,6 +41,7 @@ class Problem:
             ranks are sent only the keys that their rows need, of which a split head adds few. See also `MOST_PRICE`.
         position: float64[nq], mean position of each query block's tokens, if each rank is sent only the keys that its
             rows need: planner "dbsp" then cuts rows into runs of tokens, which need much the same keys. Else None.
+        whole_heads: True if no head may have rows in two Ulysses ranks, as some kernels require.
     """
 
     strategy: Strategy
@@ -48,6 +49,7 @@ class Problem:
     q_ring_rank: np.ndarray
     price: int = 0
     position: np.ndarray | None = None
+    whole_heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,9 @@ def greedy(
     return part
 
 
-def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: np.ndarray, price: int) -> np.ndarray:
+def assign_heads(
+    row_work: np.ndarray, columns: int, target_rho: float, order: np.ndarray, price: int, whole_heads: bool = False
+) -> np.ndarray:
     """Assigns rows to Ulysses ranks, heads whole or split, so that the slowest rank takes the least time.
 
     A Ulysses rank's time is its rows' work, at least what is good enough, and `price` for each head of which it has
@@ -153,6 +157,7 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
         target_rho: Work of the fullest Ulysses rank over the mean that is good enough.
         order: int64[nq], query blocks in the order in which heads are cut.
         price: Active blocks that take as long as receiving the keys and values of one head.
+        whole_heads: True if no head may be split.
 
     Returns:
         int64[H, nq], the Ulysses rank of each row.
@@ -169,18 +174,24 @@ def assign_heads(row_work: np.ndarray, columns: int, target_rho: float, order: n
     times = load + price * np.bincount(equal, minlength=columns)
     if load.max() <= limit or times.min() + price >= times.max():
         return whole  # no rank can take part of a head without becoming the slowest
-    # 2. The fewest cuts; and cuts at the end of every rank, which spread pieces equally.
-    plans = [
-        whole,
-        _cut_full_ranks(row_work, whole, columns, limit, order),
-        _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
-    ]
+    # 2. The fewest cuts; and cuts at the end of every rank, which spread pieces equally. Or other numbers of heads.
+    if whole_heads:
+        uneven = level(work, greedy(work, columns), columns, limit)
+        plans = [whole, np.broadcast_to(uneven[:, None], row_work.shape)]
+    else:
+        plans = [
+            whole,
+            _cut_full_ranks(row_work, whole, columns, limit, order),
+            _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
+        ]
     by_head = [_work_by_head(row_work, plan, columns) for plan in plans]  # [H, x] each
     slowest = [
         (np.maximum(of_plan.sum(axis=0), limit) + price * (of_plan > 0).sum(axis=0)).max() for of_plan in by_head
     ]
     best = slowest.index(min(slowest))
     # 3. Rows without work go to where most of their head is: they must not be what keeps its keys on a rank.
+    if whole_heads:
+        return plans[best]
     idle = (row_work == 0) & (work > 0)[:, None]
     return np.where(idle, by_head[best].argmax(axis=1)[:, None], plans[best])
 
@@ -254,11 +265,9 @@ def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> n
     What it does with KV blocks balances ring steps, for which nobody waits here: they come from where they live.
 
     Args:
-        reward: R_b ≥ 0 of its biased greedy assignment: how strongly blocks are held where they are.
+        reward: See `PlannerConfig`.
         equal_heads: True if no Ulysses rank may get more than ceil(H / x) heads.
     """
-    if not reward >= 0:
-        raise UserError(f"reward={reward} must not be negative; 0 balances without regard to where blocks are")
     x, y, work, initial = problem.strategy.ulysses, problem.strategy.ring, problem.row_work, problem.q_ring_rank
     cap = -(-len(work) // x) if equal_heads else None
     if initial.ndim == 2:  # heads differ: the ring rank of most of them, ties to the lower
@@ -286,7 +295,7 @@ def dbsp(problem: Problem, target_rho: float = 1.002) -> np.ndarray:
         place = np.cumsum(holder[:, None] == np.arange(y), axis=0)[np.arange(len(holder)), holder]
     order = np.argsort(place, kind="stable")
     column_rho = target_rho if y == 1 else (1 + target_rho) / 2  # the other half is for the rows of each
-    column = assign_heads(work, x, column_rho, order, price * y)
+    column = assign_heads(work, x, column_rho, order, price * y, problem.whole_heads)
     # 2. Each Ulysses rank's rows to its ring ranks: few move, or they are cut into runs, all heads side by side.
     ring_rank = np.zeros_like(work) + problem.q_ring_rank
     for ulysses_rank in range(x if y > 1 else 0):
@@ -300,7 +309,7 @@ def dbsp(problem: Problem, target_rho: float = 1.002) -> np.ndarray:
             ring_rank[head, order[run]] = _equal_runs(work[head, order[run]], y)
     owner = ring_rank * x + column
     # 3. While ranks are still imbalanced, rows go to any rank: many may if keys cost nothing, else few.
-    if work_by_rank(owner, work, x * y).max() <= limit:
+    if problem.whole_heads or work_by_rank(owner, work, x * y).max() <= limit:
         return owner
     levelled = level(work.ravel(), owner.ravel(), x * y, limit).reshape(work.shape)
     slowest, slowest_levelled = (rank_times(work, rows, x, y, price).max() for rows in (owner, levelled))

@@ -85,7 +85,7 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
         framework=framework,
         world_size=group.size,
         strategy=f"auto: {chosen}" if session.strategy is None else str(session.strategy),
-        planner=session.config.planner,
+        planner=session.config.planner.name,
         max_abs_diff=None,
         seconds=seconds_between(calls[0].started, calls[-1].ended) if observer.seconds is None else observer.seconds,
         environment=_environment(session, observer, hardware, model),

@@ -31,6 +31,7 @@ from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.planning.chunks import ALL
 from dbsp_core.planning.comm_dtype import MODEL, PrecisionLike
 from dbsp_core.planning.plan import Plan, make_plan
+from dbsp_core.planning.planner_config import PlannerLike
 from dbsp_core.runtime.chunk_attention import attend
 from dbsp_core.runtime.consistency_checks import (
     LAYOUTS_DIFFER,
@@ -44,6 +45,7 @@ from dbsp_core.runtime.tables import whole_head_tokens
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import not_compiled, outside_inference, version_fingerprints
 from dbsp_kernels import KernelRequirements, require_supported
+from dbsp_kernels.kernel import supports
 
 KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan for this mask"
 
@@ -186,7 +188,7 @@ def dual_balanced_attention(
     mask: BlockMask,
     strategy: Strategy | str,
     *,
-    planner: str = "dbsp",
+    planner: PlannerLike = "dbsp",
     layout: SequenceLayout | None = None,
     group: SequenceGroup | ProcessGroup | None = None,
     scale: float | None = None,
@@ -226,8 +228,12 @@ def dual_balanced_attention(
         require_mask(mask)
         parsed = Strategy.parse(strategy)
         parsed.require_world(group.size)
+        whole_heads = not supports(kernel, KernelRequirements(ragged_rows=True))
         own_layout = layout or SequenceLayout.contiguous(mask.grid.tokens, parsed.world)
-        return make_plan(mask, parsed, planner, layout=own_layout, keys=keys, precision=precision), own_layout
+        plan = make_plan(
+            mask, parsed, planner, layout=own_layout, keys=keys, precision=precision, whole_heads=whole_heads
+        )
+        return plan, own_layout
 
     with ConcurrencyGuard(group):
         with outside_transforms():  # planning is no part of what is differentiated

@@ -82,12 +82,12 @@ def check_settings(
     Raises:
         UserError: On all ranks, for settings that don't fit the ranks or differ.
     """
-    merging, unfit = attempt(lambda: [_merges(session) for session in sessions])
+    supported, unfit = attempt(lambda: [_supported(session) for session in sessions])
     debug = any(session.config.debug for session in sessions)
     settings = [(session.config.fingerprint, session.strategy, session.heads, session.layers) for session in sessions]
     fingerprints = {
         SETTINGS_DIFFER: fingerprint_of(settings),
-        KERNELS_DIFFER: fingerprint_of(merging),
+        KERNELS_DIFFER: fingerprint_of(supported),
         **version_fingerprints(debug),
     }
     report = any(session.config.report is not None for session in sessions)
@@ -106,14 +106,18 @@ def check_settings(
     return [row[4:] for row in rows]
 
 
-def _merges(session: HasSettings) -> bool:
-    """Returns True if a session's kernel merges chunks. Raises UserError if strategy, group and kernel don't fit."""
-    strategy, kernel = session.strategy, session.config.kernel
+def _supported(session: HasSettings) -> tuple[bool, bool]:
+    """Returns whether a session's kernel merges chunks, and supports only whole heads: plans depend on both.
+
+    Raises UserError if strategy, group, kernel and masks don't fit.
+    """
+    strategy, config = session.strategy, session.config
     if strategy is not None:
         strategy.require_world(session.group.size)
-    lse = session.config.absent_keys or (strategy is not None and strategy.ring > 1)
-    require_supported(kernel, KernelRequirements(lse=lse))
-    return supports(kernel, KernelRequirements(lse=True))  # the strategies to choose from depend on it
+    lse = config.absent_keys or (strategy is not None and strategy.ring > 1)
+    gpu = torch.device("cuda") if torch.cuda.is_available() else None
+    require_supported(config.kernel, KernelRequirements(config.blocks, lse=lse), gpu)
+    return supports(config.kernel, KernelRequirements(lse=True)), config.whole_heads
 
 
 def check_attention(

@@ -183,7 +183,7 @@ class Size:
         """
         config = self.config
         options = {"planner": config.planner, "layout": self.layout, "precision": config.precision}
-        make = partial(make, **options, compare=self.compare)
+        make = partial(make, **options, compare=self.compare, whole_heads=config.whole_heads)
         if self.selector is None:
             return make(self.strategy)
         return self.selector.choose(
@@ -212,8 +212,14 @@ class Size:
         """Chooses a kernel for inputs of a kind before an attention is prepared. Raises UserError without one."""
         device, dtype, head_dim, gradients = kind
         merged = self.config.absent_keys or (self.strategy is not None and self.strategy.ring > 1)
-        blocks = self.grid.block_q, self.grid.block_k
-        needs = KernelRequirements(blocks, head_dim, lse=merged or gradients, backward=gradients)
+        needs = KernelRequirements(
+            (self.grid.block_q, self.grid.block_k),
+            head_dim=head_dim,
+            lse=merged or gradients,
+            ragged_rows=not self.grid.only_last_is_short,
+            tokens=self.grid.tokens,
+            backward=gradients,
+        )
         return choose_kernel(self.kernel, device, dtype, needs)
 
     def limit(self, kind: InputKind) -> float | None:

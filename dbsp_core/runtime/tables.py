@@ -322,8 +322,7 @@ def _dense_part(group: list[Span], layout: TableLayout) -> DensePart:
 def whole_head_tokens(plan: Plan) -> int | None:
     """Returns the tokens of a head if every rank's rows are simply all those of whole heads, or None."""
     grid = plan.grid
-    only_the_last_is_short = all((axis.lengths[:-1] == axis.block).all() for axis in (grid.q_axis, grid.k_axis))
-    if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
+    if plan.strategy.ring > 1 or plan.split_heads or not grid.only_last_is_short:
         return None
     if not plan.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,14 +15,15 @@ from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.sources.base import BlockSizes, Changes, MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, require_value
+from dbsp_core.utils.files import user_path
 
 
 @dataclass(frozen=True)
 class StoredMasks:
     """Base of sources that read the mask file at `path` (see docs/mask-files.md).
 
-    A bad file is rejected when the source is made, or with several ranks by `grid` at the first forward pass, where
-    all ranks raise together even if the file is bad on only one.
+    A bad file is rejected when the source is made. One that is missing, and with several ranks any, is rejected when
+    a session is made: all ranks raise together, even if the file is bad on only one.
     """
 
     path: str = ""
@@ -32,13 +34,28 @@ class StoredMasks:
                 "this mask source reads a file and needs a path, for example {source: file, path: masks.safetensors}",
                 ("path",),
             )
-        if not (dist.is_available() and dist.is_initialized()):
-            with blame_setting("path"):
-                self._file  # noqa: B018
+        if dist.is_available() and dist.is_initialized():
+            return
+        with blame_setting("path"):
+            try:
+                os.stat(user_path(self.path))
+            except (FileNotFoundError, NotADirectoryError):
+                return
+            except (OSError, ValueError):
+                pass  # which reading it explains
+            self._file  # noqa: B018
 
     @cached_property
     def _file(self) -> MaskFile:
         return MaskFile(self.path)
+
+    @property
+    def block_q(self) -> int:
+        return self._file.grid.block_q
+
+    @property
+    def block_k(self) -> int:
+        return self._file.grid.block_k
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         """Returns the file's grid in canonical order. Raises UserError when the file is for another model or video."""

@@ -91,18 +91,24 @@ class Kernel:
             return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device.type}"
         if dtype not in self.dtypes:
             return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
-        reason = self.why_unsupported_anywhere(needs) or self.why_unavailable()
+        reason = self.why_unsupported_anywhere(replace(needs, blocks=None)) or self.why_unavailable()
         if reason is not None or self.blocks is None:
             return reason
         arch = capability_of(device) if device.type == "cuda" and torch.cuda.is_available() else None
         if arch is not None and arch not in self.blocks:
             supported = ", ".join(f"{capability // 10}.{capability % 10}" for capability in sorted(self.blocks))
             return f"it supports GPUs of compute capability {supported}; {device} has {arch // 10}.{arch % 10}"
-        blocks = frozenset().union(*self.blocks.values()) if arch is None else self.blocks[arch]
-        if needs.blocks is None or needs.blocks in blocks:
+        return self._why_unsupported_blocks(needs.blocks, frozenset() if arch is None else self.blocks[arch])
+
+    def _why_unsupported_blocks(
+        self, blocks: tuple[int, int] | None, supported: frozenset[tuple[int, int]] = frozenset()
+    ) -> str | None:
+        """Returns why (block_q, block_k) are none of those supported, by default on any GPU; or None."""
+        supported = supported or frozenset().union(*(self.blocks or {}).values())
+        if blocks is None or not supported or blocks in supported:
             return None
-        supported = ", ".join(f"{q}×{k}" for q, k in sorted(blocks))
-        return f"it supports blocks of {supported}, not {needs.blocks[0]}×{needs.blocks[1]}"
+        shown = ", ".join(f"{q}×{k}" for q, k in sorted(supported))
+        return f"it supports blocks of {shown} (block_q × block_k of the mask), not {blocks[0]}×{blocks[1]}"
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
         """Returns why this kernel does not support such a plan on any computer, or None."""
@@ -120,7 +126,7 @@ class Kernel:
             return f"it supports head dims {dims}, not {needs.head_dim}"
         if needs.tokens is not None and needs.tokens < self.least_tokens:
             return f"it supports heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
-        return None
+        return self._why_unsupported_blocks(needs.blocks)
 
 
 def _of_triton(name: str) -> Callable[..., Any]:
@@ -251,13 +257,19 @@ def choose_kernel(
     raise UserError(f"kernel {requested!r} cannot be used here: {reasons[requested]}; use {instead}")
 
 
-def require_supported(name: str, needs: KernelRequirements) -> None:
+def require_supported(name: str, needs: KernelRequirements, device: torch.device | None = None) -> None:
     """Raises UserError, naming kernels that do, if the kernel called `name` supports such a plan on no computer.
 
-    The result is the same on all ranks, so that all of them raise.
+    The result is the same on all ranks, so that all of them raise; not so with a `device`, on which the kernel must
+    support the plan, too, if it is for such devices at all.
     """
     requested = _requested(name)
-    reason = None if requested == "auto" else KERNELS[requested].why_unsupported_anywhere(needs)
+    if requested == "auto":
+        return
+    kernel = KERNELS[requested]
+    reason = kernel.why_unsupported_anywhere(needs)
+    if reason is None and device is not None and device.type in kernel.devices:
+        reason = kernel.why_unsupported(device, min(kernel.dtypes, key=str), needs)
     if reason is not None:
         instead = " or ".join(k.name for k in KERNELS.values() if k.why_unsupported_anywhere(needs) is None)
         raise UserError(f"kernel {requested!r} does not support this plan: {reason}; use {instead}")

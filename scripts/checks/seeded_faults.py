@@ -235,9 +235,14 @@ CFG passes have plans of their own: dbsp_core/runtime/session.py
 + slot = call.size.slot(layer, 0)
 tests/core/runtime/test_session.py -k "plans"
 
+kernels of whole heads get plans of whole heads: dbsp_core/runtime/size.py
+- compare=self.compare, whole_heads=config.whole_heads)
++ compare=self.compare, whole_heads=False)
+tests/core/runtime/test_session.py -k whole_heads
+
 rows of split heads are no whole heads: dbsp_core/runtime/tables.py
-- if plan.strategy.ring > 1 or plan.split_heads or not only_the_last_is_short:
-+ if plan.strategy.ring > 1 or not only_the_last_is_short:
+- if plan.strategy.ring > 1 or plan.split_heads or not grid.only_last_is_short:
++ if plan.strategy.ring > 1 or not grid.only_last_is_short:
 tests/core/runtime/test_tables.py -k whole_heads
 
 what every rank computes counts once in gradients: dbsp_core/runtime/whole_tensors.py

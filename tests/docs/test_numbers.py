@@ -42,6 +42,34 @@ def test_table_of_balance(strategy):
         assert moved == pytest.approx(100 * balanced(strategy, *plan, "moved")[0], abs=within), plan
 
 
+def test_rounding_of_predicted_masks_is_that_of_the_models_page():
+    rows_of_page = dict(table("docs/trained-model.md", "| | largest difference of the final latents"))
+    assert said(r"latents of the trained model by ([\d.e-]+) ") == [
+        float(rows_of_page["float32, SpargeAttn's masks predicted again"])
+    ]
+
+
+def test_claims_of_table_1_and_of_fig_3():
+    errors = [abs(float(row["error"])) for row in rows("table1", role="held out")]
+    text = " ".join((ROOT / "docs" / "results" / "even.md").read_text(encoding="utf-8").split())
+    (within, *others) = re.findall(
+        r"two of the four held-out rows \(within ([\d.]+) %\).* have ([\d.]+) and ([\d.]+) % m", text
+    )[0]
+    assert sorted(round(100 * error, 1) for error in errors)[1:] == [float(one) for one in (within, *others)]
+    shares = [100 * float(row["attention_share"]) for row in rows("fig3") if not row["line"].startswith("db-SP")]
+    (cells,) = [row for row in table("docs/results/fast.md", "| | measured by the authors |") if "Fig. 3" in row[0]]
+    assert [int(one) for one in re.findall(r"\d+", cells[2])] == [round(s) for s in (shares[0], shares[3], shares[7])]
+
+
+def test_overheads_are_those_of_the_file():
+    for planner, *cells in table("docs/results/even.md", "| planner | planning, of the time |"):
+        of = rows("overheads", planner=planner.strip("`"))
+        for cell, key in zip(cells, ("planning", "moving"), strict=False):
+            shares = [round(100 * float(row[key]), 1) for row in of if key == "planning" or row["strategy"] != "U8R1"]
+            said_here = [float(one) for one in re.findall(r"[\d.]+", cell)]
+            assert said_here == sorted({min(shares), max(shares)}), (planner, key)
+
+
 def test_each_known_class_has_a_row():
     classes = table("docs/diffusers.md", "| class in diffusers | pipelines | |")
     named = [name for cells in classes for name in re.findall(r"`(\w+)`", cells[0])]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, available, choose_kernel
+from dbsp_kernels import KERNELS, KernelInputs, KernelRequirements, available, choose_kernel, require_supported
 from dbsp_kernels.backends import fa4, flashinfer, sparge
 from dbsp_kernels.errors import UserError
 from dbsp_kernels.triton import launch
@@ -73,8 +73,8 @@ def test_build_without_kernels_for_this_gpu_is_unavailable(monkeypatch):
     ("name", "capability", "needs", "message"),
     [
         ("sparge", (12, 0), KernelRequirements(), r"compute capability 8.0, .*, 9.0; cuda has 12.0"),
-        ("fa4", (9, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128, not 64×64"),
-        ("flashinfer", (12, 0), KernelRequirements((128, 128), 128), r"blocks of 64×64, not 128×128"),
+        ("fa4", (9, 0), KernelRequirements((64, 64), 128), r"blocks of 128×128 .*, not 64×64"),
+        ("flashinfer", (12, 0), KernelRequirements((128, 128), 128), r"blocks of 64×64 .*, not 128×128"),
         ("flashinfer", (12, 0), KernelRequirements((64, 64), 64), r"head dims 128, not 64"),
         ("flashinfer", (9, 0), KernelRequirements((64, 64), 128), r"10.0, 10.3, 12.0, 12.1; cuda has 9.0"),
     ],
@@ -84,6 +84,23 @@ def test_unsupported_request_is_rejected(monkeypatch, name, capability, needs, m
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     with pytest.raises(ValueError, match=f"kernel '{name}' cannot be used here: .*{message}.*; use "):
         choose_kernel(name, "cuda", torch.bfloat16, needs)
+
+
+@pytest.mark.usefixtures("installed")
+def test_blocks_that_this_gpus_kernel_lacks_are_rejected_without_tensors(monkeypatch):
+    """Sessions ask so when they are made: on Hopper SpargeAttn has blocks of another shape."""
+    gpu, needs = torch.device("cuda"), KernelRequirements((128, 64))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    require_supported("sparge", needs, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    require_supported("sparge", needs)
+    require_supported("cpu", needs, gpu)
+    with pytest.raises(
+        UserError, match=r"kernel 'sparge' does not support this plan: it supports blocks of 64×128 \("
+    ):
+        require_supported("sparge", needs, gpu)
+    with pytest.raises(UserError, match=r"supports blocks of 64×128, 128×64 \(.*\), not 64×64; use cpu or triton"):
+        require_supported("sparge", KernelRequirements((64, 64)))
 
 
 def missing(name: str) -> str:

@@ -234,7 +234,7 @@ class TestCapabilities:
         with pytest.raises(ValueError, match=f"kernel 'sparge' does not support this plan: .*{message}"):
             require_supported("sparge", needs)
         require_supported("auto", needs)
-        require_supported("sparge", KernelRequirements(blocks=(64, 64), head_dim=128))
+        require_supported("sparge", KernelRequirements(blocks=(128, 64), head_dim=128))
         monkeypatch.setenv("DBSP_KERNEL", "sparge")
         with pytest.raises(ValueError, match="kernel 'sparge' does not support this plan"):
             require_supported("auto", needs)

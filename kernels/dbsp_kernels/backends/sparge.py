@@ -9,20 +9,20 @@ from collections.abc import Iterator
 
 import torch
 
-from dbsp_kernels.errors import page
+from dbsp_kernels.errors import install_command, page
 from dbsp_kernels.inputs import KernelInputs, PartialAttention
 
 BLOCKS = dict.fromkeys((80, 86, 87, 89), frozenset({(128, 64)})) | {90: frozenset({(64, 128)})}
 """Supported (block_q, block_k) by architecture, 90 for Hopper."""
 
-INSTALL = "pip install --no-build-isolation git+https://github.com/thu-ml/SpargeAttn"
 _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_with_pv_threshold_sm90"
 
 
 def why_unavailable() -> str | None:
     """Returns why this kernel cannot work here, or None: a build may lack its compiled part, or this GPU's kernels."""
     if importlib.util.find_spec("spas_sage_attn") is None:
-        return f"spas_sage_attn is not installed and not on PyPI; build it with {INSTALL} ({page('kernels')})"
+        build = install_command("sparge").replace("install", "install --no-build-isolation", 1)
+        return f"spas_sage_attn is not installed and not on PyPI; build it with {build} ({page('kernels')})"
     try:
         kernels = importlib.import_module("spas_sage_attn._qattn")
     except ImportError as error:

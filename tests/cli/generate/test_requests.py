@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import imageio.v2 as imageio
@@ -23,6 +24,7 @@ from dbsp_core.models.table import TINY_MODELS
 from dbsp_core.sources import SpargeSource
 from dbsp_core.sources.spec import mask_values
 from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KERNELS
 
 WAN = "wan2.1-t2v-14b"
 SIZE = ("generate.height=64", "generate.width=96", "generate.num_frames=9", "generate.steps=1")
@@ -219,6 +221,17 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, request_c
     with pytest.raises(UserError, match=message) as caught:
         decided(tmp_path, **request_changes)
     assert "\n" not in str(caught.value)
+
+
+def test_kernel_that_does_not_support_the_videos_blocks_is_rejected_before_weights(tmp_path, monkeypatch):
+    """226 tokens of text are no whole number of blocks."""
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], ragged_rows=False))
+    asked = {"config": "tiny-cogvideox", "changes": ("kernel=cpu",)}
+    with pytest.raises(
+        UserError, match="--set kernel: kernel 'cpu' cannot be used here: it supports only whole heads"
+    ):
+        decided(tmp_path, **asked)
+    decided(tmp_path, **asked | {"config": "tiny-wan"})
 
 
 def save_video(path: str | Path, frames: int = 9, width: int = 96, height: int = 64, fps: int = 16) -> None:

@@ -11,9 +11,10 @@ import pytest
 import torch
 import yaml
 
-from dbsp_core import Strategy
+from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.config import DbspConfig
 from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.planning.planner_config import PlannerConfig
 from dbsp_core.planning.planners import PLANNERS
 from dbsp_core.sources import (
     SOURCES,
@@ -38,7 +39,12 @@ def test_empty_configuration_gives_the_defaults(tmp_path):
     config = DbspConfig.load(None)
     assert config == DbspConfig() == DbspConfig.load({}) == DbspConfig.load(tmp_path / "empty.yaml")
     assert config == DbspConfig.load({"strategy": None, "report": None}), "null unsets what may be unset"
-    assert (config.strategy, config.planner, config.reuse, config.mask) == (None, "dbsp", 1.02, DenseSource())
+    assert (config.strategy, config.planner, config.reuse, config.mask) == (
+        None,
+        PlannerConfig("dbsp"),
+        1.02,
+        DenseSource(),
+    )
 
 
 def test_yaml_and_dict_give_equal_settings(tmp_path):
@@ -100,7 +106,10 @@ MISTAKES = {
     "unknown key 'source' in the configuration; it belongs under 'mask'": {"source": "sparge", "planner": "paper"},
     "must be float or a list of int, got ['a']": {"mask": {"source": "svg", "temporal_heads": ["a"]}},
     f"unknown kernel 'cuda'; use one of auto, {', '.join(KERNELS)}": {"kernel": "cuda"},
-    "'planner' in the configuration must be str, got {'cap': 3}": {"planner": {"cap": 3}},
+    "unknown key 'cap' in 'planner'; known keys: name, reward": {"planner": {"cap": 3}},
+    "'planner' in the configuration must be a mapping of name, reward, got 3": {"planner": 3},
+    "reward=-0.1 must not be negative": {"planner": {"name": "paper", "reward": -0.1}},
+    "planner 'snake' has no reward; leave it out, or take planner paper": {"planner": {"name": "snake", "reward": 2}},
     "precision cannot be 'int9': use one of model, int8; did you mean 'int8'": {"precision": "int9"},
     "precision: out: int8 needs qkv: int8; write {qkv: int8, out: int8}": {"precision": {"out": "int8"}},
     "unknown key 'output' in 'precision'; did you mean 'out'": {"precision": {"qkv": "int8", "output": "int8"}},
@@ -110,7 +119,8 @@ MISTAKES = {
     UNKNOWN + "'window'?": "windw:window=[1,1,1]",
     "'width' is given twice": "radial:width=1,width=2",
     "'sparg' is " + UNKNOWN + "'sparge'?": "sparg",
-    "mask file masks.safetensors does not exist; give the path of one": "masks.safetensors",
+    "kernel 'sparge' does not support this plan: it supports blocks of 64×128, 128×64 (block_q × block_k of the mask)"
+    ", not 64×64; use cpu or": {"kernel": "sparge", "mask": "sparge:cdf=0.9"},
     "configuration file mine.yaml does not exist; give the path of a YAML file or a shipped one": "mine.yaml",
 }
 """Messages, with the settings that give them."""
@@ -137,7 +147,7 @@ BAD_FILES = {
     ":2: dense_schedule.first_steps=-3 must": b"dense_schedule: {last_steps: 1,\n  first_steps: -3}",
     ":3: generate.height=719 must be a multiple": b"generate:\n  width: 832\n  height: 719",
     ":2: 'seed' in 'generate' has a number of 67 bits; 63 are the most": b"generate:\n  seed: 99999999999999999999",
-    ":3: mask file /no/such does not exist; give the path of one": b"mask:\n  source: paro\n  path: /no/such",
+    ":3: mask file /dev/null is a pipe or device, not a file": b"mask:\n  source: paro\n  path: /dev/null",
 }
 """Messages, with the files that give them."""
 
@@ -188,6 +198,45 @@ def test_yaml_and_set_accept_a_mask_in_words(tmp_path):
     path.write_text("planner: paper\nmask: sparge:cdf=3\n", encoding="utf-8")
     with pytest.raises(UserError, match=r"my\.yaml:2: .*cdf=3"):
         DbspConfig.load(path)
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "mask: {source: file, path: masks/a.safetensors}",
+        "mask: masks/a.safetensors",
+        "mask: 'file:path=masks/a.safetensors'",
+        "mask: {source: union, of: [window, {source: file, path: masks/a.safetensors}]}",
+        "mask: window\ntransformer_2: {mask: {source: file, path: masks/a.safetensors}}",
+    ],
+)
+def test_path_of_a_mask_is_relative_to_its_file(tmp_path, monkeypatch, written):
+    folder = tmp_path / "settings"
+    (folder / "masks").mkdir(parents=True)
+    (folder / "my.yaml").write_text(written, encoding="utf-8")
+    save_mask(folder / "masks" / "a.safetensors", BlockMask.dense(1, BlockGrid.uniform(64)))
+    monkeypatch.chdir(tmp_path)
+    config = DbspConfig.load("settings/my.yaml")
+    if config.transformer_2:
+        config = config.for_transformer("transformer_2")
+    mask = parts_of(config.mask)[-1]
+    assert (mask.path, mask.block_q) == ("settings/masks/a.safetensors", 64)
+    settings = read_settings("settings/my.yaml", "configuration file")
+    changed = settings.changed(("mask",), {"source": "file", "path": "b.safetensors"}, "--set mask")
+    assert DbspConfig.load(changed).mask.path == "b.safetensors", "an option's path is relative to the current folder"
+
+
+def test_missing_mask_file_is_reported_where_it_is_used(tmp_path):
+    config = DbspConfig.load({"mask": str(tmp_path / "gone.safetensors"), "kernel": "sparge"})
+    with pytest.raises(UserError, match=r"gone\.safetensors does not exist; give the path of one, or make it"):
+        print(config.blocks)
+
+
+def test_reward_of_the_papers_planner_is_a_setting_that_ranks_compare():
+    configs = [DbspConfig.load({"planner": p}) for p in ("paper", {"name": "paper", "reward": 2}, {"name": "paper"})]
+    assert [config.planner.setting for config in configs] == ["paper", {"name": "paper", "reward": 2.0}, "paper"]
+    assert configs[0].fingerprint == configs[2].fingerprint != configs[1].fingerprint
+    assert DbspConfig.load(configs[1].to_values()) == configs[1]
 
 
 def test_function_keeps_its_name_and_makes_the_mask():

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.planning.balance import bins_bound, imbalance_ratio, rho_bound, work_by_rank
+from dbsp_core.planning.planner_config import PlannerConfig
 from dbsp_core.planning.planners import Problem, greedy, paper, snake_heads
-from dbsp_core.utils.errors import UserError
 from tests.support.generators import SEEDS, examples
 
 WORKS = st.lists(st.integers(0, 40), min_size=1, max_size=20).map(np.array)
@@ -63,8 +63,8 @@ def test_paper_and_snake_by_hand():
     heads = Problem(Strategy(2, 1), np.array([[91], [1], [1], [1]]), np.array([0]))
     assert paper(heads).ravel().tolist() == [0, 1, 1, 1]
     assert np.bincount(paper(heads, equal_heads=True).ravel()).tolist() == [2, 2]
-    with pytest.raises(UserError, match=r"reward=.* must not be negative"):
-        paper(causal, reward=-0.1)
+    assert PlannerConfig("paper", reward=0).assign(causal).tolist() == [[0, 1, 1, 0]]
+    assert PlannerConfig("paper").assign(causal).tolist() == paper(causal, reward=1.0).tolist() == [[0, 0, 0, 1]]
     # Heads 0, 2, 4, 3, 1 by falling work, to columns 0 1 1 0 0.
     assert snake_heads(np.array([5, 1, 4, 2, 3]), 2).tolist() == [0, 0, 1, 0, 1]
 

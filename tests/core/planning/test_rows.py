@@ -15,7 +15,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.planning.balance import bins_bound, imbalance_ratio
 from dbsp_core.planning.chunks import columns_of_heads
-from dbsp_core.planning.planners import Problem, assign_heads, contiguous_heads, dbsp, head_price
+from dbsp_core.planning.planners import Problem, assign_heads, contiguous_heads, dbsp, greedy, head_price
 
 GRIDS = [(8, 1), (4, 2), (2, 4), (1, 8), (16, 1), (4, 4), (1, 16), (3, 2)]
 
@@ -144,6 +144,23 @@ def test_heads_are_split_at_most_x_minus_1_times_and_columns_stay_within_a_row_o
     pieces = sum(len(np.unique(owner[head])) for head in range(len(owner)))
     assert pieces - len(owner) <= columns - 1
     assert load.max() <= max(-(-rows.sum() // columns), int(rows.sum() * 1.002) // columns) + rows.max()
+
+
+@given(seed=st.integers(0, 2**32), shape=st.tuples(st.integers(1, 9), st.integers(1, 9)), ulysses=small, ring=small)
+@settings(max_examples=150, deadline=None)
+def test_whole_heads_stay_whole_and_are_no_worse_than_greedy_ones(seed, shape, ulysses, ring):
+    rng = np.random.default_rng(seed)
+    work = rng.integers(0, 20, shape) * (rng.random((shape[0], 1)) < 0.8)
+    owner = dbsp(Problem(Strategy(ulysses, ring), work, source_rings(shape[1], ring, "striped"), whole_heads=True))
+    assert not split(owner % ulysses)
+    by_column = loads(work, owner % ulysses, ulysses).max()
+    assert by_column <= loads(work, np.broadcast_to(greedy(work.sum(1), ulysses)[:, None], shape), ulysses).max()
+
+
+def test_whole_heads_may_be_in_unequal_numbers():
+    work = np.array([[91], [1], [1], [1]])
+    owner = dbsp(Problem(Strategy(2, 1), work, np.zeros(1, dtype=np.int64), whole_heads=True))
+    assert sorted(loads(work, owner, 2).tolist()) == [3, 91]
 
 
 class TestPrice:

@@ -64,18 +64,21 @@ def assert_rejected(answers: list[tuple[str, str]], phase: str, reason: str) -> 
 
 
 UNKNOWN, MISSING = "rank(s) [1]: unknown DBSP_KERNEL 'nonsense'", "rank(s) [1]: kernel 'fa4' cannot be used here"
+BLOCKS = "rank(s) [1]: kernel 'fa4' does not support this plan: it supports blocks of 128×128, 256×128 "
+OF_FA4 = {"mask": WINDOW | {"block_q": 128, "block_k": 128}}
 
 
 @pytest.mark.parametrize(
     ("settings", "kernel", "phase", "reason"),
     [
         *((settings, "nonsense", "making", UNKNOWN) for settings in ({}, {"strategy": "auto"})),
-        *((settings, "fa4", "attention", MISSING) for settings in ({"strategy": "U1R2"}, {"strategy": "auto"})),
-        ({"strategy": "auto", "kernel": "fa4"}, "", "attention", "kernel 'fa4' cannot be used here"),
+        *((OF_FA4 | {"strategy": given}, "fa4", "attention", MISSING) for given in ("U1R2", "auto")),
+        (OF_FA4 | {"strategy": "auto", "kernel": "fa4"}, "", "attention", "kernel 'fa4' cannot be used here"),
+        ({}, "fa4", "making", BLOCKS),
     ],
 )
 def test_kernel_that_one_rank_cannot_use_is_rejected_on_all(pool, settings, kernel, phase, reason):
-    """Expects an unknown name to be found when the session is made, and a missing kernel at the first attention."""
+    """Expects an unknown name, and blocks it lacks, to be found when the session is made; a missing kernel later."""
     assert_rejected(pool(2).run(rejected_session, settings, kernel), phase, reason)
 
 

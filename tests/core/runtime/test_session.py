@@ -48,7 +48,7 @@ def run_passes(
 
     Returns `worst`, the largest error; `calls` of attention; `plans` made until the end of each pass; how many plans
     and attentions are `kept` and `prepared` for all sizes; of how many sizes cache keys are `known`; which `keys` are
-    sent.
+    sent; how many heads are split in all (`split_heads`).
     """
     steps = len({one["timestep"] for one in passes})
     session = Session(settings, strategy, layers=layers, steps=steps)
@@ -66,6 +66,7 @@ def run_passes(
         prepared=len({id(slot.prepared) for slot in slots}),
         known=len({mask.key[0] for size in sizes for mask in size.masks.values()}),
         keys={plan.chunks.keys for plan in inner.records.values()},
+        split_heads=sum(plan.split_heads for plan in inner.records.values()),
     )
 
 
@@ -198,6 +199,37 @@ def test_keys_that_no_row_reads_are_sent_to_kernels_of_whole_heads(monkeypatch, 
     settings = {"mask": CallableSource(16, 16, without_the_middle, depends_on="nothing"), "kernel": "cpu"}
     for found in threads(5).run(run_passes, settings, "U5R1", [{"timestep": 900.0}], 1):
         assert (found.worst <= 1e-5, found.keys) == (True, {keys})
+
+
+@pytest.mark.parametrize("mask", ["known", "predicted"])
+@pytest.mark.parametrize(("ranks", "planner"), [(2, "dbsp"), (3, "dbsp"), (4, "dbsp"), (3, "paper")])
+def test_plans_for_kernels_of_whole_heads_split_none(monkeypatch, threads, mask, ranks, planner):
+    """Five heads of unequal work: without this limit planner dbsp splits some, and the kernel is rejected."""
+    whole = replace(KERNELS["cpu"], ragged_rows=False, returns_lse=False)
+    monkeypatch.setitem(KERNELS, "cpu", whole)
+    source = PREDICTED["mask"] if mask == "predicted" else by_step(drifting, slope=0.05)
+    settings = {"mask": source, "kernel": "cpu", "reuse": 1.0, "planner": planner}
+    for strategy in (f"U{ranks}R1", "auto"):
+        for found in threads(ranks).run(run_passes, settings, strategy, steps(4)):
+            assert (found.worst <= 1e-5, found.split_heads) == (True, 0)
+    monkeypatch.setattr(type(whole), "why_unsupported_anywhere", lambda *_: None)
+    splits = [found.split_heads for found in threads(ranks).run(run_passes, settings, f"U{ranks}R1", steps(4))]
+    assert all(splits) == (planner == "dbsp"), "with kernels of any rows, heads are split"
+
+
+@pytest.mark.parametrize(
+    ("changes", "passed", "message"),
+    [
+        ({"ragged_rows": False}, {"text_tokens": 21}, "it supports only whole heads, and here heads are split"),
+        ({"least_tokens": 200}, {}, "it supports heads of 200 tokens and more, not of 180"),
+    ],
+)
+def test_limits_of_a_kernel_are_reported_on_all_ranks_at_the_first_attention(
+    monkeypatch, threads, changes, passed, message
+):
+    monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], **changes))
+    settings = PREDICTED | {"kernel": "cpu"}
+    assert_all_raise(threads, 2, message, run_passes, settings, "U2R1", [{"timestep": 1.0} | passed])
 
 
 LAYERS = PASSES = 2
