@@ -134,6 +134,9 @@ class DbspConfig:
             in 8 bits, too.
         plan: What predicted masks are planned by. `lagged`: the counts of the calls before, without waiting.
             `current`: each call's own counts, as in the paper; the host waits for them once a call.
+        keys: Keys and values that each rank is sent. `all`: those of its heads. `needed`: those that its rows attend
+            to; predicted masks then need `plan: current`. `auto`: needed if the mask never changes, else all; see
+            docs/needed-keys.md.
         reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
             1.10; see docs/results/even.md for what each value costs and gives.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
@@ -161,6 +164,7 @@ class DbspConfig:
     planner: PlannerConfig = field(default=DEFAULT_PLANNER, metadata={"read": read_planner})
     precision: CommDtype = field(default=MODEL, metadata={"read": read_comm_dtype})
     plan: Literal["lagged", "current"] = "lagged"
+    keys: Literal["auto", "all", "needed"] = "auto"
     reuse: float = 1.02
     kernel: str = "auto"
     machine: str | None = field(default=None, metadata={"read": read_path})
@@ -187,6 +191,12 @@ class DbspConfig:
                 if getattr(self, name) is not None:
                     message = "is for ranks that share all sequences; leave it out, or bags"
                     raise SettingError(f"{shown} {message}", (name,))
+        if self.keys == NEEDED and self.mask.changes == "per_call" and self.plan != "current":
+            message = "keys: needed sends what each mask needs, so a predicted mask must come first; set plan: current"
+            raise SettingError(message, ("keys",))
+        if self.keys == NEEDED and self.whole_heads:
+            message = f"keys: needed splits heads, which kernel {self.kernel} does not support; leave keys out"
+            raise SettingError(message, ("keys",))
         if self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
             ring = isinstance(self.strategy, Strategy) and self.strategy.ring > 1
             known = self.mask_is_named and not isinstance(parts_of(self.mask)[0], StoredMasks)
@@ -231,21 +241,25 @@ class DbspConfig:
         return None if self.strategy == AUTO else default
 
     @property
-    def keys(self) -> str:
-        """Keys and values that each rank is sent: "needed" by its rows if the mask never changes, else "all".
+    def keys_sent(self) -> str:
+        """Keys and values that each rank is sent: "needed" by its rows, or "all"; by default needed by static masks.
 
-        Each change of the keys sent is a new plan, and a predicted mask is known too late to choose what is sent. A
-        kernel that supports only whole heads gets all of their keys, also those that no row attends to.
+        Each change of the keys sent is a new plan. A kernel that supports only whole heads gets all of their keys,
+        also those that no row attends to.
         """
+        if self.keys != AUTO:
+            return self.keys
         return NEEDED if self.mask.changes == "never" and not self.whole_heads else ALL
 
     @property
     def layout(self) -> str:
-        """Name of the sequence layout: "contiguous" if the mask never changes, else what the planner is meant for.
+        """Name of the sequence layout: "contiguous" for masks that never change and for selective exchange.
 
-        Stripes make ring ranks nearly even. Runs of tokens need few keys of other ring ranks, stripes need all.
+        Else it is what the planner is meant for. Stripes make ring ranks nearly even. Runs of tokens need few keys of
+        other ring ranks, stripes need all.
         """
-        return "contiguous" if self.mask.changes == "never" else self.planner.layout
+        runs = self.mask.changes == "never" or self.keys == NEEDED
+        return "contiguous" if runs else self.planner.layout
 
     @property
     def fingerprint(self) -> int:

@@ -114,7 +114,7 @@ class Generation:
         kernel = choose_kernel(order, device.type, config.generate.torch_dtype)
         values = config.to_values()
         values["generate"]["dtype"] = str(config.generate.torch_dtype).removeprefix("torch.")
-        values |= {"model": self.model, "layout": config.layout, "keys": config.keys, "kernel": kernel.name}
+        values |= {"model": self.model, "layout": config.layout, "keys": config.keys_sent, "kernel": kernel.name}
         return values | {"report": self.report and str(self.report)}
 
 

@@ -146,7 +146,7 @@ def _environment(session: AttentionSession, observer: RunObserver, hardware: lis
         software["cuda"] = torch.version.cuda
     software = package_versions() | software
     config = session.config
-    settings = config.to_values() | {"model": model, "layout": config.layout, "keys": config.keys}
+    settings = config.to_values() | {"model": model, "layout": config.layout, "keys": config.keys_sent}
     del settings["report"]  # this folder may be gone when the report is read
     return Environment(
         settings=settings | {"kernel": observer.kernel},

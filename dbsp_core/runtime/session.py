@@ -369,7 +369,7 @@ class AttentionSession:
         mask = self._provider.mask(call.layer, LocalQK(q, k, size.layout, group, call.scale, v, gate))
         for observer in self.observers:
             observer.mask_made(slot.key, call.layer, mask, False)
-        use = slot.use_predicted(mask, next_use, partial(plan, grid=mask.grid), now)
+        use = slot.use_predicted(mask, next_use, partial(plan, mask=mask), now)
         if use is not next_use:
             if dispatch is not None:  # q, k and v left under a plan that does not fit the mask
                 dispatch.coming.pop().wait()

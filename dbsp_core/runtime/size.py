@@ -15,8 +15,9 @@ from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidat
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.grid import BlockGrid, Video
+from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import MOST_PASSES, DenoisingStep
+from dbsp_core.planning.chunks import NEEDED
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts
 from dbsp_core.planning.reuse import ReuseStatistics
 from dbsp_core.runtime.consistency_checks import (
@@ -160,17 +161,22 @@ class Size:
 
     def plan_known(self, mask: BlockMask, q: torch.Tensor, rows: np.ndarray, current: Plan | None) -> Plan:
         """Makes a plan for a mask that is known, by its own row counts; keys may be sent as its rows need them."""
-        return self._plan(partial(make_plan, mask, keys=self.config.keys), q, mask.heads, current)
+        return self._plan(partial(make_plan, mask, keys=self.config.keys_sent), q, mask.heads, current)
 
     def plan_predicted(
-        self, q: torch.Tensor, rows: np.ndarray, current: Plan | None, grid: BlockGrid | None = None
+        self, q: torch.Tensor, rows: np.ndarray, current: Plan | None, mask: BlockMask | None = None
     ) -> Plan:
-        """Makes a plan by row counts int64[H, nq] of a predicted mask on a grid. Ranks agree on it; collective.
+        """Makes a plan by row counts int64[H, nq] of a predicted mask. Ranks agree on it; collective.
 
-        The grid is by default that of the plan in use.
+        Without the mask itself, which a plan by the counts before it does not know, all keys are sent, and the grid
+        is that of the plan in use.
         """
-        grid = grid or (self.grid if current is None else current.grid)
-        make = partial(self._plan, partial(plan_from_counts, rows, grid), q, len(rows), current)
+        if mask is not None and self.config.keys_sent == NEEDED:
+            by_mask = partial(make_plan, mask, keys=NEEDED)
+        else:
+            before = self.grid if current is None else current.grid
+            by_mask = partial(plan_from_counts, rows, before if mask is None else mask.grid)
+        make = partial(self._plan, by_mask, q, len(rows), current)
         return run_consistently(self.group.control(), make, lambda plan: plan.fingerprint, "the plan")
 
     def _plan(self, make: Callable[..., Plan], q: torch.Tensor, heads: int, current: Plan | None) -> Plan:

@@ -133,8 +133,8 @@ class LowRankSource(LikeliestBlocks):
         self._require_fit(request.layer, tokens)
         query, key = self._on_device(request.layer, device)
         # 1. Each rank projects its own tokens; the projections are sent to the rank that predicts their head.
-        projected = torch.cat([_project(tokens.q, query), _project(tokens.k, key)], dim=-1)
-        rows = _gather_own_heads(projected, tokens, grid).flatten(0, 1)
+        projected = torch.cat([project(tokens.q, query), project(tokens.k, key)], dim=-1)
+        rows = gather_own_heads(projected, tokens, grid).flatten(0, 1)
         # 2. That rank sums each head's predicted attention by blocks, and chooses the largest.
         dense = always_dense(grid, self.dense_text, self.attention_sink, device)
 
@@ -167,13 +167,13 @@ class LowRankSource(LikeliestBlocks):
         self._checked.add(group)
 
 
-def _project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+def project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
     """Returns float32[B, H, n, rank]: tokens projected by float32[H, D, rank], with sums in one fixed order."""
     wide = tokens.float()
     return torch.stack([halving_sum(wide * column[:, None]) for column in onto.unbind(-1)], dim=-1)
 
 
-def _gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
+def gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
     """Gathers all tokens of the heads that this rank predicts, in the order of the grid. Collective.
 
     Takes [B, H, n_local, W] to [Hs, B, tokens, W].

@@ -55,6 +55,11 @@ keys sent selectively are those of any row: dbsp_core/planning/chunks.py
 + columns_by_rank(owner, world) > 1
 tests/core/planning/test_needed_keys_plan.py
 
+predicted masks are sent the keys that they need: dbsp_core/runtime/size.py
+- by_mask = partial(make_plan, mask, keys=NEEDED)
++ by_mask = partial(make_plan, mask)
+tests/core/runtime/test_session.py -k keys_that_they_need
+
 routes shift segments within blocks: dbsp_core/comm/exchange_tables.py
 - start = slot * self.axis.block + offset
 + start = slot * self.axis.block

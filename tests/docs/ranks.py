@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def run_on_ranks(ranks: int, folder: Path, script: str, *arguments: str) -> tupl
     """
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "--redirects=3"]
     logs = folder / f"{script}.logs"
+    shutil.rmtree(logs, ignore_errors=True)  # of the run before
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *launch, f"--log-dir={logs}", script, *arguments]
     done = run(command, cwd=folder, env=os.environ | environment)

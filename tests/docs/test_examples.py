@@ -12,18 +12,26 @@ import runpy
 import shlex
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from dbsp_cli.tiny_models import make_tiny
+from dbsp_core import BlockGrid, SequenceGroup
 from dbsp_core.config import DbspConfig
+from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.sources import MaskRequest
-from dbsp_core.sources.lowrank import LowRankProjections
+from dbsp_core.planning.bags import BagTopology
+from dbsp_core.planning.sequences import SequenceCost, plan_sequences
+from dbsp_core.sources import LocalQK, MaskRequest
+from examples.data_codes import DrawnSequences, draw, parse_streams
+from scripts.reproduce.knapformer.counted import evaluate
 from tests.docs.ranks import run_on_ranks
 from tests.support.ports import free_port
 from tests.support.repository import ROOT
@@ -56,8 +64,8 @@ def require(package: str) -> None:
         pytest.skip(f"{package} is not installed")
 
 
-def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
-    """Runs a copy of an example on two processes, and returns what each rank wrote, by rank."""
+def start(folder: Path, name: str, *arguments: str, ranks: int = 2) -> dict[str, str]:
+    """Runs a copy of an example on some processes, and returns what each rank wrote, by rank."""
     text = (EXAMPLES / name).read_text()
     if name in ("diffusers_wan.py", "paraattention_wan.py", "packed.py"):
         for large, small in LESS.items():
@@ -68,9 +76,9 @@ def start(folder: Path, name: str, *arguments: str) -> dict[str, str]:
         (folder / "original.py").write_text(text)
         text = ON_CPU.format(file=str(folder / "original.py"))
     (folder / name).write_text(text)
-    for helper in ("denoise_packed.py", "encode_balanced.py"):
+    for helper in ("data_codes.py", "denoise_packed.py", "encode_balanced.py"):
         shutil.copy(EXAMPLES / helper, folder)
-    return run_on_ranks(2, folder, name, *arguments)[0]
+    return run_on_ranks(ranks, folder, name, *arguments)[0]
 
 
 def videos(folder: Path) -> list[str]:
@@ -140,14 +148,104 @@ def test_a_script_makes_its_videos_or_ends_with_a_loss(folder, name, arguments, 
 
 
 @pytest.mark.long
-def test_training_in_two_stages_ends_under_predicted_masks(folder):
-    said = start(folder, "two_stages.py")["0"]
-    *before, last = re.findall(r"approximation loss (\d\.\d+)", said)
-    assert float(last) <= 0.01
-    assert all(float(loss) > 0.01 for loss in before)
-    assert len(re.findall(r"stage 2, step \d: loss \d+\.\d+", said.rpartition("approximation loss")[2])) == 2
-    fitted = LowRankProjections.load(str(folder / "fitted.safetensors"))
-    assert fitted.shape[2] < fitted.shape[1], "fewer dimensions than heads have"
+def test_training_in_two_stages_is_that_of_one_process(folder):
+    line = re.compile(
+        r"stage (\d), step \d+: loss (\d+\.\d+), approximation loss (\d\.\d+), sparsity (\d\.\d+), "
+        r"(\d) sparse layers, K/V received (\d\.\d+)\n"
+    )
+    alone, shared = (
+        [tuple(map(float, step)) for step in line.findall(start(folder, "two_stages.py", ranks=ranks)["0"])]
+        for ranks in (1, 2)
+    )
+    *first, last = [approximation for stage, _, approximation, *_ in shared if stage == 1]
+    assert last <= 0.01 <= min(first)
+    assert [step[:5] for step in shared] == [pytest.approx(step[:5], abs=1e-4) for step in alone]
+    assert [sparse for stage, *_, sparse, _ in shared if stage == 2] == [4] * 8
+
+
+def learn_masks(rank: int, world: int) -> tuple[list[float], np.ndarray, float]:
+    """Trains predictors on queries and keys of ten dimensions. Returns the losses of stage 1, stage 2's first mask,
+    and the share of the attention that its blocks hold of what the best blocks, as many, would hold.
+    """
+    source = runpy.run_path(str(EXAMPLES / "two_stages.py"))["TwoStages"](1, 5, 24)
+    request, draws = MaskRequest(0, 5, (3, 8, 8), layers=1), torch.Generator().manual_seed(0)
+    bases = torch.randn(2, 5, 10, 24, generator=draws)
+    layout = SequenceLayout.contiguous(request.tokens, world)
+    token, slot = layout.tokens_at(rank)
+    losses = []
+    while True:
+        q, k = (torch.randn(1, 5, request.tokens, 10, generator=draws) @ basis for basis in bases)
+        shards = torch.zeros(2, 1, 5, layout.shard, 24)
+        shards[:, :, :, slot] = torch.stack([q, k])[:, :, :, token]
+        sparse = source.is_sparse(source.layers[0])
+        mask = source.mask(request, LocalQK(*shards, layout, SequenceGroup.from_group(), 24**-0.5))
+        if sparse:
+            break
+        assert mask.bits.all()
+        losses.append(source.end_step())
+    mean = q[0].unflatten(1, (-1, 16)).mean(dim=2)
+    mass = torch.softmax(mean @ k[0].mT * 24**-0.5, dim=-1).unflatten(2, (-1, 16)).sum(dim=3)
+    best = mass.sort(dim=-1, descending=True).values * (torch.arange(12) < mask.bits.sum(dim=-1, keepdim=True))
+    return losses, mask.bits.numpy(), float((mass * mask.bits).sum() / best.sum())
+
+
+def test_predictors_learn_the_same_on_any_ranks(pool):
+    (alone,) = pool(1).run(learn_masks)
+    losses, bits, held = alone
+    assert losses[-1] < 0.01 <= min(losses[:-1])
+    assert 0.3 < 1 - bits.mean() < 0.9
+    assert held > 0.95
+    for of_rank in pool(3).run(learn_masks):
+        assert of_rank[0] == pytest.approx(losses, abs=1e-6)
+        assert (of_rank[1] == bits).all()
+
+
+def knapformer(folder: Path, ranks: int, bags: str, streams: str) -> list[list[float]]:
+    """Returns what each step prints: loss, gradient norm, WIR before and after, FBL and TPS."""
+    given = ("--streams", streams, "--bags", bags, "--gamma", "0.5", "--steps", "2")
+    said = start(folder, "train_knapformer.py", *given, ranks=ranks)["0"]
+    number = r"([\d.]+|inf)"
+    line = rf"loss {number}, gradient norm {number}, WIR {number} → {number}, FBL {number} s, TPS {number}, HFU"
+    return [list(map(float, step)) for step in re.findall(line, said)]
+
+
+def counted_imbalance(sequences: DrawnSequences, bags: str, world: int) -> float:
+    """Returns WIR of a model of 4 heads of 32 with γ 0.5, by each rank's tokens and blocks."""
+    width, block = 128, 64
+    texts_and_sizes = zip(sequences.text.tolist(), sequences.thw.tolist(), strict=True)
+    grids = [BlockGrid(int(np.prod(thw)) + text, text, block, block, tuple(thw)) for text, thw in texts_and_sizes]
+    work = SequenceWork(tuple(grids), tuple(np.full((4, grid.nq), grid.nk) for grid in grids))
+    cost = SequenceCost(24 * width**2 / 1e15, 0.5 * 4 * 32 * block**2 / 1e15)
+    picoseconds = cost.picoseconds(work.tokens, work.blocks)
+    plan = plan_sequences(picoseconds, work.tokens, sequences.loader, BagTopology.parse(bags, world))
+    return evaluate(plan, work, sequences.loader, cost, LayerSize(4, 32, 24 * width**2)).wir
+
+
+@pytest.mark.long
+def test_training_by_data_codes_is_that_of_one_process(folder):
+    """Trains on images, a clip and nothing; compares losses, gradients and the balance that is printed."""
+    streams = "g1b2i128f1s0,g1b1i192f17s1,g1b3i64f1s0,g1b0i64f1s0"
+    drawn = [draw(parse_streams(streams), 4, step) for step in range(2)]
+    sequences = [replace(step, text=step.text.clip(min=1)) for step in drawn]
+    alone = knapformer(folder, 1, "g1n1", streams)
+    assert len(alone) == 2
+    for bags in ("g4n1", "g1n2+g2n1"):
+        for step, one, of_step in zip(knapformer(folder, 4, bags, streams), alone, sequences, strict=True):
+            loss, norm, before, after, fbl, tps = step
+            assert [loss, norm] == pytest.approx(one[:2], rel=1e-4), bags
+            assert before == np.inf, "one loader has nothing"
+            assert after == pytest.approx(counted_imbalance(of_step, bags, 4), rel=1e-3), bags
+            assert fbl * tps == pytest.approx(of_step.tokens.sum(), rel=0.01)
+
+
+def test_gamma_is_what_steps_were_timed_with(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    example = runpy.run_path(str(EXAMPLES / "train_knapformer.py"))
+    tokens = np.array([64, 256, 1024, 4096])
+    flop = 4 * example["LAYERS"] * example["flop"](tokens, 0.4)
+    assert example["fit_gamma"](tokens, 0.02 + flop / 1e12) == pytest.approx((0.4, 1e12))
+    with pytest.raises(SystemExit, match="start again, or give --gamma"):
+        example["fit_gamma"](tokens, [1.0, 0.9, 0.8, 0.7])
 
 
 @pytest.mark.long

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dbsp_core.planning.bags import BagTopology
+from examples.data_codes import DrawnSequences
 from scripts.reproduce.knapformer import throughput
-from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import TABLE_1, WORLD, chunks, drawn
 from scripts.reproduce.knapformer.throughput import FITTED, LOW, PIECE_S, load_of, rebuild
 

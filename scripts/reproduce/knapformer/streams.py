@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from dbsp_core.reports.style import rank_colour
-from scripts.reproduce.knapformer.drawing import ASSUMED, parse_streams
+from examples.data_codes import ASSUMED, parse_streams
 from scripts.reproduce.knapformer.shared import (
     COLOURS,
     GAMMA,

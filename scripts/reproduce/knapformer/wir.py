@@ -15,8 +15,8 @@ import numpy as np
 from dbsp_core.cost.sequence_cost import SequenceWork
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.sources import MaskRequest, SyntheticSource
+from examples.data_codes import DrawnSequences
 from scripts.reproduce.knapformer.counted import work_of
-from scripts.reproduce.knapformer.drawing import DrawnSequences
 from scripts.reproduce.knapformer.shared import (
     FLUX,
     GAMMA,

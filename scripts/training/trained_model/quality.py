@@ -6,6 +6,7 @@ All in one process: a parallel run computes the same attention (see the tests), 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from matplotlib.figure import Figure
 from rich.progress import track
 
+from dbsp_cli.mask_tools.fit import fit_recording
 from scripts.results.colours import MASKS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import FOLDER, Result
@@ -41,6 +43,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"source": "ssta", "topk": topk, "padding": padding, "tile": [2, 4, 4], "window": [1, 1, 1]}
         for topk, padding in ((18, "none"), (36, "none"), (72, "none"), (36, "absent"))
     ],
+    "lowrank": [{"source": "lowrank", "topk": value} for value in (0.15, 0.3, 0.6)],
     "window": [{"source": "window", "window": list(value)} for value in ((1, 5, 15), (5, 5, 15), (9, 5, 15))],
     "radial": [{"source": "radial", "width": value} for value in (0.25, 0.5, 1.0)],
     "window + sparge cdf": [
@@ -51,6 +54,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 UNSAID = ("source", "tile", "multiple")
 """Of a setting, what its source's name here says, or what is the same in all of its settings."""
 SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
+LOWRANK_RANK = 8  # of 24 dimensions
 
 
 @dataclass(frozen=True)
@@ -78,12 +82,14 @@ def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
+    fitted = {"path": str(fit_lowrank(pipeline, options))} if "lowrank" in options.sources else {}
     jobs = [(prompt, seed) for seed in range(options.seeds) for prompt in PROMPTS[: options.prompts]]
     for prompt, seed in track(jobs, "prompts and seeds"):
         dense, _ = generate(pipeline, prompt, seed, options.steps)
         for source in options.sources:
             for setting in SETTINGS[source][:: options.every]:
-                sparse, watched = generate(pipeline, prompt, seed, options.steps, blocks(setting, options.block))
+                mask = blocks(setting, options.block) | (fitted if source == "lowrank" else {})
+                sparse, watched = generate(pipeline, prompt, seed, options.steps, mask)
                 yield Row(
                     source=source,
                     setting=_in_words(setting),
@@ -95,6 +101,16 @@ def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
                     relative_l1=relative_l1(sparse.latents, dense.latents),
                     steps=options.steps,
                 )
+
+
+def fit_lowrank(pipeline: Any, options: argparse.Namespace) -> Path:
+    """Fits projections to a dense video of a caption that is not measured. Returns their file."""
+    folder = Path(tempfile.mkdtemp())
+    recorder = {"source": "record_qk", "path": str(folder)}
+    _, watched = generate(pipeline, PROMPTS[-1], options.seeds, options.steps, recorder)
+    watched.source.write()
+    fit_recording([folder], folder / "fitted.safetensors", LOWRANK_RANK)
+    return folder / "fitted.safetensors"
 
 
 def _in_words(setting: dict[str, Any]) -> str:

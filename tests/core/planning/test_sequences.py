@@ -13,8 +13,8 @@ from dbsp_core.cost.sequence_cost import whole_layout
 from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
 from dbsp_core.utils.errors import UserError
+from examples.data_codes import draw, parse_streams
 from scripts.reproduce.knapformer.counted import gamma_corrected, moved_tokens
-from scripts.reproduce.knapformer.drawing import draw, parse_streams
 
 STREAMS = {
     "low": "g32b32i256",

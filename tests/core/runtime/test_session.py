@@ -48,7 +48,8 @@ def run_passes(
 
     Returns `worst`, the largest error; `calls` of attention; `plans` made until the end of each pass; how many plans
     and attentions are `kept` and `prepared` for all sizes; of how many sizes cache keys are `known`; which `keys` are
-    sent; how many heads are split in all (`split_heads`).
+    sent, and of their heads' the least share that is `sent` to any rank; how many heads are split in all
+    (`split_heads`).
     """
     steps = len({one["timestep"] for one in passes})
     session = Session(settings, strategy, layers=layers, steps=steps)
@@ -57,6 +58,7 @@ def run_passes(
         worst = max(worst, session.attend(**one))
         plans.append(session.inner.reuse.plans)
     inner, sizes = session.inner, session.inner._sizes.values()
+    ulysses = next(iter(inner.records.values())).strategy.ulysses
     slots = [slot for size in sizes for slot in size.slots.values()]
     return SimpleNamespace(
         worst=worst,
@@ -67,6 +69,7 @@ def run_passes(
         known=len({mask.key[0] for size in sizes for mask in size.masks.values()}),
         keys={plan.chunks.keys for plan in inner.records.values()},
         split_heads=sum(plan.split_heads for plan in inner.records.values()),
+        sent=min(float(plan.chunks.sent.mean(axis=(1, 2)).min()) for plan in inner.records.values()) * ulysses,
     )
 
 
@@ -230,6 +233,17 @@ def test_limits_of_a_kernel_are_reported_on_all_ranks_at_the_first_attention(
     monkeypatch.setitem(KERNELS, "cpu", replace(KERNELS["cpu"], **changes))
     settings = PREDICTED | {"kernel": "cpu"}
     assert_all_raise(threads, 2, message, run_passes, settings, "U2R1", [{"timestep": 1.0} | passed])
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U1R2"), (4, "U2R2"), (6, "U1R6"), (8, "U2R4"), (3, "auto")])
+@pytest.mark.parametrize("reuse", [1.0, 9.0])
+def test_predicted_masks_are_sent_the_keys_that_they_need(threads, world, strategy, reuse):
+    """Each call has another mask, and keeps a plan only if its keys are among those that the plan sends."""
+    few = {"mask": PREDICTED["mask"] | {"cdf": 0.2}, "plan": "current", "keys": "needed", "reuse": reuse}
+    passes = [{"timestep": 900.0 - step, "batch": 1 + step % 2} for step in range(4)]
+    for found in threads(world).run(run_passes, few, strategy, passes):
+        assert (found.worst <= 1e-5, found.keys) == (True, {"needed"})
+        assert found.sent < 0.9
 
 
 LAYERS = PASSES = 2

@@ -102,22 +102,27 @@ def summed_gradients(transformer: Any, *batch: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def gradients_under_fsdp(rank: int, world: int) -> None:
+def gradients_under_fsdp(rank: int, world: int, mask: str, settings: dict[str, Any]) -> None:
     """Shards parameters over two groups that share a sequence each, under checkpoints."""
-    expected, data = expected_gradients("synthetic", False), world // 2
+    expected, data = expected_gradients(mask, False), world // 2
     mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "sequence"))
     transformer = make_tiny_transformer("wan").train()
     transformer.enable_gradient_checkpointing()
     shard_fully(transformer, mesh)
-    dbsp_diffusers.enable(transformer, _config("synthetic"), group=mesh["sequence"].get_group())
+    dbsp_diffusers.enable(transformer, _config(mask) | settings, group=mesh["sequence"].get_group())
     mine = BATCH // data
     found = summed_gradients(transformer, mesh["data"].get_local_rank() * mine, mine)
     assert found.keys() == expected.keys()
     assert share_apart(found.values(), expected.values()) <= 1e-5
 
 
-def test_fsdp2_has_one_process_gradients(pool):
-    pool(4).run(gradients_under_fsdp)
+@pytest.mark.parametrize(
+    ("mask", "settings"),
+    [("synthetic", {}), ("sparge", {"strategy": "U1R2", "plan": "current", "keys": "needed"})],
+    ids=["all keys", "needed keys"],
+)
+def test_fsdp2_has_one_process_gradients(pool, mask, settings):
+    pool(4).run(gradients_under_fsdp, mask, settings)
 
 
 def _with_lora() -> Any:
