@@ -1,9 +1,9 @@
-"""Modelled seconds of a model's usual video: dense Ulysses, and sparse attention under each strategy, by constants."""
+"""Modelled seconds and counted memory of a model's video: dense Ulysses, and sparse attention under each strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from dbsp_cli.output import TextTable
@@ -11,12 +11,13 @@ from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, candidates, predict
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.models.settings import GenerateSettings
+from dbsp_core.models.settings import GenerateSettings, side_message
+from dbsp_core.models.signature import PIPELINES
 from dbsp_core.models.table import ModelSpec
-from dbsp_core.planning.plan import make_plan, usual_layout
+from dbsp_core.planning.plan import Plan, make_plan, usual_layout
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.source import PRESETS
-from dbsp_core.utils.errors import in_number
+from dbsp_core.utils.errors import UserError, in_number
 
 _LAYERS = 2
 """Layers whose masks represent all."""
@@ -49,15 +50,47 @@ _MINIMAX_H3 = ModelSpec(
     ffn=21504,
     cross_text=0,
     parameters=33_122_992_896,
-    video=GenerateSettings(None, "", 768, 1344, num_frames=124, steps=50, guidance_scale=1.0, fps=24),
-    paper_thw=(37, 24, 42),  # 17 frames become 5
+    video=GenerateSettings(
+        None, "", 768, 1344, num_frames=124, steps=49, guidance_scale=1.0, fps=24
+    ),  # 50 grid points
+    token_pixels=32,
     hidden=5376,
-    other_tokens=512 + 416,  # text, and 40 latents a second of two channels of sound
+    other_tokens=512,
+    frame_groups=(5, 2, 17, 5),
+    sound_tokens=40 / 24,  # 40 latents a second
 )
 MODELLED_ONLY = {spec.name: spec for spec in (_HUNYUAN, _MINIMAX_H3)}
 """Models whose time is modelled, and whose pipelines `dbsp generate` does not run; `enable` takes them. Sizes and
 videos are the defaults of diffusers' classes (0.42), parameters are the transformer's alone; 256 text tokens are
 diffusers' for HunyuanVideo, 512 are assumed for H3, whose text has any length."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU, counted. What VAE, libraries and the allocator take on top is left out."""
+
+    weights: int  # Of all transformers and the text encoder, in 16 bits, which every GPU holds
+    activations: int  # At the largest moment of a layer
+
+    @property
+    def gigabytes(self) -> float:
+        return (self.weights + self.activations) / 1e9
+
+
+BEYOND = {"one GPU": 1.0, "Ulysses": 6.0, "ring": 9.1}
+"""Tensors of q's size that an attention holds at its peak beside q, k and v: 6 and 8 by count
+(tests/core/runtime/test_memory.py), 6.0 and 9.1 measured (`peak memory` in docs/results/gpu-h200.csv)."""
+
+
+def memory_of(spec: ModelSpec, strategy: Strategy) -> Memory:
+    """Counts a GPU's memory: its share of the stream between layers, and the larger of attention and MLP."""
+    batch = 2 if spec.pipeline == "CogVideoXPipeline" and is_guided(spec) else 1  # one call for both CFG passes
+    values = 2 * batch * -(-spec.tokens // strategy.world)  # bytes of one channel of the GPU's tokens
+    stream, q = values * (spec.hidden or spec.attention_dim), values * spec.attention_dim
+    way = "one GPU" if strategy.world == 1 else "ring" if strategy.ring > 1 else "Ulysses"
+    attention = round((3 + BEYOND[way]) * q)
+    mlp = stream + 2 * values * spec.ffn  # its normed input, and what its middle has before and after
+    return Memory(2 * spec.parameters, stream + max(attention, mlp))
 
 
 @dataclass(frozen=True)
@@ -68,47 +101,103 @@ class ModelledVideo:
     strategy: str
     planner: str
     rho: float  # Mean over layers
-    attention_s: float  # Of all self-attentions
-    seconds: float
+    attention_s: float  # Of all self-attentions, with predicting their masks
+    seconds: float  # Without decoding
     speedup: float  # Over dense Ulysses, of the whole video
+    gigabytes: float  # Of each GPU, see `Memory`
 
 
-def modelled_videos(spec: ModelSpec, gpus: int, hardware: Hardware) -> list[ModelledVideo]:
+def sized(spec: ModelSpec, size: str) -> ModelSpec:
+    """Returns the model with a video of HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES. Raises UserError if it makes no such."""
+    parts = size.replace("×", "x").split("x")
+    if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
+        raise UserError(f"--size must be HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES, got {size!r}; for example 480x832x81")
+    height, width, *rest = map(int, parts)
+    frames = rest[0] if rest else spec.video.num_frames or 1
+    for name, pixels in (("height", height), ("width", width)):
+        if (message := side_message(pixels, spec.token_pixels)) is not None:
+            raise UserError(f"--size: {name} {message}, got {pixels}")
+    message = PIPELINES[spec.pipeline].frames_message(frames) if spec.pipeline in PIPELINES else None
+    if message is not None or frames < 1:
+        raise UserError(f"--size: frames {message or 'must be at least 1'}, got {frames}")
+    return replace(spec, video=replace(spec.video, height=height, width=width, num_frames=frames), paper_thw=None)
+
+
+def usual_masks(spec: ModelSpec, density: float | None = None) -> list[BlockMask]:
+    """Returns masks of two layers in blocks of 64 tokens: the model's preset, if there is one, at its own density."""
+    source = SyntheticSource(preset=spec.name if spec.name in PRESETS else None, density=density)
+    return [source.mask(MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens)) for layer in range(_LAYERS)]
+
+
+def modelled_videos(
+    spec: ModelSpec,
+    gpus: int,
+    hardware: Hardware,
+    masks: Sequence[BlockMask],
+    *,
+    strategies: Sequence[Strategy] | None = None,
+    dense_steps: int = 0,
+    predicted: bool = True,
+) -> list[ModelledVideo]:
     """Predicts dense Ulysses, then plain and db-SP's sparse attention for each strategy.
 
-    Masks are synthetic, of the model's preset where there is one; their blocks are of 64 tokens.
+    Args:
+        masks: Of some layers, which represent all.
+        strategies: Default: all that fit.
+        dense_steps: Steps whose attention stays dense (`dense_schedule`).
+        predicted: Whether masks are predicted at each attention.
     """
-    source = SyntheticSource(preset=spec.name) if spec.name in PRESETS else SyntheticSource()
-    requests = [MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens) for layer in range(_LAYERS)]
-    sparse = [source.mask(request) for request in requests]
-    dense = [BlockMask.dense(spec.heads, sparse[0].grid)]
-    runs = [("dense", dense, Strategy(gpus, 1), "contiguous")]
-    for strategy in candidates(gpus, sparse[0].grid):
-        runs += [("sparse", sparse, strategy, planner) for planner in ("contiguous", "dbsp")]
-    known = hardware.constants
-    other_s = passes(spec) * linear_flops(spec) / known.linear_flops_per_s / gpus + known.serial_s
+    hardware, of_dense = hardware.with_kernel("auto"), hardware.with_dense_attention()
+    known, steps = hardware.constants, spec.video.steps or 1
     nodes = [rank // (hardware.gpus_per_node or 8) for rank in range(gpus)]
     shape = AttentionShape(1, spec.heads, spec.head_dim)
-    videos: list[ModelledVideo] = []
-    for attention, masks, strategy, planner in runs:
-        rho, layer_s = [], []
-        for mask in masks:
-            layout = usual_layout(planner, mask.grid, strategy)
-            plan = make_plan(mask, strategy, planner, layout=layout, compare=False)
-            rho.append(plan.rho)
-            layer_s.append(predict(plan, shape, hardware, nodes, layout).total_s)
-        attention_s = passes(spec) * spec.layers * fmean(layer_s)
-        seconds = attention_s + other_s
-        speedup = (videos[0].seconds if videos else seconds) / seconds
-        videos.append(ModelledVideo(attention, str(strategy), planner, fmean(rho), attention_s, seconds, speedup))
-    return videos
+    dense = BlockMask.dense(spec.heads, masks[0].grid)
+
+    def attention(mask: BlockMask, strategy: Strategy, planner: str, machine: Hardware) -> tuple[Plan, float]:
+        layout = usual_layout(planner, mask.grid, strategy)
+        plan = make_plan(mask, strategy, planner, layout=layout, compare=False)
+        return plan, predict(plan, shape, machine, nodes, layout).total_s
+
+    # 1. What all ways have in common, and what predicting the masks takes a GPU.
+    calls = passes(spec) * spec.layers
+    other_s = passes(spec) * linear_flops(spec) / known.linear_flops_per_s / gpus + known.serial_s
+    predict_s = (known.predict_s or 0.0) * spec.tokens * spec.heads / gpus if predicted else 0.0
+    # 2. Dense Ulysses.
+    ulysses = Strategy(gpus, 1)
+    plan, dense_s = attention(dense, ulysses, "contiguous", of_dense)
+    rows = [("dense", ulysses, "contiguous", plan.rho, calls * dense_s)]
+    # 3. Sparse attention, with some steps dense under the same strategy.
+    for strategy in strategies or candidates(gpus, dense.grid):
+        _, dense_s = attention(dense, strategy, "contiguous", of_dense)
+        for planner in ("contiguous", "dbsp"):
+            plans, seconds = zip(*(attention(mask, strategy, planner, hardware) for mask in masks), strict=True)
+            sparse_s = fmean(seconds) + predict_s
+            attention_s = calls * (dense_steps * dense_s + (steps - dense_steps) * sparse_s) / steps
+            rows.append(("sparse", strategy, planner, fmean(plan.rho for plan in plans), attention_s))
+    return [
+        ModelledVideo(
+            attention=kind,
+            strategy=str(strategy),
+            planner=planner,
+            rho=rho,
+            attention_s=attention_s,
+            seconds=attention_s + other_s,
+            speedup=(rows[0][-1] + other_s) / (attention_s + other_s),
+            gigabytes=memory_of(spec, strategy).gigabytes,
+        )
+        for kind, strategy, planner, rho, attention_s in rows
+    ]
+
+
+def is_guided(spec: ModelSpec) -> bool:
+    """Returns True under guidance, whose scale is over 1."""
+    scales = (spec.video.guidance_scale, spec.video.guidance_scale_2)
+    return any(scale is not None and scale > 1 for scale in scales)
 
 
 def passes(spec: ModelSpec) -> int:
-    """Returns the forward passes of a model's usual video: two a step under guidance, whose scale is over 1."""
-    scales = (spec.video.guidance_scale, spec.video.guidance_scale_2)
-    guided = any(scale is not None and scale > 1 for scale in scales)
-    return (2 if guided else 1) * (spec.video.steps or 0)
+    """Returns the forward passes of a model's video: two a step under guidance."""
+    return (2 if is_guided(spec) else 1) * (spec.video.steps or 0)
 
 
 def linear_flops(spec: ModelSpec) -> float:
@@ -124,29 +213,61 @@ def linear_flops(spec: ModelSpec) -> float:
 
 
 def modelled_table(
-    spec: ModelSpec, gpus: int, hardware: Hardware, videos: Sequence[ModelledVideo], by_default: bool = False
+    spec: ModelSpec,
+    gpus: int,
+    hardware: Hardware,
+    videos: Sequence[ModelledVideo],
+    *,
+    density: float,
+    dense_steps: int,
+    break_even: float | None,
+    by_default: bool = False,
 ) -> TextTable:
-    """Returns the table that a newcomer reads; its last lines name the fastest way and whose constants were used.
+    """Returns the table that a newcomer reads; its last lines say what is fastest, and by whose constants.
 
     Args:
+        density: Of the masks.
+        break_even: The density from which dense attention is faster; None: not known.
         by_default: Whether nobody has chosen the hardware, and nothing was measured here.
     """
     rows = [
         (
             *(row.attention, row.strategy, row.planner, f"{row.rho:.3f}"),
-            *(f"{row.attention_s:.1f}", f"{row.seconds:.1f}", f"{row.speedup:.2f}×"),
+            *(f"{row.attention_s:.1f}", f"{row.seconds:.1f}", f"{row.speedup:.2f}×", f"{row.gigabytes:.1f}"),
         )
         for row in videos
     ]
-    best = min(videos, key=lambda row: row.seconds)
     video = spec.video
     size = f"{video.num_frames} frames of {video.height}×{video.width}, {in_number(video.steps or 0, 'step')}"
+    masks = f"density {density:.3f}" + (f", {in_number(dense_steps, 'step')} dense" if dense_steps else "")
+    held = memory_of(spec, Strategy(gpus, 1))
+    encoder = " and text encoder" if spec.pipeline in PIPELINES else ""
+    below = "not known: no rate of dense attention" if break_even is None else f"{max(0.0, break_even):.2f}"
+    note = (
+        f"{_verdict(videos)}\ndensity below which masks are faster than dense attention: {below}\n"
+        f"GB: of each GPU, counted: {held.weights / 1e9:.1f} of transformer{encoder}, and activations; without VAE\n"
+        f"not measured: synthetic masks, no decoding; constants of {hardware.name}"
+        f"{', the default (--machine: others)' if by_default else ''}; dbsp bench measures your GPUs"
+    )
     return TextTable(
-        f"{spec.name} on {gpus} GPUs ({hardware.name}), modelled: {size}, {spec.tokens:,} tokens",
-        ("attention", "strategy", "planner", "ρ_s", "attention s", "video s", "over dense"),
+        f"{spec.name} on {gpus} GPUs ({hardware.name}), modelled: {size}, {spec.tokens:,} tokens, {masks}",
+        ("attention", "strategy", "planner", "ρ_s", "attention s", "video s", "over dense", "GB"),
         rows,
-        f"fastest, modelled: {best.attention} {best.strategy}, {best.planner}: {best.seconds:.0f} s, dense Ulysses "
-        f"{videos[0].seconds:.0f} s\nnot measured: synthetic masks, constants of {hardware.name}"
-        f"{', the default (--machine: others)' if by_default else ''}; dbsp bench measures your GPUs",
+        note,
         left=("attention", "strategy", "planner"),
+    )
+
+
+def _verdict(videos: Sequence[ModelledVideo]) -> str:
+    """Returns what is fastest, or that sparse attention is not worth it."""
+    dense, *sparse = videos
+    best = min(sparse, key=lambda video: video.seconds)
+    if best.seconds >= dense.seconds:
+        return (
+            f"not worth it: sparse attention takes {best.seconds:.0f} s at best ({best.strategy}, {best.planner}), "
+            f"dense Ulysses {dense.seconds:.0f} s"
+        )
+    return (
+        f"fastest, modelled: sparse {best.strategy}, {best.planner}: {best.seconds:.0f} s, dense Ulysses "
+        f"{dense.seconds:.0f} s"
     )

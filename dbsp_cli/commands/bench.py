@@ -354,27 +354,23 @@ class Measured:
             if value is not None:
                 same = value == getattr(self.others.constants, key)
                 sources[key] = self.others.sources[key] if same else "assumed" if value == 0 else "measured"
-        # Rates by blocks of the exact kernels, less what constants are fitted to; and over dense attention's
+        # Rates by blocks of the exact kernels, less what constants are fitted to
         rates: dict[str, dict[str, float]] = {}
-        of_dense: dict[str, dict[str, float]] = {}
-        dense_flops_per_s = 4.0 * work.local_heads * work.tokens**2 * work.head_dim / self.dense_s
         for result in filter(lambda result: result.exact, self.kernels):
-            blocks = "{}x{}".format(*result.blocks)
-            of_dense.setdefault(result.kernel, {})[f"{blocks}x{work.head_dim}"] = (
-                result.flops_per_s / dense_flops_per_s
-            )
+            of_kernel = rates.setdefault(result.kernel, {})
             if (result.kernel, result.blocks) != (work.kernel, work.blocks):
-                rates.setdefault(result.kernel, {})[blocks] = result.flops_per_s
+                of_kernel["{}x{}".format(*result.blocks)] = result.flops_per_s
+        dense_flops_per_s = 4.0 * work.local_heads * work.tokens**2 * work.head_dim / self.dense_s
         on_gpu = work.device.type == "cuda"
         return Hardware(
             name,
             device_class(work.device),
             str(work.dtype).removeprefix("torch."),
-            self.constants,
-            sources,
+            replace(self.constants, dense_flops_per_s=dense_flops_per_s),
+            sources | {"dense_flops_per_s": "measured"},
             kernels={
-                key: KernelConstants("measured", flops_by_blocks=rates.get(key, {}), of_dense=by_sizes)
-                for key, by_sizes in of_dense.items()
+                key: KernelConstants("measured", flops_by_blocks=by_blocks, head_dim=work.head_dim)
+                for key, by_blocks in rates.items()
             },
             exact_kernels=self.exact_kernels,
             multiprocessors=torch.cuda.get_device_properties(work.device).multi_processor_count if on_gpu else None,

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dbsp_cli.modelled import MODELLED_ONLY, modelled_table, modelled_videos
+from dbsp_cli.modelled import MODELLED_ONLY, memory_of, modelled_table, modelled_videos, sized, usual_masks
 from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables
 from dbsp_core.cost.machine import Hardware, hardware_for, load_hardware
 from dbsp_core.cost.prediction import candidates, traffic_of
@@ -19,7 +19,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.models.table import MODEL_SPECS, find_model_spec, unknown_model
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec, find_model_spec, unknown_model
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
@@ -38,6 +38,11 @@ def plan_command(
         str | None,
         typer.Option(help="GPU: a800, h100, … or a file; default: measured here, or h100."),
     ] = None,
+    size: Annotated[str | None, typer.Option(help="With --model: HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES.")] = None,
+    density: Annotated[
+        float | None, typer.Option(min=0, max=1, help="With --model: share of blocks that masks keep.")
+    ] = None,
+    dense_steps: Annotated[int, typer.Option(min=0, help="With --model: steps that stay dense.")] = 0,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[
         str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
@@ -51,11 +56,14 @@ def plan_command(
         raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
     measured = hardware_for(machine, "cuda", "auto") if machine or torch.cuda.is_available() else None
     hardware = measured or load_hardware("h100")
+    others = ("planner", "keys", "layer") if file is None else ("size", "density", "dense_steps")
+    for name in others:
+        if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
+            kinds = ("a mask file", "--model") if file is None else ("--model", "a mask file")
+            raise UserError(f"--{name.replace('_', '-')} is for {kinds[0]}, not for {kinds[1]}; leave it out")
     if file is None:
-        for name in ("strategy", "planner", "keys", "layer"):
-            if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
-                raise UserError(f"--{name} is for a mask file, not for --model; leave it out")
-        _show_model(str(model), gpus, hardware, as_json, by_default=measured is None)
+        spec = _model(str(model), size, dense_steps)
+        _show_model(spec, gpus, hardware, strategy, density, dense_steps, as_json, by_default=measured is None)
         return
     source = MaskFile(file)
     mask = source.layer(layer)
@@ -69,17 +77,54 @@ def plan_command(
     print_tables([_table(mask, gpus, plans, slots)])
 
 
-def _show_model(model: str, gpus: int, hardware: Hardware, as_json: bool, *, by_default: bool) -> None:
-    """Prints modelled seconds of a model's usual video, by strategy."""
-    spec = find_model_spec(model, MODEL_SPECS | MODELLED_ONLY)
+def _model(name: str, size: str | None, dense_steps: int) -> ModelSpec:
+    """Returns the model of that name with a video of that size. Raises UserError for what it cannot make."""
+    spec = find_model_spec(name, MODEL_SPECS | MODELLED_ONLY)
     if spec is None:
-        raise unknown_model(model, MODEL_SPECS | MODELLED_ONLY)
-    videos = modelled_videos(spec, gpus, hardware)
+        raise unknown_model(name, MODEL_SPECS | MODELLED_ONLY)
+    if dense_steps > (spec.video.steps or 0):
+        raise UserError(
+            f"--dense-steps must be at most the {spec.video.steps} steps of {spec.name}, got {dense_steps}"
+        )
+    return spec if size is None else sized(spec, size)
+
+
+def _show_model(
+    spec: ModelSpec,
+    gpus: int,
+    hardware: Hardware,
+    strategy: str,
+    density: float | None,
+    dense_steps: int,
+    as_json: bool,
+    *,
+    by_default: bool,
+) -> None:
+    """Prints modelled seconds and counted memory of a model's video, by strategy."""
+    strategies = None if strategy == "all" else [Strategy.parse(strategy)]
+    for parsed in strategies or ():
+        parsed.require_world(gpus)
+    masks = usual_masks(spec, density)
+    videos = modelled_videos(spec, gpus, hardware, masks, strategies=strategies, dense_steps=dense_steps)
+    grid = masks[0].grid
+    break_even = hardware.with_kernel("auto").break_even(grid.block_q, grid.block_k, spec.head_dim, spec.tokens)
     if as_json:
-        rows = [asdict(video) for video in videos]
-        print_json(model=spec.name, gpus=gpus, machine=hardware.name, label="modelled", videos=rows)
+        memory = {str(way): asdict(memory_of(spec, way)) for way in strategies or candidates(gpus, grid)}
+        names = {"model": spec.name, "gpus": gpus, "machine": hardware.name, "label": "modelled"}
+        asked = {"density": masks[0].density, "dense_steps": dense_steps, "break_even": break_even}
+        print_json(**names, **asked, memory=memory, videos=[asdict(video) for video in videos])
         return
-    print_tables([modelled_table(spec, gpus, hardware, videos, by_default=by_default)])
+    table = modelled_table(
+        spec,
+        gpus,
+        hardware,
+        videos,
+        density=masks[0].density,
+        dense_steps=dense_steps,
+        break_even=break_even,
+        by_default=by_default,
+    )
+    print_tables([table])
 
 
 def _plans(

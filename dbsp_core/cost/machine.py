@@ -48,6 +48,7 @@ class Constants:
     network_latency_s: float | None = None  # What crosses nodes in exchanges and chunks. None: not known
     network_bytes_per_s: float | None = None  # A rank's share of its node's adapters
     predict_s: float | None = None  # To predict a mask, a token and head of a rank's share; None: not known
+    dense_flops_per_s: float | None = None  # Rate of the fastest dense attention at head size 128; None: not known
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -69,7 +70,7 @@ class KernelConstants:
     score_s: float | None = None
     launch_s: float | None = None
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # See `Hardware`
-    of_dense: Mapping[str, float] = field(default_factory=dict)  # See `Hardware`
+    head_dim: int | None = None  # At which rates were measured beside dense attention's; None: they were not
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,6 @@ class Hardware:
     kernels: Mapping[str, KernelConstants] = field(default_factory=dict)  # What differs, by a kernel's name
     exact_kernels: tuple[str, ...] = ()  # That were exact on this device, the fastest first; empty: not measured
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # Rates on blocks of QUERIESxKEYS tokens
-    of_dense: Mapping[str, float] = field(default_factory=dict)
-    """Rates on active blocks over that of torch's dense attention, by blocks and head size, QUERIESxKEYSxHEAD_DIM."""
     multiprocessors: int | None = None  # Of a GPU, as `capability`. None: not known
     capability: int | None = None  # Compute capability, 90 for Hopper
     whole_rows: bool = False  # True if its kernel does not cut long rows; see `with_kernel`
@@ -104,12 +103,19 @@ class Hardware:
     @property
     def fingerprint(self) -> int:
         """63 bits that differ between constants, to compare ranks by."""
-        rates = sorted(self.flops_by_blocks.items()), sorted(self.of_dense.items())
-        return fingerprint_of((self.constants, *rates, self.multiprocessors, self.capability, self.whole_rows))
+        rates = sorted(self.flops_by_blocks.items())
+        head_dims = [(name, kernel.head_dim) for name, kernel in sorted(self.kernels.items())]
+        return fingerprint_of(
+            (self.constants, rates, head_dims, self.multiprocessors, self.capability, self.whole_rows)
+        )
 
     def with_kernel(self, name: str) -> Hardware:
-        """Returns this machine with a kernel's constants, or as it is if none are known; "auto": the fastest's."""
-        name = self.exact_kernels[0] if name == "auto" and self.exact_kernels else name
+        """Returns this machine with a kernel's constants, or as it is if none are known.
+
+        Kernel "auto" is the fastest that `dbsp bench` found exact, else "triton".
+        """
+        if name == "auto":
+            name = self.exact_kernels[0] if self.exact_kernels else "triton"
         if name in KERNELS and KERNELS[name].slots is None:
             self = replace(self, whole_rows=True)
         if name not in self.kernels:
@@ -122,8 +128,15 @@ class Hardware:
             constants=replace(self.constants, **changed),
             sources={**self.sources, **dict.fromkeys(changed, kernel.source)},
             flops_by_blocks=kernel.flops_by_blocks,
-            of_dense=kernel.of_dense,
         )
+
+    def with_dense_attention(self) -> Hardware:
+        """Returns this machine with the rate of dense attention for that of its kernel, or as it is if not known."""
+        rate = self.constants.dense_flops_per_s
+        if rate is None:
+            return self
+        constants = replace(self.constants, flops_per_s=rate, score_s=0.0, row_s=0.0)
+        return replace(self, constants=constants, flops_by_blocks={}, whole_rows=False)
 
     def row_slots(self, block_q: int, block_k: int, head_dim: int) -> int | None:
         """Returns how many rows a GPU computes at a time with kernel `triton`, or None if that is not known."""
@@ -140,17 +153,16 @@ class Hardware:
     def break_even(self, block_q: int, block_k: int, head_dim: int, tokens: int) -> float | None:
         """Returns the density from which dense attention takes less time than predicting a mask and computing it.
 
-        Per pair of tokens of one head, dense attention takes 4·D / rate seconds, sparse attention density · 4·D / rate
-        of its kernel, and predicting the mask predict_s / tokens. Ranks share all three, so their number cancels.
-
-        Returns:
-            A density below 1, or None if the kernel's rate over dense attention's is not known at these sizes.
+        Per pair of tokens of one head, dense attention takes 4·D / dense rate seconds, sparse attention
+        density · (4·D / rate of the kernel + score_s), and predicting the mask predict_s / tokens. Ranks share all
+        three, so their number cancels. None if the rate of dense attention is not known.
         """
-        of_dense = self.of_dense.get(f"{block_q}x{block_k}x{head_dim}")
-        if of_dense is None:
+        known = self.at_blocks(block_q, block_k)
+        if known.dense_flops_per_s is None:
             return None
-        products_s = 4 * head_dim / self.at_blocks(block_q, block_k).flops_per_s  # of one pair, on active blocks
-        return of_dense - (self.constants.predict_s or 0.0) / tokens / products_s
+        dense_s = 4 * head_dim / known.dense_flops_per_s
+        active_s = 4 * head_dim / known.flops_per_s + known.score_s
+        return (dense_s - (known.predict_s or 0.0) / tokens) / active_s
 
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:

@@ -36,7 +36,11 @@ class ModelSpec:
     variant: Variant = ""
     token_pixels: int = TOKEN_PIXELS  # height and width of a token
     hidden: int | None = None  # width of the stream between layers, if not heads times head_dim
-    other_tokens: int = 0  # tokens of text and sound in self-attention, of pipelines not in `PIPELINES`
+    other_tokens: int = 0  # tokens of text in self-attention, of pipelines not in `PIPELINES`
+    frame_groups: tuple[int, int, int, int] | None = (
+        None  # F, L, f, l: F + f·k frames make L + l·k latents; None: 4k + 1
+    )
+    sound_tokens: float = 0.0  # tokens of each of two channels of sound in self-attention, for a frame
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,8 +52,10 @@ class ModelSpec:
 
     @property
     def text_tokens(self) -> int:
-        """Text tokens that are part of self-attention's sequence."""
-        return PIPELINES[self.pipeline].text_tokens if self.pipeline in PIPELINES else self.other_tokens
+        """Tokens of text and sound that are part of self-attention's sequence."""
+        if self.pipeline in PIPELINES:
+            return PIPELINES[self.pipeline].text_tokens
+        return self.other_tokens + 2 * round(self.sound_tokens * (self.video.num_frames or 0))
 
     @property
     def thw(self) -> tuple[int, int, int]:
@@ -57,6 +63,10 @@ class ModelSpec:
         if self.paper_thw is not None:
             return self.paper_thw
         frames, height, width = (getattr(self.video, name) for name in ("num_frames", "height", "width"))
+        if self.frame_groups is not None:
+            least, least_latents, group, latents = self.frame_groups
+            groups = -(-max(0, frames - least) // group)  # pipelines round up
+            return least_latents + groups * latents, height // self.token_pixels, width // self.token_pixels
         return token_grid(frames, height, width, self.patch_frames, self.token_pixels)
 
     @property

@@ -245,6 +245,8 @@ class Size:
             return None
         if device.type == "cuda" and fused_kernel(torch.empty(0, head_dim, dtype=dtype, device=device)) is None:
             return None  # the block kernel would compute the dense blocks, too
+        if kernel not in rates.kernels or rates.kernels[kernel].head_dim != head_dim:
+            return None  # not measured beside dense attention
         return rates.break_even(self.grid.block_q, self.grid.block_k, head_dim, self.grid.tokens)
 
     def replacement(self, slot: Slot, kind: InputKind, now: DenoisingStep) -> KnownMask | None:

@@ -150,6 +150,11 @@ masks that are too dense are looked at again: dbsp_core/runtime/size.py
 + last.generation != now.generation
 tests/core/runtime/test_break_even.py -k "U2R1 and not training"
 
+dense attention is predicted by the block kernel's rate: dbsp_core/cost/machine.py
+- constants = replace(self.constants, flops_per_s=rate, score_s=0.0, row_s=0.0)
++ constants = replace(self.constants, score_s=0.0, row_s=0.0)
+tests/core/cost/test_hardware.py -k its_own_rate
+
 errors are raised on all ranks: dbsp_core/comm/consistency.py
 - if failed:
 + if problem is not None:

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.reports.style import SOFT
-from scripts.reproduce.authors.fit import MACHINES, UNKNOWNS, errors_in_words
+from scripts.reproduce.authors.fit import MACHINES, errors_in_words
 from scripts.reproduce.authors.measured import BURST, DBSP, Bar, bars
-from scripts.reproduce.authors.runs import bar_attention_s, other_s
+from scripts.reproduce.authors.runs import UNKNOWNS, bar_attention_s, other_s
 from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels
 from scripts.results.result import Result, arguments

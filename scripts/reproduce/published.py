@@ -1,9 +1,10 @@
-"""Published times of dense sequence parallelism and the latency model's: how many times as fast on how many GPUs.
+"""Published times of dense sequence parallelism and the latency model's, with constants of each engine.
 
-`data/published.csv` has every table of models that `dbsp plan` knows, on machines of configs/hardware, that we found:
-who published it, and each row as printed. Nothing is fitted to them, but the H20's one rate to the first row of its
-first table. Each way of xDiT's is modelled with dense attention, plain Ulysses and Ring, and CFG passes on two
-halves of the GPUs where `halves` is 2; CogVideoX1.5 at its real size, not the paper's.
+`data/published.csv` has the dense tables without tensor parallelism that we found, of models that `dbsp plan` knows
+and machines of configs/hardware: who published it, and each row as printed. Of each engine, the rate of all but
+attention is fitted to one row, as a multiple of the machine's; the others are held out. Dense attention has the rate
+of the engine's kernel. Strategies are modelled as plain Ulysses and Ring, and CFG passes on two halves of the GPUs
+where `halves` is 2; CogVideoX1.5 at its real size, not the paper's.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes
+from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes, sized
 from dbsp_core import BlockGrid, BlockMask, Strategy
-from dbsp_core.cost.machine import load_hardware
+from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
@@ -24,6 +25,17 @@ from scripts.results.result import Result, arguments
 
 TABLES = Path(__file__).parent / "data" / "published.csv"
 BLOCK = 256
+FLASH_2 = {
+    ("h100", 128): 3.70e14,  # FlashAttention-3's paper, Fig. 5: at 16k tokens, forward
+    ("h100", 64): 3.24e14,
+    ("h200", 128): 3.587e14,  # gpu-h200.csv, median of three at density 1.0
+    ("h20", 128): 8.9e13,  # as all else in h20.yaml; at 2k tokens 8.4e13 (Dao-AILab/flash-attention#1310)
+    ("h20", 64): 8.9e13,
+    ("a800", 64): 1.829e14,  # as the db-SP authors' dense attention at head size 128
+}
+"""FLOP/s of FlashAttention 2, which torch runs on Hopper unless it is told to run cuDNN, by machine and head size."""
+WITH_FLASH_2 = ("diffusers", "xdit")
+"""Engines that run it; the others run the fastest dense kernel of the machine, `dense_flops_per_s`."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +45,16 @@ class Row:
     Attributes:
         strategy: On the GPUs of one CFG pass, of which there are `halves` at the same time.
         unit: "video", "steps" (all, without decoding) or "step".
+        half: "fitted", if the engine's `speed` is fitted to it, or "held out".
+        speed: The engine's rate of all but attention over the machine's.
         error: Modelled over measured, less one.
-        linear, modelled_linear: Share of linear scaling: one GPU's time over this one and over the number of GPUs.
-        beyond_ns: What an attention takes beyond the model on these GPUs and not on one, for each token and head.
+        scaling, modelled_scaling: Share of linear scaling from the table's first row on.
+        beyond_ns: What an attention takes beyond the model on these GPUs and not in the first row, for each token and
+            head.
     """
 
     table: str
+    engine: str
     model: str
     machine: str
     video: str
@@ -46,61 +62,116 @@ class Row:
     strategy: str
     halves: int
     unit: str
+    half: str
+    speed: float
     measured_s: float
     modelled_s: float
     error: float
-    linear: float
-    modelled_linear: float
+    scaling: float
+    modelled_scaling: float
     beyond_ns: float
     label: str = "published by others; modelled"
 
 
-def measure() -> Iterator[Row]:
+@dataclass(frozen=True)
+class Parts:
+    """Modelled seconds of what a row says, on the machine as it is."""
+
+    attention_s: float
+    linear_s: float
+    serial_s: float
+    attentions: int  # That one GPU computes in it
+
+    def seconds(self, speed: float) -> float:
+        """Returns their sum, with everything but attention `speed` times as fast."""
+        return self.attention_s + self.linear_s / speed + self.serial_s
+
+    def speed(self, seconds: float) -> float:
+        """Returns the speed at which they sum up to so many seconds."""
+        return self.linear_s / (seconds - self.attention_s - self.serial_s)
+
+
+def read_records() -> list[dict[str, str]]:
+    """Returns the rows of all tables."""
     with TABLES.open(newline="", encoding="utf-8") as file:
-        records = list(csv.DictReader(file))
+        return list(csv.DictReader(file))
+
+
+def speeds(records: list[dict[str, str]]) -> dict[str, float]:
+    """Returns each engine's rate of all but attention over the machine's, by the row that it is fitted to."""
+    fitted = [record for record in records if record["fitted"]]
+    return {record["engine"]: _parts(record).speed(float(record["measured_s"])) for record in fitted}
+
+
+def measure() -> Iterator[Row]:
+    records = read_records()
+    of_engines = speeds(records)
     for _, table in itertools.groupby(records, lambda record: (record["table"], record["machine"], record["video"])):
-        alone: tuple[float, float] | None = None
+        first: tuple[float, float] | None = None
         for record in table:
-            gpus, halves, measured = int(record["gpus"]), int(record["halves"]), float(record["measured_s"])
-            spec = _of_size(record["model"], record["video"])
-            modelled, attentions = _seconds(spec, record["machine"], record["strategy"], gpus, halves, record["unit"])
-            alone = alone or (measured, modelled)
-            scaled = measured - alone[0] / gpus, modelled - alone[1] / gpus
+            gpus, measured, parts = int(record["gpus"]), float(record["measured_s"]), _parts(record)
+            speed, spec = of_engines[record["engine"]], _spec(record)
+            modelled = parts.seconds(speed)
+            first = first or (measured * gpus, modelled * gpus)
+            slower_s = (measured - first[0] / gpus) - (modelled - first[1] / gpus)
             yield Row(
-                *(record[key] for key in ("table", "model", "machine", "video")),
+                *(record[key] for key in ("table", "engine", "model", "machine", "video")),
                 gpus,
                 record["strategy"],
-                halves,
+                int(record["halves"]),
                 record["unit"],
+                "fitted" if record["fitted"] else "held out",
+                speed,
                 measured,
                 modelled,
                 modelled / measured - 1,
-                alone[0] / measured / gpus,
-                alone[1] / modelled / gpus,
-                (scaled[0] - scaled[1]) / attentions / (spec.tokens * spec.heads) * 1e9,
+                first[0] / measured / gpus,
+                first[1] / modelled / gpus,
+                slower_s / parts.attentions / (spec.tokens * spec.heads) * 1e9,
             )
 
 
-def _of_size(name: str, video: str) -> ModelSpec:
-    """A model with a video of FRAMESxHEIGHTxWIDTH."""
-    spec = (MODEL_SPECS | MODELLED_ONLY)[name]
-    frames, height, width = (int(part) for part in video.split("x"))
-    return replace(spec, video=replace(spec.video, num_frames=frames, height=height, width=width), paper_thw=None)
+def _spec(record: dict[str, str]) -> ModelSpec:
+    """Returns the model with the row's video of FRAMESxHEIGHTxWIDTH."""
+    frames, height, width = record["video"].split("x")
+    return sized((MODEL_SPECS | MODELLED_ONLY)[record["model"]], f"{height}x{width}x{frames}")
 
 
-def _seconds(spec: ModelSpec, machine: str, strategy: str, gpus: int, halves: int, unit: str) -> tuple[float, int]:
-    """Modelled seconds of what a row says, and how many attentions one GPU computes in it."""
-    hardware = load_hardware(machine)
-    plan = plan_ring(BlockMask.dense(spec.heads, BlockGrid.uniform(spec.tokens, BLOCK)), Strategy.parse(strategy))
+def dense_machine(name: str, engine: str, head_dim: int) -> Hardware:
+    """Returns a machine with the rate of an engine's dense attention."""
+    hardware = load_hardware(name)
+    if engine in WITH_FLASH_2:
+        rate = FLASH_2[name, head_dim]
+        hardware = replace(hardware, constants=replace(hardware.constants, dense_flops_per_s=rate))
+    return hardware.with_dense_attention()
+
+
+def _parts(record: dict[str, str]) -> Parts:
+    spec, gpus, halves = _spec(record), int(record["gpus"]), int(record["halves"])
+    hardware = dense_machine(record["machine"], record["engine"], spec.head_dim)
+    strategy, known = Strategy.parse(record["strategy"]), hardware.constants
+    plan = plan_ring(BlockMask.dense(spec.heads, BlockGrid.uniform(spec.tokens, BLOCK)), strategy)
     shape = AttentionShape(1, spec.heads, spec.head_dim)
-    prediction = predict_ring(plan, shape, hardware, nodes_of(hardware, plan.strategy.world))
-    attention_s = prediction.total_s - (prediction.pack_s if plan.strategy.world == 1 else 0)  # one GPU packs nothing
-    one_pass_s = spec.layers * attention_s + linear_flops(spec) * halves / gpus / hardware.constants.linear_flops_per_s
+    prediction = predict_ring(plan, shape, hardware, nodes_of(hardware, strategy.world))
+    attention_s = prediction.total_s - (prediction.pack_s if strategy.world == 1 else 0)  # one GPU packs nothing
     count = passes(spec) // halves
-    if unit == "step":
+    if record["unit"] == "step":
         count //= spec.video.steps or 1
-    return count * one_pass_s + (hardware.constants.serial_s if unit == "video" else 0), count * spec.layers
+    return Parts(
+        attention_s=count * spec.layers * attention_s,
+        linear_s=count * linear_flops(spec) * halves / gpus / known.linear_flops_per_s,
+        serial_s=known.serial_s if record["unit"] == "video" else 0.0,
+        attentions=count * spec.layers,
+    )
+
+
+def summary(rows: list[Row]) -> Iterator[str]:
+    for engine, of_engine in itertools.groupby(sorted(rows, key=lambda row: row.engine), lambda row: row.engine):
+        found = list(of_engine)
+        errors = sorted(abs(row.error) for row in found if row.half == "held out")
+        held = f"{errors[len(errors) // 2]:.1%} median, {errors[-1]:.1%} worst" if errors else "nothing to compare"
+        yield f"{engine}: speed {found[0].speed:.3f}; {len(errors)} held out: {held}"
 
 
 if __name__ == "__main__":
-    Result("published", "Published times and modelled ones", Row).run(arguments(__doc__), lambda _: measure())
+    Result("published", "Published times and modelled ones", Row).run(arguments(__doc__), lambda _: measure(), summary)

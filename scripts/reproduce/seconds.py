@@ -1,22 +1,68 @@
-"""Seconds of a video on 8 GPUs, modelled: dense Ulysses, sparse attention split blindly, and sparse by db-SP.
+"""Seconds of a video on 8 GPUs, modelled: dense Ulysses, and sparse attention with masks as they ship, split equally
+and by db-SP.
 
-What `dbsp plan --model NAME --gpus 8` says of each machine, for the models whose imbalance the paper measured. Masks
-are synthetic, of density 0.41, as imbalanced as PAROAttention's (the paper's Table 1).
+What `dbsp plan --model NAME --gpus 8` says of each machine, with the density that each mask has on that model, and the
+steps that its settings keep dense. What all ways have in common but decoding is included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
 
 from dbsp_cli.modelled import ModelledVideo, modelled_videos
 from dbsp_core.cost.machine import load_hardware
-from dbsp_core.models.table import MODEL_SPECS
+from dbsp_core.masks.block_mask import BlockMask
+from dbsp_core.models.table import MODEL_SPECS, ModelSpec
+from dbsp_core.sources import MaskRequest, SyntheticSource
+from scripts.reproduce.authors.measured import DENSITIES, PARO
+from scripts.reproduce.authors.runs import UNKNOWNS
 from scripts.results.result import Result, arguments
 
-MODELS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
-MACHINES = ("a800", "h800", "h100")
-GPUS = 8
+WAN, COGVIDEOX = "wan2.1-t2v-14b", "cogvideox1.5-5b"
+MACHINES = ("a800", "h800", "h100", "h200")
+GPUS, LAYERS = 8, 2
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask as it ships.
+
+    Attributes:
+        name: As `enable` takes it.
+        density: Share of blocks that it keeps on this model. None: as many in each row, as its settings say.
+        origin: Of the density.
+        style: The preset whose imbalance and blocks its synthetic stand-in has; "": rows are equal.
+    """
+
+    model: str
+    name: str
+    density: float | None
+    origin: Literal["published", "fitted", "its setting"]
+    style: str = ""
+    dense_steps: int = 0
+
+    def masks(self, spec: ModelSpec) -> list[BlockMask]:
+        """Returns masks of some layers that stand for it."""
+        if not self.style:
+            return [equal_rows(spec, 0.25)]
+        block_q = 128 if self.style.endswith("-sparge") else 64
+        source = SyntheticSource(preset=self.style, density=self.density, block_q=block_q)
+        return [source.mask(MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens)) for layer in range(LAYERS)]
+
+
+MASKS = (
+    Mask(WAN, "sparge:cdf=0.92", UNKNOWNS.sparge_density[WAN], "fitted", f"{WAN}-sparge"),
+    Mask(WAN, "paro", DENSITIES[WAN, f"{PARO} 0.414"], "published", WAN),
+    Mask(WAN, "subblock", None, "its setting", dense_steps=10),
+    Mask(COGVIDEOX, "sparge:cdf=0.92", UNKNOWNS.sparge_density[COGVIDEOX], "fitted", f"{COGVIDEOX}-sparge"),
+    Mask(COGVIDEOX, "paro", DENSITIES[COGVIDEOX, f"{PARO} 0.414"], "published", COGVIDEOX),
+)
+"""Densities are those of the db-SP paper's authors: PAROAttention's as they published it; SpargeAttn's fitted to their
+bars, at cdf 0.9 and similarity 0.1. SubBlock's settings are SGLang's, for MiniMax-H3."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +73,9 @@ class Row:
         dense_s: Dense attention, Ulysses over all GPUs.
         blind_s: Sparse attention, by the fastest UxRy with heads and tokens in equal numbers, as USP does.
         dbsp_s: Sparse attention, by db-SP's fastest UxRy, `strategy`.
+        by_sparsity, by_balance: How many times as fast: dense_s over blind_s, and blind_s over dbsp_s.
+        break_even: The density from which dense attention is faster.
+        gigabytes: Of each GPU.
     """
 
     model: str
@@ -34,22 +83,61 @@ class Row:
     gpus: int
     size: str
     steps: int
+    mask: str
+    density: float
+    origin: str
+    dense_steps: int
     dense_s: float
     blind_s: float
     dbsp_s: float
     strategy: str
+    by_sparsity: float
+    by_balance: float
+    break_even: float
+    gigabytes: float
     label: str = "modelled"
 
 
+def equal_rows(spec: ModelSpec, density: float) -> BlockMask:
+    """Returns a mask whose rows keep as many blocks each, in a band."""
+    grid = SyntheticSource().grid(MaskRequest(0, spec.heads, spec.thw, spec.text_tokens))
+    kept = round(density * grid.nk)
+    columns = (torch.arange(grid.nq)[:, None] + torch.arange(kept)) % grid.nk  # [nq, kept]
+    bits = torch.zeros(grid.nq, grid.nk, dtype=torch.bool).scatter_(1, columns, True)
+    return BlockMask(bits.expand(spec.heads, -1, -1).contiguous(), grid)
+
+
 def rows() -> Iterator[Row]:
-    for model in MODELS:
-        spec = MODEL_SPECS[model]
-        size = f"{spec.video.num_frames} frames of {spec.video.width} × {spec.video.height}"
+    for mask in MASKS:
+        spec = MODEL_SPECS[mask.model]
+        masks, video = mask.masks(spec), spec.video
+        grid = masks[0].grid
         for machine in MACHINES:
-            videos = modelled_videos(spec, GPUS, load_hardware(machine))
-            blind, ours = (_fastest(videos, planner) for planner in ("contiguous", "dbsp"))
-            seconds = videos[0].seconds, blind.seconds, ours.seconds
-            yield Row(model, machine, GPUS, size, spec.video.steps or 0, *seconds, ours.strategy)
+            hardware = load_hardware(machine)
+            videos = modelled_videos(
+                spec, GPUS, hardware, masks, dense_steps=mask.dense_steps, predicted=mask.name != "paro"
+            )
+            dense, blind, ours = videos[0], _fastest(videos, "contiguous"), _fastest(videos, "dbsp")
+            limit = hardware.with_kernel("auto").break_even(grid.block_q, grid.block_k, spec.head_dim, spec.tokens)
+            yield Row(
+                model=mask.model,
+                machine=machine,
+                gpus=GPUS,
+                size=f"{video.num_frames} frames of {video.width} × {video.height}",
+                steps=video.steps or 0,
+                mask=mask.name,
+                density=masks[0].density,
+                origin=mask.origin,
+                dense_steps=mask.dense_steps,
+                dense_s=dense.seconds,
+                blind_s=blind.seconds,
+                dbsp_s=ours.seconds,
+                strategy=ours.strategy,
+                by_sparsity=dense.seconds / blind.seconds,
+                by_balance=blind.seconds / ours.seconds,
+                break_even=limit or 0.0,
+                gigabytes=ours.gigabytes,
+            )
 
 
 def _fastest(videos: list[ModelledVideo], planner: str) -> ModelledVideo:

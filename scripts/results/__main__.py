@@ -16,7 +16,7 @@ from scripts.results.evidence import changes_since, read_evidence
 from scripts.results.result import FOLDER, Result
 
 MODULES = (
-    *(f"scripts.reproduce.{name}" for name in ("table1", "fig3", "fig8", "fig9", "fig10")),
+    *(f"scripts.reproduce.{name}" for name in ("table1", "fig3", "fig8", "fig9", "fig10", "worth")),
     "scripts.bench.reuse",
     *(f"scripts.reproduce.{name}" for name in ("fig11", "fig12")),
     *(f"scripts.reproduce.knapformer.{name}" for name in ("throughput", "streams")),

@@ -58,9 +58,9 @@ def test_exact_kernels_are_ordered_by_speed_and_their_rates_are_kept_by_blocks()
     assert hardware.exact_kernels == ("fa4", "triton"), "sparge was wrong once"
     rates = {name: kernel.flops_by_blocks for name, kernel in hardware.kernels.items()}
     assert rates == {"triton": {"128x128": 2e14}, "fa4": {"128x128": 4e14}, "sparge": {"128x128": 8e14}}
-    of_dense = {name: dict(kernel.of_dense) for name, kernel in hardware.kernels.items()}
-    assert of_dense["triton"] == pytest.approx({"128x64x16": 0.2, "128x128x16": 0.4})
-    assert [*of_dense["fa4"].values(), *of_dense["sparge"].values()] == pytest.approx([0.8, 1.6])
+    assert {kernel.head_dim for kernel in hardware.kernels.values()} == {16}
+    assert hardware.constants.dense_flops_per_s == pytest.approx(5e14)
+    assert hardware.with_kernel("fa4").break_even(128, 128, 16, 10**9) == pytest.approx(0.8, rel=1e-3)
     assert {kernel.source for kernel in hardware.kernels.values()} == {"measured"}
     assert hardware.sources["flops_per_s"] == others.sources["flops_per_s"]
 

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
+from dbsp_cli.modelled import MODELLED_ONLY, memory_of, sized
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
 from dbsp_core.cost.prediction import traffic_of
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.planning.planners import PLANNERS
 from tests.support.generators import random_bits
 
@@ -99,11 +101,49 @@ class TestPlanOfModel:
             assert balanced["seconds"] < plain["seconds"] < dense["seconds"]
             assert balanced["speedup"] == pytest.approx(dense["seconds"] / balanced["seconds"])
             assert balanced["attention_s"] < balanced["seconds"]
+            held = report["memory"][balanced["strategy"]]
+            assert balanced["gigabytes"] == pytest.approx((held["weights"] + held["activations"]) / 1e9)
         code, out, err = dbsp(*ask)
         assert (code, err) == (0, "")
         assert "wan2.1-t2v-1.3b on 4 GPUs (h100), modelled" in out
-        assert "not measured: synthetic masks, constants of h100; dbsp bench measures your GPUs" in out
+        assert "not measured: synthetic masks, no decoding; constants of h100; dbsp bench measures your GPUs" in out
         assert "constants of h100, the default (--machine: others); dbsp bench" in dbsp(*ask[:-2])[1]
+
+    def test_a_size_a_density_and_dense_steps_are_modelled(self, dbsp):
+        ask = ("plan", "--model", "wan2.1-t2v-1.3b", "--gpus", 2, "--machine", "h100", "--strategy", "U2R1")
+        given = ("--size", "480x832x33", "--density", 0.9)
+        report = json.loads(dbsp(*ask, *given, "--json")[1])
+        assert report["density"] == pytest.approx(0.9, abs=1e-3)
+        dense, plain, balanced = report["videos"]
+        assert [row["strategy"] for row in (dense, plain, balanced)] == ["U2R1"] * 3
+        assert report["break_even"] < 0.9, "so that sparse attention is slower"
+        assert balanced["seconds"] > dense["seconds"]
+        out = dbsp(*ask, *given)[1]
+        assert "33 frames of 480×832, 50 steps, 14,040 tokens, density 0.900" in out
+        assert "not worth it: sparse attention takes" in out
+        all_dense = json.loads(dbsp(*ask, *given, "--dense-steps", 50, "--json")[1])["videos"]
+        assert all_dense[2]["seconds"] == pytest.approx(dense["seconds"]), "dense Ulysses, as no step is sparse"
+        half = json.loads(dbsp(*ask, *given, "--dense-steps", 25, "--json")[1])["videos"]
+        assert half[2]["attention_s"] == pytest.approx((dense["attention_s"] + balanced["attention_s"]) / 2)
+
+
+def test_minimax_h3_has_tokens_by_its_own_rule():
+    """Compares with the tokens of SGLang's README (37.7k, padded text less) and of diffusers' pipeline."""
+    spec = MODELLED_ONLY["minimax-h3"]
+    assert (spec.thw, spec.text_tokens) == ((37, 24, 42), 512 + 2 * 207)
+    longer = sized(spec, "768x1344x243")
+    assert (longer.thw, longer.text_tokens) == ((72, 24, 42), 512 + 2 * 405)
+    assert sized(spec, "768x1344x125").thw == (42, 24, 42), "frames are rounded up to 17·k + 5"
+
+
+@pytest.mark.parametrize(("strategy", "tensors"), [("U1R1", 1), ("U8R1", 6), ("U1R8", 9.1)])
+def test_memory_is_weights_and_the_largest_moment_of_a_layer(strategy, tensors):
+    spec, world = MODEL_SPECS["wan2.1-t2v-14b"], Strategy.parse(strategy).world
+    held = memory_of(spec, Strategy.parse(strategy))
+    tensor = 2 * 75_600 // world * 5120
+    assert held.weights == 2 * (14_288_491_584 + 5_680_910_336)
+    mlp = 2 * tensor + 2 * 2 * 75_600 // world * 13824
+    assert held.activations == pytest.approx(max(tensor * (1 + 3 + tensors), mlp))
 
 
 MISTAKES = [
@@ -115,7 +155,18 @@ MISTAKES = [
             ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given],
             f"{given[0]} is for a mask file, not for --model",
         )
-        for given in (["--strategy", "U8R1"], ["--planner", "dbsp"], ["--keys", "all"])
+        for given in (["--planner", "dbsp"], ["--keys", "all"], ["--layer", "1"])
+    ),
+    (["plan", "MASK", "--gpus", "2", "--dense-steps", "1"], "--dense-steps is for --model, not for a mask file"),
+    *(
+        (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given], said)
+        for given, said in (
+            (["--strategy", "U4R1"], "use one of U8R1"),
+            (["--dense-steps", "51"], "must be at most the 50 steps"),
+            (["--size", "720p"], "--size must be HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES, got '720p'"),
+            (["--size", "720x1270"], "--size: width must be a multiple of 16, for example 1264, got 1270"),
+            (["--size", "720x1280x80"], "--size: frames must be 4k + 1"),
+        )
     ),
     (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
     (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),

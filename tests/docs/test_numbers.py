@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from dbsp_core.cost.machine import load_hardware
 from dbsp_diffusers.models import ARCHITECTURES
 from tests.docs.results import rows, table
 from tests.support.repository import ROOT
@@ -79,12 +80,50 @@ def test_each_known_class_has_a_row():
 
 
 def test_seconds_per_video():
-    named, model = [], ""
-    for title, gpu, *seconds in table("README.md", "| model, video | GPU |"):
+    named, model, mask, density = [], "", "", ""
+    for title, of_mask, of_density, gpu, *numbers in table("README.md", "| model, video | mask, as it ships |"):
         model = title.partition(",")[0] or model
-        (row,) = rows("seconds", model=MODEL_NAMES[model], machine=gpu.lower(), gpus="8")
-        assert [float(one) for one in seconds] == [round(float(row[key])) for key in ("dense_s", "blind_s", "dbsp_s")]
+        mask, density = of_mask or mask, of_density or density
+        name = mask.split("`")[1]
+        (row,) = rows("seconds", model=MODEL_NAMES[model], machine=gpu.lower(), gpus="8", mask=name)
+        seconds = [f"{float(row[key]):.0f}" for key in ("dense_s", "blind_s", "dbsp_s")]
+        gains = [f"{float(row[key]):.2f}×" for key in ("by_sparsity", "by_balance")]
+        assert numbers == [*seconds, *gains]
+        assert density == f"{float(row['density']):.2f}, {row['origin']}"
+        assert ("steps dense" in mask) == (row["dense_steps"] != "0")
         if title:
             assert title.partition(", ")[2] == f"{row['size']}, {row['steps']} steps"
-        named.append((model, gpu))
-    assert len(named) == len(set(named)) == 4
+        named.append((model, name, gpu))
+    assert len(named) == len(set(named)) == 10
+
+
+def test_densities_at_which_dense_attention_is_faster():
+    hardware = load_hardware("h200")
+    found = table("docs/latency-model.md", "| H200, D = 128, bf16 |")
+    assert len(found) == 4
+    for kernel, ratio, *limits in found:
+        name, block_q, block_k = re.fullmatch(r"`([\w-]+)`, (\d+)×(\d+)", kernel).groups()
+        of_kernel, blocks = hardware.with_kernel(name), (int(block_q), int(block_k))
+        rates = of_kernel.at_blocks(*blocks)
+        assert ratio == f"{rates.flops_per_s / rates.dense_flops_per_s:.3f}"
+        tokens = (6_000, 32_760, 75_600, 115_000)
+        assert limits == [f"{of_kernel.break_even(*blocks, 128, n):.2f}" for n in tokens]
+
+
+def test_rates_of_dense_attention():
+    for name, dense, sparse, share, _ in table("docs/latency-model.md", "| GPU | dense | block-sparse |"):
+        hardware = load_hardware(name.lower()).with_kernel("auto")
+        rates = hardware.at_blocks(128, 64)
+        assert dense.split(",")[0] == f"{rates.dense_flops_per_s / 1e12:.0f}"
+        assert sparse.split(",")[0] == f"{rates.flops_per_s / 1e12:.0f}"
+        assert share == f"{rates.flops_per_s / rates.dense_flops_per_s:.2f}"
+        for cell, key in ((dense, "dense_flops_per_s"), (sparse, "flops_per_s")):
+            assert cell.split(", ")[1] == hardware.sources[key]
+
+
+def test_memory_by_model():
+    for model, size, weights, *by_strategy in table("docs/latency-model.md", "| model | video | weights |"):
+        found = rows("memory", model=model, size=size.replace(" × ", "x"))
+        assert [row["strategy"] for row in found] == ["U1R1", "U8R1", "U1R8"]
+        assert {f"{float(row['weights_gb']):.1f}" for row in found} == {weights}
+        assert by_strategy == [f"{float(row['activations_gb']):.1f}" for row in found]

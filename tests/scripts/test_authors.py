@@ -9,7 +9,7 @@ from dbsp_core.cost.machine import load_hardware
 from scripts.reproduce import fig8, fig10
 from scripts.reproduce.authors import fit
 from scripts.reproduce.authors.measured import STRATEGIES, attention_ms, bars, fitted_half
-from scripts.reproduce.authors.runs import attention_s
+from scripts.reproduce.authors.runs import UNKNOWNS, attention_s
 
 LAYERS = 6
 
@@ -62,6 +62,6 @@ def test_constants_in_files_are_what_the_fit_finds():
         for key in ("flops_per_s", "score_s", "linear_flops_per_s", "serial_s"):
             assert getattr(one.constants, key) == pytest.approx(getattr(found.machines[name], key), rel=0.01)
     assert len({one.constants.serial_s for one in files.values()}) == 1
-    assert found.unknowns.tile_cost == pytest.approx(fit.UNKNOWNS.tile_cost, rel=0.01)
-    assert found.unknowns.token_head_s == pytest.approx(fit.UNKNOWNS.token_head_s, rel=0.01)
-    assert found.unknowns.sparge_density == pytest.approx(fit.UNKNOWNS.sparge_density, rel=0.01)
+    assert found.unknowns.tile_cost == pytest.approx(UNKNOWNS.tile_cost, rel=0.01)
+    assert found.unknowns.token_head_s == pytest.approx(UNKNOWNS.token_head_s, rel=0.01)
+    assert found.unknowns.sparge_density == pytest.approx(UNKNOWNS.sparge_density, rel=0.01)

@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,7 @@ def invented(folder: Path, **machine: object) -> Path:
         rates += [Row(f"{what}, density {density}", 0.77) for what in ("rate / best dense", "gain over best dense")]
     balance = [Row(f"{planner}: slowest / mean, in time", 1.25) for planner in ("contiguous", "dbsp")]
     constants = [Row("flops_per_s", 4e14), Row("pack_bytes_per_s", 9e11), Row("triton 128x128 flops_per_s", 5e14)]
+    constants += [Row("triton head_dim", 128.0), Row("dense_flops_per_s", 6e14)]
     for key, rows in {
         Key("rates", "14B, 128×64, D 128, bfloat16"): rates,
         Key("balance", "14B, density 0.4, U8R1"): [*balance, Row("contiguous / dbsp", 1.27)],
@@ -242,8 +244,9 @@ def videos() -> list[dict[str, Any]]:
     """Returns the rows of seconds.csv, with other seconds for an H100."""
     found: list[dict[str, Any]] = [dict(row) for row in pages.rows("seconds")]
     for row in found:
-        row |= {name: float(row[name]) for name in ("dense_s", "blind_s", "dbsp_s")}
-        row |= {"gpus": int(row["gpus"]), "steps": int(row["steps"])}
+        numbers = [field.name for field in fields(publish.seconds.Row) if field.type == "float"]
+        row |= {name: float(row[name]) for name in numbers}
+        row |= {name: int(row[name]) for name in ("gpus", "steps", "dense_steps")}
         row |= {"dbsp_s": 111.0} if row["machine"] == "h100" else {}
     return found
 
@@ -258,16 +261,17 @@ def test_results_are_published(repository, tmp_path, monkeypatch):
     assert hardware.constants.exchange_bytes_per_s == before.constants.exchange_bytes_per_s
     assert (hardware.sources["flops_per_s"], hardware.sources["overlap"]) == ("measured", "assumed")
     assert hardware.kernels["triton"].flops_by_blocks == {"128x128": 5e14}
+    assert (hardware.kernels["triton"].head_dim, hardware.constants.dense_flops_per_s) == (128, 6e14)
     assert "sparge" in hardware.kernels
     # 2. Results, and pages.
-    assert len(pages.rows("gpu-h100")) == 21
+    assert len(pages.rows("gpu-h100")) == 23
     assert pages.rows("seconds", machine="h100")[0]["dbsp_s"] == "111.0"
     assert (repository / "docs/results/evidence.yaml").read_text().count("gpu-h100.csv") == 1
     readme = " ".join((repository / "README.md").read_text().split())
     assert "Run on one NVIDIA H100 80GB HBM3: 4 cases right, 0 wrong, kernel at 444 TFLOP/s, 0.77 of" in readme
     assert "not yet run on real ones" not in readme
-    table = pages.table("README.md", "| model, video | GPU |")
-    assert [row[1] for row in table] == ["A800", "H800", "H100"] * 2
+    table = pages.table("README.md", "| model, video | mask, as it ships |")
+    assert [row[3] for row in table] == ["A800", "H100", "H200"] * 5
     kernels = pages.table("docs/kernels.md", "| blocks | density |")
     assert [row[:3] for row in kernels] == [["128×64", density, "444"] for density in publish.DENSITIES]
     assert "takes 1.27 times as long" in (repository / "docs/kernels.md").read_text()

@@ -48,8 +48,7 @@ def bench(setting: Setting) -> Iterator[Row]:
     for kernel, rates in hardware["kernels"].items():
         for blocks, flops_per_s in rates.get("flops_by_blocks", {}).items():
             yield Row(f"{kernel} {blocks} flops_per_s", flops_per_s)
-        for sizes, ratio in rates.get("of_dense", {}).items():
-            yield Row(f"{kernel} {sizes} of dense", ratio)
+        yield Row(f"{kernel} head_dim", rates["head_dim"])
     for part, residual in hardware["residuals"].items():
         yield Row(f"largest relative error of the fit of {part}", residual)
     for attention in found["attentions"]:

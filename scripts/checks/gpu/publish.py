@@ -132,15 +132,17 @@ def write_hardware(published: Published) -> Path:
     measured = {row.what: float(f"{row.value:.3e}") for row in rows if row.what in names}
     constants = replace(before.constants, **measured)
     sources = {**before.sources, **dict.fromkeys(measured, "measured")}
-    # 2. Rates of kernels by blocks, and over dense attention's.
-    by_kernel: dict[str, dict[str, dict[str, float]]] = {}
+    # 2. Rates of kernels by blocks, and the head size of all of them.
+    by_kernel: dict[str, dict[str, float]] = {}
+    head_dims = {row.what.removesuffix(" head_dim"): int(row.value) for row in rows if row.what.endswith(" head_dim")}
     for row in rows:
-        if found := re.fullmatch(r"(\S+) (\d+x\d+|\d+x\d+x\d+) (flops_per_s|of dense)", row.what):
-            kind = "flops_by_blocks" if found[3] == "flops_per_s" else "of_dense"
-            by_kernel.setdefault(found[1], {}).setdefault(kind, {})[found[2]] = float(f"{row.value:.3e}")
+        if found := re.fullmatch(r"(\S+) (\d+x\d+) flops_per_s", row.what):
+            by_kernel.setdefault(found[1], {})[found[2]] = float(f"{row.value:.3e}")
     kernels = dict(before.kernels)
-    for name, measured_rates in by_kernel.items():
-        kernels[name] = replace(kernels.get(name, KernelConstants("measured")), source="measured", **measured_rates)
+    for name in by_kernel | head_dims:
+        known = kernels.get(name, KernelConstants("measured"))
+        changed = by_kernel.get(name, known.flops_by_blocks), head_dims.get(name, known.head_dim)
+        kernels[name] = replace(known, source="measured", flops_by_blocks=changed[0], head_dim=changed[1])
     hardware: Hardware = replace(
         before,
         name=published.name,
@@ -242,15 +244,23 @@ def balance_lines(published: Published) -> str:
 
 
 def seconds_table(videos: list[seconds.Row]) -> str:
-    """Returns README's table, with a row for each machine that was measured."""
-    machines = [name for name in seconds.MACHINES if name in ("a800", "h800") or load_hardware(name).measured]
-    lines = ["| model, video | GPU | dense Ulysses | sparse, split blindly | sparse, db-SP |", "|---|---|---|---|---|"]
-    for model in seconds.MODELS:
-        of_model = [row for row in videos if row.model == model and row.machine in machines]
-        for number, row in enumerate(of_model):
-            title = f"{MODELS[model]}, {row.size}, {row.steps} steps" if number == 0 else ""
-            times = f"{row.dense_s:.0f} | {row.blind_s:.0f} | **{row.dbsp_s:.0f}**"
-            lines.append(f"| {title} | {row.machine.upper()} | {times} |".replace("|  |", "| |"))
+    """Returns README's table, with rows for the A800 and each machine that was measured."""
+    machines = [name for name in seconds.MACHINES if name == "a800" or load_hardware(name).measured]
+    columns = ["model, video", "mask, as it ships", "density", "GPU", "dense", "equal split", "db-SP"]
+    lines = [f"| {' | '.join([*columns, 'by sparsity', 'by balance'])} |", "|---" * 9 + "|"]
+    shown = dict.fromkeys(("model", "mask"), "")
+    for row in (row for row in videos if row.machine in machines):
+        title, mask = f"{MODELS[row.model]}, {row.size}, {row.steps} steps", f"`{row.mask}`"
+        mask += f", {row.dense_steps} steps dense" if row.dense_steps else ""
+        cells = [title, mask, f"{row.density:.2f}, {row.origin}"]
+        if (title, mask) == (shown["model"], shown["mask"]):
+            cells = ["", "", ""]
+        elif title == shown["model"]:
+            cells[0] = ""
+        shown = {"model": title, "mask": mask}
+        cells += [row.machine.upper(), f"{row.dense_s:.0f}", f"{row.blind_s:.0f}", f"**{row.dbsp_s:.0f}**"]
+        cells += [f"{row.by_sparsity:.2f}×", f"{row.by_balance:.2f}×"]
+        lines.append(re.sub(r"\|  (?=\|)", "| ", f"| {' | '.join(cells)} |"))
     return "\n" + "\n".join(lines) + "\n"
 
 

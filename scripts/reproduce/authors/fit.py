@@ -25,16 +25,10 @@ from scripts.reproduce.authors.measured import (
     bars,
     fitted_half,
 )
-from scripts.reproduce.authors.runs import Unknowns, attention_s, dense_s, end_to_end_s, other_s
+from scripts.reproduce.authors.runs import UNKNOWNS, Unknowns, attention_s, dense_s, end_to_end_s, other_s
 
 WAN, COGVIDEOX = "wan2.1-t2v-14b", "cogvideox1.5-5b"
 MACHINES = ("a800", "h800")
-UNKNOWNS = Unknowns(
-    {WAN: 0.8667, COGVIDEOX: 0.5278},
-    tile_cost=1.4856,
-    token_head_s={PARO: 2.957e-9, DBSP: 1.156e-9, SPARGE: 2.999e-9},
-)
-"""As this program finds them."""
 FIRST_LAYER, GROWTH = 0.0943, 0.2943e-3
 """Fig. 10's masks, as this program finds them: density of the first layer, and seconds by which the heaviest head's
 blocks take longer from one layer to the next on one GPU."""

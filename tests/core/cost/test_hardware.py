@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -132,43 +133,52 @@ def test_rate_of_a_kernel_depends_on_its_blocks(tmp_path):
     assert slow > fast
 
 
-SIZES = {"64x64x128": 0.912, "128x64x128": 0.887}
-
-
 @pytest.mark.parametrize("tokens", [6_000, 75_600])
-def test_break_even_is_where_both_ways_take_as_long(tmp_path, tokens):
+@pytest.mark.parametrize("kernel", ["triton", "sparge"])
+def test_break_even_is_where_both_ways_take_as_long(tokens, kernel):
     """Adds up seconds of one head: prediction and active blocks, and all blocks on the dense kernel."""
-    given = {"kernels": {"triton": {"of_dense": SIZES, "flops_by_blocks": {"64x64": 5.7e14}, "source": "measured"}}}
-    path = changed(tmp_path, given | constants(predict_s=2.76e-9), "h100")
-    hardware = load_hardware(path).with_kernel("triton")
-    for (block_q, rate), of_dense in zip(((64, 5.7e14), (128, 3.55e14)), SIZES.values(), strict=True):
-        density = hardware.break_even(block_q, 64, 128, tokens)
-        flops = 4 * 128 * tokens**2
-        dense_s = flops / (rate / of_dense)
-        assert dense_s == pytest.approx(density * flops / rate + 2.76e-9 * tokens)
-        assert 0.3 < density < of_dense
-    assert hardware.break_even(64, 64, 64, tokens) is None, "not known at this head size"
-    assert load_hardware(path).break_even(64, 64, 128, tokens) is None, "it is another kernel's"
+    hardware = load_hardware("h200").with_kernel(kernel)
+    for block_q, block_k in ((64, 64), (128, 64), (128, 128)):
+        known = hardware.at_blocks(block_q, block_k)
+        density = hardware.break_even(block_q, block_k, 128, tokens)
+        active_s = density * tokens**2 * (4 * 128 / known.flops_per_s + known.score_s)
+        assert 4 * 128 * tokens**2 / known.dense_flops_per_s == pytest.approx(active_s + 2.76e-9 * tokens)
+        assert density < known.flops_per_s / known.dense_flops_per_s
+    assert load_hardware("cpu-demo").break_even(64, 64, 128, tokens) is None
+
+
+def test_dense_attention_takes_its_own_rate():
+    hardware = load_hardware("h200").with_kernel("triton")
+    plan = make_plan(BlockMask.dense(8, BlockGrid.uniform(8192, 64)), "U1R1")
+    sparse, dense = (
+        predict(plan, AttentionShape(1, 8, 128), machine).attention_s - machine.constants.launch_s
+        for machine in (hardware, hardware.with_dense_attention())
+    )
+    assert dense == pytest.approx(8 * 4 * 128 * 8192**2 / 6.351e14)
+    assert sparse > dense * 6.351e14 / 5.689e14 * (1 - 1e-9)
+    assert load_hardware("cpu-demo").with_dense_attention() == load_hardware("cpu-demo"), "not known"
 
 
 IN_USE = {"64×64": "scale_first, 64 queries", "128×64": "scale_first, 64 queries", "128×128": "plain, 128 queries"}
 """The variant of the block kernel that runs on Hopper's, by blocks (docs/kernels-inside.md)."""
 
 
-def test_rates_over_dense_attention_of_the_h200_are_measured_ones():
+def test_rates_of_the_h200_are_measured_ones():
     table = Path(__file__).parents[3] / "docs" / "results" / "gpu-h200.csv"
     with table.open() as lines:
-        rows = {(row["case"], row["what"]): row["value"] for row in csv.DictReader(lines)}
-    kernels = load_hardware("h200").kernels
+        rows = {(row["case"], row["what"]): float(row["value"]) for row in csv.DictReader(lines) if row["value"]}
+    hardware, dense = load_hardware("h200"), []
     for blocks, variant in IN_USE.items():
-        case, sizes = f"14B, {blocks}, D 128, bfloat16", blocks.replace("×", "x") + "x128"
-        dense = float(rows[case, "dense, cudnn, beside density 1.0"])
+        case, size = f"14B, {blocks}, D 128, bfloat16", blocks.replace("×", "x")
+        dense.append(rows[case, "dense, cudnn, beside density 1.0"])
         for kernel, what in {"triton": variant, "triton-int8": "triton-int8"}.items():
-            ratio = float(rows[case, f"{what}, density 1.0"]) / dense
-            assert kernels[kernel].of_dense[sizes] == pytest.approx(ratio, abs=1e-3)
+            rate = hardware.kernels[kernel].flops_by_blocks[size]
+            assert rate == pytest.approx(1e12 * rows[case, f"{what}, density 1.0"], rel=1e-3)
+            assert hardware.kernels[kernel].head_dim == 128
+    assert hardware.constants.dense_flops_per_s == pytest.approx(1e12 * statistics.median(dense), rel=1e-3)
     for video, heads, tokens in (
         ("Wan2.1-14B, 81 frames of 1280 × 720", 5, 75_600),
         ("Wan2.1-1.3B, 81 frames of 832 × 480", 1.5, 32_760),
     ):
-        measured_s = float(rows[f"{video}, U8R1, predicted", "of it prediction"]) / 1e3
+        measured_s = rows[f"{video}, U8R1, predicted", "of it prediction"] / 1e3
         assert load_hardware("h200").constants.predict_s * heads * tokens == pytest.approx(measured_s, rel=0.02)

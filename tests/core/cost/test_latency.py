@@ -112,7 +112,7 @@ def test_bytes_between_nodes_take_the_network():
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap", "predict"))]
+    "name", [n for n in NAMES if not n.startswith(("network", "linear", "serial", "overlap", "predict", "dense"))]
 )
 def test_worse_constant_makes_the_prediction_slower(name):
     plan, _, _ = a_plan("U2R2", layout_name="striped")

@@ -39,7 +39,9 @@ LAYERS = 3
 def machine(tmp_path: Path) -> str:
     """A hardware file by which the CPU's kernel has about half of dense attention's rate on active blocks."""
     values = yaml.safe_load((SHIPPED / "cpu-demo.yaml").read_text())
-    values["kernels"] = {"cpu": {"source": "assumed", "of_dense": {f"16x16x{WIDTH}": LIMIT}}}
+    values["kernels"] = {"cpu": {"source": "assumed", "head_dim": WIDTH}}
+    values["constants"]["dense_flops_per_s"] = values["constants"]["flops_per_s"] / LIMIT
+    values["sources"]["dense_flops_per_s"] = "assumed"
     path = tmp_path / "machine.yaml"
     path.write_text(yaml.safe_dump(values))
     return str(path)
@@ -211,6 +213,8 @@ def rates_differ(rank: int, world: int, settings: dict[str, Any], other: str) ->
 
 def test_ranks_with_other_rates_raise_together(threads, machine, tmp_path):
     other = tmp_path / "other.yaml"
-    other.write_text(Path(machine).read_text(encoding="utf-8").replace(f"{LIMIT}", "0.9"))
+    values = yaml.safe_load(Path(machine).read_text(encoding="utf-8"))
+    values["constants"]["dense_flops_per_s"] /= 2
+    other.write_text(yaml.safe_dump(values))
     for text in threads(2).run(rates_differ, PREDICTED | {"machine": machine}, str(other)):
         assert "the density from which attention is dense differs on rank(s)" in text

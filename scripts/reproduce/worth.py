@@ -1,0 +1,142 @@
+"""Where sparse attention helps: modelled gain over dense attention by tokens and density, and SubBlock's published.
+
+MiniMax-H3 on 8 GPUs (U8R1), all 49 passes without decoding, the first 10 dense as SubBlock ships. Lines are db-SP with
+its kernel `triton`, and with SubBlock's, which keeps 0.72 of the dense kernel's rate on an H200. Dots are the gains
+that were published of SubBlock in SGLang (density 152 of 590 blocks), to which nothing is fitted; the engine's speed
+is fitted to one published dense time (`scripts.reproduce.published`).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from dbsp_cli.modelled import MODELLED_ONLY, linear_flops
+from dbsp_core import BlockGrid, BlockMask, Strategy
+from dbsp_core.cost.machine import Hardware, load_hardware
+from dbsp_core.cost.prediction import AttentionShape
+from dbsp_core.reports.style import INK
+from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
+from scripts.reproduce.published import BLOCK, TABLES, read_records, speeds
+from scripts.results.colours import MASKS
+from scripts.results.figures import legend_below, panels
+from scripts.results.result import Result, arguments
+
+SPEC = MODELLED_ONLY["minimax-h3"]
+ENGINES = {"b200": "sglang", "h200": "sglang", "h20": "vllm-omni"}
+"""Machines, and the engine whose speed is taken there: SGLang's on the H20 would exceed its tensor cores' rate."""
+TOKENS = tuple(int(tokens) for tokens in np.geomspace(8_000, 256_000, 11).round(-2))
+DENSITIES = (0.1, 0.25, 0.5, 0.75)
+SUBBLOCK, SUBBLOCK_OF_DENSE = 152 / 590, 0.72
+DENSE_STEPS, STEPS = 10, 49
+
+
+@dataclass(frozen=True)
+class Row:
+    """The gain of sparse attention over dense on one kind of machine, of the whole video but its decoding.
+
+    Attributes:
+        kernel: "triton", or "SubBlock's", of which the density is always the same.
+        published: The gain that others measured, or "".
+        table: Where, or "".
+    """
+
+    machine: str
+    gpus: int
+    tokens: int
+    kernel: str
+    density: float
+    gain: float
+    published: float | str = ""
+    table: str = ""
+    label: str = "modelled"
+
+
+def gain_of(
+    machine: str, gpus: int, tokens: int, density: float, speed: float, of_dense: float | None, unit: str = "steps"
+) -> float:
+    """Returns dense over sparse seconds.
+
+    Args:
+        speed: The engine's, see `published.Row`.
+        of_dense: The sparse kernel's rate over the dense one's; None: `triton`'s, with predicting the masks.
+        unit: "steps", or "video" with the text encoder and the like.
+    """
+    hardware = load_hardware(machine).with_kernel("triton")
+    dense, known = hardware.with_dense_attention(), hardware.at_blocks(64, 64)
+    dense_rate = dense.constants.flops_per_s
+    rate = known.flops_per_s if of_dense is None else of_dense * dense_rate
+    predict_s = (known.predict_s or 0.0) * tokens * SPEC.heads / gpus if of_dense is None else 0.0
+    sparse = replace(dense, constants=replace(dense.constants, flops_per_s=rate / density))
+    grid = BlockGrid.uniform(tokens, BLOCK)
+    plan = plan_ring(BlockMask.dense(SPEC.heads, grid), Strategy(gpus, 1))
+
+    def attention_s(hardware: Hardware) -> float:
+        shape = AttentionShape(1, SPEC.heads, SPEC.head_dim)
+        return predict_ring(plan, shape, hardware, nodes_of(hardware, gpus)).total_s
+
+    other_s = linear_flops(SPEC) * tokens / SPEC.tokens / gpus / (speed * known.linear_flops_per_s)
+    dense_s, sparse_s = SPEC.layers * attention_s(dense), SPEC.layers * (attention_s(sparse) + predict_s)
+    other_s += known.serial_s / STEPS if unit == "video" else 0.0
+    share = DENSE_STEPS / STEPS
+    return (dense_s + other_s) / (share * dense_s + (1 - share) * sparse_s + other_s)
+
+
+def rows() -> Iterator[Row]:
+    of_engines = speeds(read_records())
+    for machine, engine in ENGINES.items():
+        speed = of_engines[engine]
+        for tokens in TOKENS:
+            for density in DENSITIES:
+                yield Row(machine, 8, tokens, "triton", density, gain_of(machine, 8, tokens, density, speed, None))
+            gain = gain_of(machine, 8, tokens, SUBBLOCK, speed, SUBBLOCK_OF_DENSE)
+            yield Row(machine, 8, tokens, "SubBlock's", SUBBLOCK, gain)
+    with TABLES.with_name("subblock.csv").open(newline="", encoding="utf-8") as file:
+        for record in csv.DictReader(file):
+            machine, gpus, tokens = record["machine"], int(record["gpus"]), int(record["tokens"])
+            speed = of_engines[ENGINES[machine]]
+            gain = gain_of(machine, gpus, tokens, SUBBLOCK, speed, SUBBLOCK_OF_DENSE, record["unit"])
+            published = float(record["gain"]), record["table"], "published by others; modelled"
+            yield Row(machine, gpus, tokens, "SubBlock's", SUBBLOCK, gain, *published)
+
+
+def draw(found: list[Row]) -> Figure:
+    figure, axes = panels(
+        "Where does sparse attention help?",
+        "MiniMax-H3 on 8 GPUs: dense over sparse seconds, modelled, 10 of 49 passes dense; dots: published",
+        columns=len(ENGINES),
+        sharey=True,
+    )
+    most = max(row.gain for row in found)
+    shades = dict(zip(DENSITIES, ("#17456f", "#2a6db0", "#79a7d3", "#bcd3ea"), strict=True))
+    for axis, machine in zip(axes[0], ENGINES, strict=True):
+        here = [row for row in found if row.machine == machine]
+        lines = {f"db-SP, density {d:g}": (("triton", d), {"color": colour}) for d, colour in shades.items()}
+        lines["SubBlock's kernel, 0.26"] = (("SubBlock's", SUBBLOCK), {"color": MASKS["subblock"], "ls": "--"})
+        for label, ((kernel, density), style) in lines.items():
+            line = [r for r in here if not r.published and r.kernel == kernel and abs(r.density - density) < 1e-3]
+            axis.plot([row.tokens for row in line], [row.gain for row in line], label=label, **style)
+        dots = [row for row in here if row.published]
+        style = {"color": MASKS["subblock"], "zorder": 3, "edgecolor": "white"}
+        axis.scatter(
+            [row.tokens for row in dots], [float(row.published) for row in dots], label="SubBlock, published", **style
+        )
+        axis.axhline(1, color=INK, lw=0.8)
+        ticks = (10_000, 30_000, 100_000, 250_000)
+        axis.set(title=machine.upper(), xscale="log", xlabel="tokens", ylim=(0.6, 1.05 * most))
+        axis.set_xticks(ticks, [f"{tick // 1000} k" for tick in ticks])
+        axis.set_xticks([], minor=True)
+    axes[0, 0].set_ylabel("times as fast as dense")
+    legend_below(figure, axes[0], columns=3)
+    return figure
+
+
+WORTH = Result("worth", "Gain over dense attention", Row, draw)
+
+
+if __name__ == "__main__":
+    WORTH.run(arguments(__doc__), lambda _: rows())
