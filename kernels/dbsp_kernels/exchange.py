@@ -74,10 +74,10 @@ def quantise_segments(
         triton_quantise_segments(source, destination, segments.table, segments.mean, less, rotate)
         return
     from_head, from_token, to_head, to_token, *_ = segments.positions
-    values = take_tokens(source, from_head, from_token).to(torch.float32)
+    values = source[:, from_head, from_token].to(torch.float32)
     if less is not None:
         values -= less[:, from_head]
-    put_tokens(destination, to_head, to_token, rows_of_tokens(values, rotate))
+    destination[:, to_head, to_token] = rows_of_tokens(values, rotate)
 
 
 def rows_of_tokens(tokens: torch.Tensor, rotate: bool = True) -> torch.Tensor:
@@ -119,7 +119,7 @@ def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: C
     wide = torch.promote_types(destination.dtype, torch.float32)
     tokens = restore_rows(tokens.contiguous(), head_dim, wide) if tokens.dtype == torch.int32 else tokens.to(wide)
     tokens = butterflies(tokens) * (signs(head_dim, tokens.device).to(wide) * norm_of(head_dim))
-    put_tokens(destination, to_head, to_token, tokens.to(destination.dtype))
+    destination[:, to_head, to_token] = tokens.to(destination.dtype)
     destination[:, zero_head, zero_token] = 0
 
 
@@ -143,11 +143,12 @@ def copy_segments(
         return
     destination = as_heads(destination)
     for source, of_source in zip(map(as_heads, sources), segments, strict=True):
-        from_head, from_token, to_head, to_token, zero_head, zero_token = of_source.positions
+        *positions, zero_head, zero_token = of_source.positions
         if add:
+            from_head, from_token, to_head, to_token = positions
             destination[:, to_head, to_token] += source[:, from_head, from_token]
             continue
-        put_tokens(destination, to_head, to_token, take_tokens(source, from_head, from_token))
+        _copy_rows(source, destination, positions)
         if len(zero_head):
             destination[:, zero_head, zero_token] = 0
 
@@ -166,38 +167,33 @@ def copy_to_both(source: torch.Tensor, destinations: Sequence[torch.Tensor], seg
         copy_segments([source], destination, [of_destination])
 
 
-def take_tokens(tensor: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """Returns tensor[:, head, token] of [B, heads, tokens, D], several times as fast on a CPU."""
-    rows, index = _rows(tensor, head, token)
-    return tensor[:, head, token] if rows is None else rows.index_select(0, index).unflatten(0, (len(tensor), -1))
+def _copy_rows(source: torch.Tensor, destination: torch.Tensor, positions: Sequence[torch.Tensor]) -> None:
+    """Copies tokens by rows of memory, which torch does several times as fast as by indices of head and token.
 
-
-def put_tokens(tensor: torch.Tensor, head: torch.Tensor, token: torch.Tensor, values: torch.Tensor) -> None:
-    """Sets tensor[:, head, token] of [B, heads, tokens, D] to values [B, n, D]; no two of the tokens are the same."""
-    rows, index = _rows(tensor, head, token)
-    if rows is None:
-        tensor[:, head, token] = values
-    else:
-        rows.index_copy_(0, index, values.flatten(0, 1))
-
-
-def _rows(tensor: torch.Tensor, head: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Returns all rows of the memory of [B, heads, tokens, D] as [N, D], and int64[B·n], which ones hold the tokens.
-
-    torch copies whole rows by one index, and single numbers by several. None: tokens are not in rows of D numbers.
+    Args:
+        source, destination: [B, heads, tokens, D].
+        positions: int64[n] each: from_head, from_token, to_head, to_token.
     """
-    *sizes, width = tensor.shape
-    *strides, last = (stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    if tensor.numel() == 0 or (last != 1 and width > 1) or any(stride % width for stride in strides):
-        return None, head
-    of_batch, of_head, of_token = (stride // width for stride in strides)
-    index = token if of_token == 1 else token * of_token  # each operation here takes as long as copying 100 tokens
-    if of_head:
-        index = index.add(head, alpha=of_head)
-    if sizes[0] > 1:
-        index = (torch.arange(sizes[0])[:, None] * of_batch + index).flatten()
-    count = 1 + sum((size - 1) * stride // width for size, stride in zip(sizes, strides, strict=True))
-    return tensor.as_strided((count, width), (width, 1)), index
+    from_head, from_token, to_head, to_token = positions
+    views, indices = [], []
+    for tensor, head, token in ((source, from_head, from_token), (destination, to_head, to_token)):
+        *sizes, width = tensor.shape
+        *strides, last = (
+            stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        if tensor.numel() == 0 or (last != 1 and width > 1) or any(stride % width for stride in strides):
+            destination[:, to_head, to_token] = source[:, from_head, from_token]  # no row of memory has a token
+            return
+        of_batch, of_head, of_token = (stride // width for stride in strides)
+        index = token if of_token == 1 else token * of_token  # each operation here takes as long as copying 100 tokens
+        if of_head:
+            index = index.add(head, alpha=of_head)
+        if sizes[0] > 1:
+            index = (torch.arange(sizes[0])[:, None] * of_batch + index).flatten()
+        count = 1 + sum((size - 1) * stride // width for size, stride in zip(sizes, strides, strict=True))
+        views.append(tensor.as_strided((count, width), (width, 1)))
+        indices.append(index)
+    views[1].index_copy_(0, indices[1], views[0].index_select(0, indices[0]))
 
 
 def as_heads(tensor: torch.Tensor) -> torch.Tensor:
