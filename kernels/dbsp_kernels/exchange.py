@@ -189,7 +189,7 @@ def _copy_rows(source: torch.Tensor, destination: torch.Tensor, positions: Seque
         if of_head:
             index = index.add(head, alpha=of_head)
         if sizes[0] > 1:
-            index = (torch.arange(sizes[0])[:, None] * of_batch + index).flatten()
+            index = (torch.arange(sizes[0], device="cpu")[:, None] * of_batch + index).flatten()
         count = 1 + sum((size - 1) * stride // width for size, stride in zip(sizes, strides, strict=True))
         views.append(tensor.as_strided((count, width), (width, 1)))
         indices.append(index)
