@@ -29,8 +29,8 @@ class AbsentKeys:
         """
         out, lse = result
         if mean is not None:
-            of_rows = rotated(mean).index_select(1, self.head).flatten(0, 1)  # [B, H, D] → [B·Rq, D]
-            lse = lse + (rows.to(lse.dtype) * of_rows[:, None].to(lse.dtype)).sum(-1) * scale
+            of_rows = rotated(mean.to(lse.dtype)).index_select(1, self.head).flatten(0, 1)  # [B, H, D] → [B·Rq, D]
+            lse = lse + (rows.to(lse.dtype) * of_rows[:, None]).sum(-1) * scale
         # A row without absent keys has −inf: as a finite number it leaves one without any keys at zeros, not at NaN.
         absent = self.score.repeat(batch)[:, None].clamp(min=torch.finfo(torch.float32).min)
         return out.mul_(torch.sigmoid(lse - absent)[..., None]), torch.logaddexp(lse, absent)

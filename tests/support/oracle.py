@@ -75,17 +75,17 @@ def rounded_to_int8(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[t
 
     The mean is added to k again.
     """
-    rows = [int8_of(tokens.numpy()) for tokens in (q.float(), less_mean(k), v.float())]
+    mean = mean_of(k)
+    rows = [int8_of(tokens.numpy()) for tokens in (q.float(), k.float() - mean, v.float())]
     restored = [torch.from_numpy(numbers.astype(np.float32) * scale[..., None]) for numbers, scale in rows]
     rounded_q, rounded_k, rounded_v = (rotated_back(tokens.to(q.dtype)) for tokens in restored)
-    return [rounded_q, rounded_k + (k.float() - less_mean(k)).mean(dim=2, keepdim=True), rounded_v]
+    return [rounded_q, rounded_k + mean, rounded_v]
 
 
-def less_mean(k: torch.Tensor) -> torch.Tensor:
-    """Returns k [B, H, N, D] less the mean of its tokens, float32."""
+def mean_of(k: torch.Tensor) -> torch.Tensor:
+    """Returns float32[B, H, 1, D], the mean of the tokens of k [B, H, N, D]."""
     units = np.floor(k.float().double().numpy() * 2.0**32).astype(np.int64)
-    mean = (units.sum(axis=2, keepdims=True) * 2.0**-32 / k.shape[2]).astype(np.float32)
-    return torch.from_numpy(k.float().numpy() - mean)
+    return torch.from_numpy((units.sum(axis=2, keepdims=True) * 2.0**-32 / k.shape[2]).astype(np.float32))
 
 
 def int8_of(tokens: np.ndarray, rotate: bool = True) -> tuple[np.ndarray, np.ndarray]:

@@ -30,6 +30,7 @@ ABSENT = Case("-", heads=5, tokens=331, block_q=32, text_tokens=37, batch=2, abs
 CASES = (
     (ABSENT, 1e-5),
     (replace(ABSENT, precision="int8", planner="paper", padded=True), 1e-5),
+    (replace(ABSENT, precision="int8", dtype=torch.float64), 1e-12),
     (replace(ABSENT, heads=3, block_k=32, density=0.15, keys="needed", dtype=torch.float64, dense_heads=1), 1e-12),
     (Case("-", heads=6, tokens=19 + 5 * 8 * 9, text_tokens=19, thw=(5, 8, 9), layout="striped", absent=True,
           orders=("thw", "hwt", "wth", "hwt", "tile:3x4x4", "twh")), 1e-5),
