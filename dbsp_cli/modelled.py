@@ -50,9 +50,7 @@ _MINIMAX_H3 = ModelSpec(
     ffn=21504,
     cross_text=0,
     parameters=33_122_992_896,
-    video=GenerateSettings(
-        None, "", 768, 1344, num_frames=124, steps=49, guidance_scale=1.0, fps=24
-    ),  # 50 grid points
+    video=GenerateSettings(None, "", 768, 1344, num_frames=124, steps=49, guidance_scale=1.0, fps=24),
     token_pixels=32,
     hidden=5376,
     other_tokens=512,
@@ -62,7 +60,8 @@ _MINIMAX_H3 = ModelSpec(
 MODELLED_ONLY = {spec.name: spec for spec in (_HUNYUAN, _MINIMAX_H3)}
 """Models whose time is modelled, and whose pipelines `dbsp generate` does not run; `enable` takes them. Sizes and
 videos are the defaults of diffusers' classes (0.42), parameters are the transformer's alone; 256 text tokens are
-diffusers' for HunyuanVideo, 512 are assumed for H3, whose text has any length."""
+diffusers' for HunyuanVideo, 512 are assumed for H3, whose text has any length. H3's schedule of 50 points has 49
+passes."""
 
 
 @dataclass(frozen=True)

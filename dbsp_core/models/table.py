@@ -37,9 +37,8 @@ class ModelSpec:
     token_pixels: int = TOKEN_PIXELS  # height and width of a token
     hidden: int | None = None  # width of the stream between layers, if not heads times head_dim
     other_tokens: int = 0  # tokens of text in self-attention, of pipelines not in `PIPELINES`
-    frame_groups: tuple[int, int, int, int] | None = (
-        None  # F, L, f, l: F + f·k frames make L + l·k latents; None: 4k + 1
-    )
+    # F, L, f, l: F + f·k frames make L + l·k latents. None: 4k + 1 make k + 1
+    frame_groups: tuple[int, int, int, int] | None = None
     sound_tokens: float = 0.0  # tokens of each of two channels of sound in self-attention, for a frame
 
     @property
