@@ -167,7 +167,7 @@ def modelled_videos(
     rows = [("dense", ulysses, "contiguous", plan.rho, calls * dense_s)]
     # 3. Sparse attention, with some steps dense under the same strategy.
     for strategy in strategies or candidates(gpus, dense.grid):
-        _, dense_s = attention(dense, strategy, "contiguous", of_dense)
+        dense_s = attention(dense, strategy, "contiguous", of_dense)[1] if dense_steps else 0.0
         for planner in ("contiguous", "dbsp"):
             plans, seconds = zip(*(attention(mask, strategy, planner, hardware) for mask in masks), strict=True)
             sparse_s = fmean(seconds) + predict_s
