@@ -40,7 +40,7 @@ WORTH = 0.3  # sparsity from which a layer is sparse, where the kernels' speed i
 
 
 class Layer:
-    """What is known of one layer, equal on all ranks: the predictor, and by head its loss and the sparsity.
+    """State of one layer, equal on all ranks: the predictor, and by head its loss and the sparsity.
 
     Loss and sparsity are running means.
     """

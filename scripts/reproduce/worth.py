@@ -1,4 +1,4 @@
-"""Where sparse attention helps: modelled gain over dense attention by tokens and density, and SubBlock's published.
+"""Gain of sparse attention over dense, modelled by tokens and density, and SubBlock's published.
 
 MiniMax-H3 on 8 GPUs (U8R1), all 49 passes without decoding, the first 10 dense as SubBlock ships. Lines are db-SP with
 its kernel `triton`, and with SubBlock's, which keeps 0.72 of the dense kernel's rate on an H200. Dots are the gains
