@@ -118,8 +118,7 @@ class DbspConfig:
         model: Checkpoint that the settings are for, a name or a folder relative to the file. `dbsp generate` loads it;
             attaching to another one is an error. None: any.
         generate: Settings of `dbsp generate`, such as {height: 480, width: 832, steps: 50}. `xdit` reads the dtype.
-        mask: Source of the block masks, in any spelling of docs/masks.md. None: the mask of the checkpoint (NABLA), else
-            dense.
+        mask: Source of the block masks, in any spelling of docs/masks.md. None: the checkpoint's (NABLA), or dense.
         dense_schedule: Steps and layers that stay dense, such as {first_steps: 10, first_layers: 1}.
         strategy: `UxRy`: x ranks share heads (Ulysses), y ranks share the sequence (ring). `auto`: the one that is
             predicted to be fastest; see docs/latency-model.md. None: the framework's degrees.
@@ -133,8 +132,8 @@ class DbspConfig:
             docs/needed-keys.md.
         reuse: A plan is kept while its imbalance ρ_s on the current mask is at most this. The paper's P_s is 1.10; see
             docs/results/even.md.
-        kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact in `dbsp bench`, else `triton`
-            on CUDA and `cpu` on the CPU.
+        kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact in `dbsp bench`, else
+            `triton` on CUDA and `cpu` on the CPU.
         machine: Hardware profile that predicts times: `a800`, `b200`, `h100`, `h20`, `h200` or `h800` (modelled), or a
             file of `dbsp bench`. None: what `dbsp bench` measured here, else rules without constants.
         bags: Groups of ranks that share several sequences of one call, such as `g8n4`; see docs/packed-sequences.md.
