@@ -115,41 +115,33 @@ class DbspConfig:
     """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
 
     Attributes:
-        model: The checkpoint that the settings are for: a name, or a folder relative to the file. `dbsp generate`
-            loads this checkpoint; attaching to another one is an error. None: any.
-        generate: Settings of `dbsp generate`, a mapping such as {height: 480, width: 832, steps: 50}. `xdit` reads the
-            dtype.
-        mask: Source of the block masks: a name such as sparge, a name with settings such as sparge:cdf=0.92, a mapping
-            such as {source: sparge, cdf: 0.92}, a function or a mask file; see docs/masks.md. Dense if none is named,
-            unless the model's checkpoint has a mask of its own (NABLA).
-        dense_schedule: Steps and layers whose attention stays dense, for any mask, a mapping such as {first_steps: 10,
-            first_layers: 1}.
-        strategy: `UxRy`: x ranks share heads, y ranks share blocks; x·y is the number of ranks. `auto`: the strategy
-            that is predicted to be fastest, whenever an attention's plan is made; see docs/latency-model.md. None: the
-            framework's own degrees.
-        planner: `dbsp` (ours), `paper` (Alg. 1 of the db-SP paper; {name: paper, reward: 2} has its authors' R_b),
-            `contiguous` (as USP) or `snake` (xDiT's order of heads).
-        precision: Communication dtype of queries, keys and values. `model`: the model's. `int8`: 8 bits, with a scale
-            per token and head; without gradients. The output is sent in the model's dtype; with {qkv: int8, out: int8}
-            in 8 bits, too.
-        plan: What predicted masks are planned by. `lagged`: the counts of the calls before, without waiting.
-            `current`: each call's own counts, as in the paper; the host waits for them once a call.
-        keys: Keys and values that each rank is sent. `all`: those of its heads. `needed`: those that its rows attend
-            to; predicted masks then need `plan: current`. `auto`: needed if the mask never changes, else all; see
+        model: Checkpoint that the settings are for, a name or a folder relative to the file. `dbsp generate` loads it;
+            attaching to another one is an error. None: any.
+        generate: Settings of `dbsp generate`, such as {height: 480, width: 832, steps: 50}. `xdit` reads the dtype.
+        mask: Source of the block masks, in any spelling of docs/masks.md. None: the checkpoint's (NABLA), or dense.
+        dense_schedule: Steps and layers that stay dense, such as {first_steps: 10, first_layers: 1}.
+        strategy: `UxRy`: x ranks share heads (Ulysses), y ranks share the sequence (ring). `auto`: the one that is
+            predicted to be fastest; see docs/latency-model.md. None: the framework's degrees.
+        planner: `dbsp`, `paper` (Alg. 1 of the db-SP paper), `contiguous` (equal split, as USP) or `snake` (xDiT's).
+        precision: Dtype in which queries, keys and values are sent. `model`: as they are. `int8`: 8 bits with a scale
+            per token and head, not for gradients; {qkv: int8, out: int8} sends the output in 8 bits too.
+        plan: Counts that plans of predicted masks are made from. `lagged`: those of the call before, without waiting.
+            `current`: the call's own, as in the paper; the host waits once a call.
+        keys: Keys and values that a rank is sent. `all`: those of its heads. `needed`: those that its rows attend to
+            (predicted masks: only with `plan: current`). `auto`: needed if the mask never changes; see
             docs/needed-keys.md.
-        reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
-            1.10; see docs/results/even.md for what each value costs and gives.
-        kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
-            this device, else `triton` on CUDA, `cpu` on the CPU.
-        machine: Hardware profile that predicts times: a shipped one (`a800`, `b200`, `h100`, `h20`, `h200`, `h800`:
-            modelled) or a file of `dbsp bench`. None: what `dbsp bench` measured on this machine, else rules without
-            constants.
-        bags: Groups of ranks that share several sequences of one call: a topology such as `g8n4`, or a mapping;
-            see docs/packed-sequences.md. None: all ranks share every sequence.
-        vae: True if all ranks of a video decode it together, tile by tile; see docs/diffusers.md.
+        reuse: A plan is kept while its imbalance ρ_s on the current mask is at most this. The paper's P_s is 1.10; see
+            docs/results/even.md.
+        kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact in `dbsp bench`, else
+            `triton` on CUDA and `cpu` on the CPU.
+        machine: Hardware profile that predicts times: `a800`, `b200`, `h100`, `h20`, `h200` or `h800` (modelled), or a
+            file of `dbsp bench`. None: what `dbsp bench` measured here, else rules without constants.
+        bags: Groups of ranks that share several sequences of one call, such as `g8n4`; see docs/packed-sequences.md.
+            None: all ranks share every sequence.
+        vae: True if the ranks decode the video together, tile by tile; see docs/diffusers.md.
         report: Folder of the report; see docs/report.md. None: no report.
-        transformer_2: Settings that differ for a pipeline's second transformer (Wan2.2 A14B's, for low noise), a
-            mapping of these keys such as {mask: {source: file, path: low-noise.safetensors}}.
+        transformer_2: Settings that differ for a pipeline's second transformer (Wan2.2 A14B), such as {mask: {source:
+            file, path: low-noise.safetensors}}.
         record: Not a setting: the folder of $DBSP_RECORD for the masks of the run, or None; see docs/mask-files.md.
         debug: Not a setting: True if $DBSP_DEBUG is set. All ranks then compare inputs, masks, plans and kernels
             before each attention.

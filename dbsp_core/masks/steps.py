@@ -182,10 +182,10 @@ class DenseSchedule:
     """The denoising steps and layers, at either end, whose attention stays dense.
 
     Attributes:
-        first_steps: Number of denoising steps at the beginning.
-        last_steps: Number of denoising steps at the end; needs a pipeline or engine that gives the number of steps.
-        first_layers: Number of layers at the beginning.
-        last_layers: Number of layers at the end.
+        first_steps: Denoising steps at the beginning.
+        last_steps: Denoising steps at the end, if the pipeline or engine gives the number of steps.
+        first_layers: Layers at the beginning.
+        last_layers: Layers at the end.
 
     Raises:
         SettingError: For negative numbers.

@@ -43,22 +43,20 @@ class GenerateSettings:
     Raises SettingError for numbers that no model takes.
 
     Attributes:
-        prompt: Description of the video, maybe empty.
+        prompt: What the video shows, maybe empty.
         negative_prompt: What the video should not show.
         height: Pixels, a multiple of 16 (32 for Wan2.2 TI2V).
-        width: Pixels, likewise.
+        width: The same.
         num_frames: 4k + 1 for Wan, 8k + 1 for CogVideoX.
         steps: Number of denoising steps.
-        guidance_scale: Scale of classifier-free guidance; 1 or less: no guidance, half the work.
-        flow_shift: Shift of the scheduler, for models of flow matching.
-        seed: Seed of the noise (42): the same video on any number of ranks.
+        guidance_scale: Scale of classifier-free guidance; at most 1: no guidance, half the work.
+        flow_shift: Shift of a flow-matching scheduler.
+        seed: Seed of the noise (42), for the same video on any number of ranks.
         fps: Frames per second of the mp4 file.
-        guidance_scale_2: Guidance scale in the steps of Wan2.2's second transformer; guidance_scale where only that is
-            given.
-        image: File of the first frame, for image-to-video models; scaled and cropped to the video's size.
+        guidance_scale_2: Guidance scale of Wan2.2's second transformer. None: guidance_scale, if that is given.
+        image: File of the first frame, for image-to-video; scaled and cropped to the video's size.
         last_image: File of the last frame: required by VACE, optional for image-to-video outside xDiT.
-        dtype: dtype of the weights. `auto`: bfloat16 on an accelerator, else float32. float64 is for comparisons on
-            the CPU.
+        dtype: dtype of the weights. `auto`: bfloat16 on an accelerator, else float32.
     """
 
     prompt: str | None = None

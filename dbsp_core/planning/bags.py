@@ -99,8 +99,8 @@ class BagConfig:
     """Settings of how several sequences are shared by the ranks. Raises SettingError for values out of range.
 
     Attributes:
-        topology: Bags as KnapFormer writes them, such as "g8n4".
-        max_tokens: Number of tokens that a rank can hold; None: any number.
+        topology: Bags as KnapFormer writes them: "g8n4" is 4 bags of 8 ranks.
+        max_tokens: Most tokens that a rank can hold. None: no limit.
     """
 
     topology: str

@@ -55,9 +55,8 @@ def _sources() -> str:
     rows = []
     for name, cls in SOURCES.items():
         keys = ", ".join(f"`{setting.name}`" for setting in _settings(cls))
-        summary = (cls.__doc__ or "").split("\n\n")[0]
-        rows.append(f"| `{name}` | {keys} | {_linked(summary)} |\n")
-    return "| source | keys | masks |\n|---|---|---|\n" + "".join(rows)
+        rows.append(f"| `{name}` | {keys} |\n")
+    return "| source | keys |\n|---|---|\n" + "".join(rows)
 
 
 def _settings(cls: Any) -> list[Field[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from statistics import fmean
 
 import pytest
 
@@ -48,6 +49,31 @@ def test_rounding_of_predicted_masks_is_that_of_the_models_page():
     assert said(r"latents of the trained model by ([\d.e-]+) ") == [
         float(rows_of_page["float32, SpargeAttn's masks predicted again"])
     ]
+
+
+def test_quality_by_mask():
+    """Expects a mask's settings in the order of the file, one more number for each."""
+    names = {
+        "window 1 × 3 × 5 + sparge": "window + sparge cdf",
+        "ssta, padding none": "ssta",
+        "lowrank, rank 8": "lowrank",
+    }
+    means: dict[str, list[tuple[float, float]]] = {}
+    found = rows("quality")
+    for source, setting in dict.fromkeys((row["source"], row["setting"]) for row in found):
+        videos = [row for row in found if (row["source"], row["setting"]) == (source, setting)]
+        absent = ", padding absent" if "absent" in setting else ""
+        mean = tuple(fmean(float(row[key]) for row in videos) for key in ("density", "psnr"))
+        means.setdefault(source + absent, []).append(mean)
+    on_page = {}
+    for mask, settings, *numbers in table("docs/results/quality.md", "| mask | settings |"):
+        name = mask.replace("`", "")
+        source = names.get(name, f"{name} {settings.split()[0]}" if name == "sparge" else name)
+        on_page[source] = [cell.split(", ") for cell in numbers]
+    assert on_page == {
+        source: [[f"{density:.2f}" for density, _ in values], [f"{psnr:.1f}" for _, psnr in values]]
+        for source, values in means.items()
+    }
 
 
 def test_claims_of_table_1_and_of_fig_3():

@@ -24,6 +24,7 @@ from dbsp_core.sources import SOURCES, MaskRequest, WindowSource
 from dbsp_xdit.command_line import add_flags, config_from, source_of
 from scripts.docs_site import settings_tables
 from scripts.reproduce.lockstep import rho_before
+from tests.docs.results import table
 from tests.support.programs import run
 from tests.support.repository import ROOT
 from tests.support.texts import nodes_of
@@ -31,10 +32,11 @@ from tests.test_layering import PACKAGES, files
 
 MASKS_PAGE = (ROOT / "docs" / "masks.md").read_text()
 WAN = MaskRequest(layer=0, heads=40, thw=(21, 45, 80))
-ROWS = [
-    [cell.strip() for cell in line.strip("|").split("|")] for line in MASKS_PAGE.splitlines() if line.startswith("| `")
-]
-MEASURED = {row[0]: row[-3:] for row in ROWS if row[-1]}
+PATTERNS, PREDICTED = (
+    table("docs/masks.md", f"| source | keys and defaults | a query {attends} to |")
+    for attends in ("attends", "block attends")
+)
+MEASURED = {row[0]: row[-3:] for row in PATTERNS if row[-1]}
 DEFAULTS = {f"`{name}`": SOURCES[name] for name in SOURCES} | {
     "`window` with `tile`": lambda: WindowSource(120, 120, tile=(3, 5, 8))
 }
@@ -54,12 +56,16 @@ def test_the_table_of_sources(row):
         assert plan.rho < 1.0105, "brought to 1.01 or less"
 
 
+def test_the_tables_name_every_source():
+    assert {row[0].split("`")[1] for row in (*PATTERNS, *PREDICTED)} == set(SOURCES)
+
+
 def test_the_function_to_write_oneself(tmp_path, monkeypatch):
     text = MASKS_PAGE[MASKS_PAGE.index("## Write your own") :]
     code, settings = (re.search(rf"```{kind}\n(.*?)```", text, re.DOTALL).group(1) for kind in ("python", "yaml"))
-    (tmp_path / "my_masks.py").write_text(code)
+    (tmp_path / "my_patterns.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "my_masks", raising=False)  # the one of examples/, if that was loaded
+    monkeypatch.delitem(sys.modules, "my_patterns", raising=False)
     source = DbspConfig.load(yaml.safe_load(settings)).mask
     mask = source.mask(WAN)
     bits = mask.bits[0].numpy()
