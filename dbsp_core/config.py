@@ -136,7 +136,7 @@ class DbspConfig:
             `current`: each call's own counts, as in the paper; the host waits for them once a call.
         keys: Keys and values that each rank is sent. `all`: those of its heads. `needed`: those that its rows attend
             to; predicted masks then need `plan: current`. `auto`: needed if the mask never changes, else all; see
-            docs/needed-keys.md.
+            docs/how-it-works.md.
         reuse: P_s: a plan is kept while ρ_s of the current mask under the plan is at most this number. The paper has
             1.10; see docs/results/even.md for what each value costs and gives.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact when `dbsp bench` measured
