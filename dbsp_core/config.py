@@ -129,7 +129,7 @@ class DbspConfig:
             `current`: the call's own, as in the paper; the host waits once a call.
         keys: Keys and values that a rank is sent. `all`: those of its heads. `needed`: those that its rows attend to
             (predicted masks: only with `plan: current`). `auto`: needed if the mask never changes; see
-            docs/needed-keys.md.
+            docs/how-it-works.md.
         reuse: A plan is kept while its imbalance ρ_s on the current mask is at most this. The paper's P_s is 1.10; see
             docs/results/even.md.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact in `dbsp bench`, else

@@ -15,7 +15,6 @@ from tests.support.repository import ROOT
 TEXT = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
 MODEL_NAMES = {"Wan2.1 14B": "wan2.1-t2v-14b", "CogVideoX1.5 5B": "cogvideox1.5-5b"}
 STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
-IN_USE = ("slow drift, 50 steps", "trained model, 50 steps")
 PLANS = (("contiguous", "contiguous"), ("snake", "contiguous"), ("contiguous", "striped"), ("paper", "contiguous"))
 """Planners and layouts of the columns of docs/results/even.md, but for our own."""
 

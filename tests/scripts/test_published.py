@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 
 import pytest
 
@@ -11,8 +12,7 @@ from scripts.reproduce import published, worth
 from tests.docs.results import rows, table
 from tests.support.repository import ROOT
 
-PAGE = " ".join((ROOT / "docs" / "latency-model.md").read_text(encoding="utf-8").split())
-HEADER = "| engine, table | machine, video |"
+PAGE = " ".join((ROOT / "docs" / "results" / "fast.md").read_text(encoding="utf-8").split())
 
 
 def tables() -> list[list[dict[str, str]]]:
@@ -21,8 +21,16 @@ def tables() -> list[list[dict[str, str]]]:
     return [list(group) for _, group in groups]
 
 
-def in_percent(error: str) -> str:
-    return f"{100 * float(error):+.0f} %".replace("-", "−").replace("+0 %", "0 %").replace("−0 %", "0 %")
+def in_percent(errors: list[float]) -> str:
+    """Returns the least and the largest of errors, or "fitted" if there are none."""
+    percents = [round(100 * error) for error in errors]
+    texts = [f"{percent:+d}".replace("-", "−") if percent else "0" for percent in sorted({*percents})]
+    return f"{' to '.join(dict.fromkeys((texts[0], texts[-1])))} %" if texts else "fitted"
+
+
+def span_of(values: list[float]) -> str:
+    """Returns the least and the largest of values, or "–" if there are none."""
+    return "–".join(dict.fromkeys((f"{min(values):.2f}", f"{max(values):.2f}"))) if values else "–"
 
 
 def test_tables_are_what_the_model_says_today(monkeypatch):
@@ -42,20 +50,19 @@ def test_tables_are_what_the_model_says_today(monkeypatch):
     assert sorted(row["engine"] for row in kept if row["half"] == "fitted") == sorted(published.speeds(records))
 
 
-def test_the_page_says_what_each_table_shows():
-    page = {(cells[0], cells[1]): cells[2:] for cells in table("docs/latency-model.md", HEADER)}
+def test_the_page_says_what_the_tables_of_each_engine_and_machine_show():
+    page = {first: others for first, *others in table("docs/results/fast.md", "| engine, machine | error of each")}
+    errors, scalings = defaultdict(list), defaultdict(list)
     for first, *more in tables():
-        cells = page.pop((f"{first['engine']}, {first['table']}", f"{first['machine']}, {first['video']}"))
-        scaling = [float(row["scaling"]) / float(row["modelled_scaling"]) for row in more]
-        span = f"{min(scaling):.2f}–{max(scaling):.2f}" if len(more) > 1 else f"{scaling[0]:.2f}" if more else "–"
-        error = in_percent(first["error"]) if first["half"] == "held out" else "fitted"
-        assert cells == [first["gpus"], error, span], first
-    assert not page
+        name = f"{first['engine']}, {first['machine']}"
+        errors[name] += [float(first["error"])] if first["half"] == "held out" else []
+        scalings[name] += [float(row["scaling"]) / float(row["modelled_scaling"]) for row in more]
+    assert page == {name: [in_percent(errors[name]), span_of(scalings[name])] for name in errors}
 
 
 def test_the_page_says_each_engines_speed():
     speeds = {row["engine"]: row["speed"] for row in rows("published")}
-    for engine, speed, of_it, worst in table("docs/latency-model.md", "| engine | speed |"):
+    for engine, speed, of_it, worst in table("docs/results/fast.md", "| engine | speed |"):
         held = [row for row in rows("published") if row["engine"] == engine and row["half"] == "held out"]
         errors = [abs(float(row["error"])) for row in held]
         assert (speed, of_it) == (f"{float(speeds.pop(engine)):.2f}", str(len(held)))

@@ -41,7 +41,7 @@ class Style(NamedTuple):
 
 DEFAULT_STYLE = Style(density=0.4, spread=0.6, head_concentration=8.0)
 
-# Fitted by bisection to rows of Table 1; docs/masks-synthetic.md says to which, and how well the rest agrees.
+# Fitted by bisection to rows of Table 1; docs/results/even.md says to which, and how well the rest agrees.
 _WAN = Style(density=0.414, spread=0.432, head_concentration=3.8)
 _COGVIDEOX = Style(density=0.414, spread=0.643, head_concentration=1.54)
 

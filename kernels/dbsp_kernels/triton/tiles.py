@@ -67,7 +67,7 @@ def _loop(queries: int, head_dim: int, capability: int) -> Literal["plain", "lat
     """Returns the fastest loop where warpgroups multiply: "late", but on Hopper under Triton 3.6.
 
     There "late" has its products serialised (ptxas C7515). On an H200 "plain" was the fastest of 128 queries, and
-    "scale_first" of 64 from density 0.7 on and within 2 % below (docs/kernels-inside.md). Triton 3.7 to 3.9 lose
+    "scale_first" of 64 from density 0.7 on and within 2 % below (docs/kernels.md). Triton 3.7 to 3.9 lose
     overlap with "scale_first"; under them nothing was timed.
     """
     if capability != HOPPER or head_dim != 128 or triton_version() != (3, 6):

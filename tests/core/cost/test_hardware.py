@@ -160,7 +160,7 @@ def test_dense_attention_takes_its_own_rate():
 
 
 IN_USE = {"64×64": "scale_first, 64 queries", "128×64": "scale_first, 64 queries", "128×128": "plain, 128 queries"}
-"""The variant of the block kernel that runs on Hopper's, by blocks (docs/kernels-inside.md)."""
+"""The variant of the block kernel that runs on Hopper's, by blocks (docs/kernels.md)."""
 
 
 def test_rates_of_the_h200_are_measured_ones():
