@@ -11,7 +11,7 @@ from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, candidates, predict
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.models.settings import GenerateSettings, side_message
+from dbsp_core.models.settings import side_message
 from dbsp_core.models.signature import PIPELINES
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.plan import Plan, make_plan, usual_layout
@@ -21,47 +21,6 @@ from dbsp_core.utils.errors import UserError, in_number
 
 _LAYERS = 2
 """Layers whose masks represent all."""
-
-
-_HUNYUAN = ModelSpec(
-    name="hunyuanvideo",
-    hub="hunyuanvideo-community/HunyuanVideo",
-    aliases=("tencent/HunyuanVideo",),
-    pipeline="HunyuanVideoPipeline",
-    layers=60,  # 20 with two streams, 40 with one; each token meets as many weights in either
-    heads=24,
-    head_dim=128,
-    patch_frames=1,
-    ffn=12288,
-    cross_text=0,
-    parameters=12_821_012_544,
-    video=GenerateSettings(None, "", 720, 1280, num_frames=129, steps=50, guidance_scale=1.0, flow_shift=7.0, fps=24),
-    other_tokens=256,
-)
-_MINIMAX_H3 = ModelSpec(
-    name="minimax-h3",
-    hub="MiniMaxAI/MiniMax-H3",
-    aliases=(),
-    pipeline="MiniMaxH3ModularPipeline",
-    layers=50,
-    heads=56,
-    head_dim=128,
-    patch_frames=1,
-    ffn=21504,
-    cross_text=0,
-    parameters=33_122_992_896,
-    video=GenerateSettings(None, "", 768, 1344, num_frames=124, steps=49, guidance_scale=1.0, fps=24),
-    token_pixels=32,
-    hidden=5376,
-    other_tokens=512,
-    frame_groups=(5, 2, 17, 5),
-    sound_tokens=40 / 24,  # 40 latents a second
-)
-MODELLED_ONLY = {spec.name: spec for spec in (_HUNYUAN, _MINIMAX_H3)}
-"""Models whose time is modelled, and whose pipelines `dbsp generate` does not run; `enable` takes them. Sizes and
-videos are the defaults of diffusers' classes (0.42), parameters are the transformer's alone; 256 text tokens are
-diffusers' for HunyuanVideo, 512 are assumed for H3, whose text has any length. H3's schedule of 50 points has 49
-passes."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +154,9 @@ def is_guided(spec: ModelSpec) -> bool:
 
 
 def passes(spec: ModelSpec) -> int:
-    """Returns the forward passes of a model's video: two a step under guidance."""
-    return (2 if is_guided(spec) else 1) * (spec.video.steps or 0)
+    """Returns the forward passes of a model's video: two a step under guidance, in most pipelines."""
+    under_guidance = PIPELINES[spec.pipeline].passes if spec.pipeline in PIPELINES else 2
+    return (under_guidance if is_guided(spec) else 1) * (spec.video.steps or 0)
 
 
 def linear_flops(spec: ModelSpec) -> float:

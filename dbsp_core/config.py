@@ -322,11 +322,10 @@ def default_config(identity: ModelSignature | None, spec: ModelSpec | None = Non
 
     `spec` is the model with this signature, if a name identifies it.
     """
-    spec = spec or (None if identity is None else published_model(identity))
-    path = None if spec is None else shipped_configs() / f"{spec.name}-sparge.yaml"
-    if path is None or not path.is_file():
-        return DbspConfig(origin=DEFAULT_ORIGIN)
-    return DbspConfig.load(path)
+    named = (spec, None if identity is None else published_model(identity))
+    paths = (shipped_configs() / f"{known.name}-{known.mask}.yaml" for known in named if known is not None)
+    path = next((path for path in paths if path.is_file()), None)
+    return DbspConfig(origin=DEFAULT_ORIGIN) if path is None else DbspConfig.load(path)
 
 
 def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:

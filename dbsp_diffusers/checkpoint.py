@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from dbsp_core.models.signature import ModelSignature
+from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import is_pointer, read_text
 from dbsp_core.utils.process import installed_version
@@ -202,7 +202,7 @@ def load_stock_pipeline(
     Args:
         model: Folder or repository.
         identity: The model, or None if it is not known.
-        from_image: True if it starts from an image: checkpoints of Wan2.2 TI2V name the class that does not.
+        from_image: True if it starts from an image: checkpoints of Wan2.2 TI2V and LTX-2 name the class that does not.
         flow_shift: None leaves the checkpoint's.
         cls: diffusers' class; the default takes the one that the checkpoint names.
         options: Further arguments of `from_pretrained`.
@@ -212,8 +212,8 @@ def load_stock_pipeline(
     """
     import diffusers
 
-    if from_image and identity is not None and identity.variant == "ti2v":
-        cls = "WanImageToVideoPipeline"
+    if from_image and identity is not None and identity.pipeline in PIPELINES:
+        cls = PIPELINES[identity.pipeline].from_image or cls
     checkpoint = local_checkpoint(model)
     variant = None if checkpoint is None else checkpoint.variant
     try:

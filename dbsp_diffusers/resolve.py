@@ -29,9 +29,8 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         name = architecture_of(transformer).pipeline or type(transformer).__name__
-    name = next(
-        (pipeline for pipeline, names in PIPELINES.items() if names.from_video == name), name
-    )  # of the same checkpoints
+    if name not in PIPELINES:  # another class of the same checkpoints
+        name = next((own for own, kind in PIPELINES.items() if name in (kind.from_image, kind.from_video)), name)
     two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
     return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
 

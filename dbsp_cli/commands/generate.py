@@ -34,6 +34,13 @@ def generate_command(
         list[Path] | None, typer.Option("--image", help="The first frame; given again, the last.", **PATH)
     ] = None,
     video: Annotated[Path | None, typer.Option(help="A video to start from.", **PATH)] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="What it does not show.")] = None,
+    height: Annotated[
+        int | None, typer.Option(help="Pixels; default: the model's usual, as for the next three.")
+    ] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="Frames of the video.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of a prompt's first video.")] = None,
     videos: Annotated[int, typer.Option(help="Videos for each prompt.")] = 1,
     lora: Annotated[list[str] | None, typer.Option(help="LoRA, PATH[:transformer_2][=WEIGHT]; repeatable.")] = None,

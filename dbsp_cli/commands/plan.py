@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dbsp_cli.modelled import MODELLED_ONLY, memory_of, modelled_table, modelled_videos, sized, usual_masks
+from dbsp_cli.modelled import memory_of, modelled_table, modelled_videos, sized, usual_masks
 from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables
 from dbsp_core.cost.machine import Hardware, hardware_for, load_hardware
 from dbsp_core.cost.prediction import candidates, traffic_of
@@ -19,7 +19,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.models.table import MODEL_SPECS, ModelSpec, find_model_spec, unknown_model
+from dbsp_core.models.table import ModelSpec, find_model_spec, unknown_model
 from dbsp_core.planning.chunks import ALL, NEEDED, require_keys
 from dbsp_core.planning.plan import make_plan
 from dbsp_core.planning.planners import PLANNERS, require_planner
@@ -79,9 +79,9 @@ def plan_command(
 
 def _model(name: str, size: str | None, dense_steps: int) -> ModelSpec:
     """Returns the model of that name with a video of that size. Raises UserError for what it cannot make."""
-    spec = find_model_spec(name, MODEL_SPECS | MODELLED_ONLY)
+    spec = find_model_spec(name)
     if spec is None:
-        raise unknown_model(name, MODEL_SPECS | MODELLED_ONLY)
+        raise unknown_model(name)
     if dense_steps > (spec.video.steps or 0):
         raise UserError(
             f"--dense-steps must be at most the {spec.video.steps} steps of {spec.name}, got {dense_steps}"

@@ -23,7 +23,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings, side_message
 from dbsp_core.models.signature import PIPELINES, ModelSignature, token_grid
 from dbsp_core.models.table import (
-    MODEL_SPECS,
+    GENERATED,
     TINY,
     TINY_MODELS,
     find_model_spec,
@@ -50,6 +50,8 @@ from dbsp_kernels import KernelRequirements, choose_kernel
 from dbsp_kernels.errors import install_command, page
 from dbsp_kernels.kernel import supports
 
+_OPTIONS = ("negative_prompt", "height", "width", "num_frames", "steps", "seed")
+"""Settings of `generate` that are options of the command, too."""
 _NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 
 
@@ -62,6 +64,11 @@ class GenerationRequest:
     prompt: str | None = None
     images: Sequence[Path] = ()
     video: Path | None = None
+    negative_prompt: str | None = None
+    height: int | None = None
+    width: int | None = None
+    num_frames: int | None = None
+    steps: int | None = None
     seed: int | None = None
     videos: int = 1
     changes: Sequence[str] = ()
@@ -200,6 +207,10 @@ def _require_loadable(
         require_possible(config)
         _require_fitting_masks(config, identity, video)
     request.features.require_possible()
+    if PIPELINES[identity.pipeline].sound and importlib.util.find_spec("av") is None:
+        raise UserError(
+            f"av is not installed, which writes {PIPELINES[identity.pipeline].title}'s sound; pip install av"
+        )
     tiny, named = tiny_architecture(model), find_model_spec(model)
     loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
     if tiny == "wan-trained":
@@ -213,13 +224,17 @@ def _require_loadable(
 def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
     """Raises SettingError for what the pipeline would change or reject: frames, a size, or a last image alone."""
     spec, title = published_model(signature), model_title(signature)
-    if signature.pipeline in PIPELINES and video.num_frames is not None:
-        message = PIPELINES[signature.pipeline].frames_message(video.num_frames)
+    pipeline = PIPELINES.get(signature.pipeline)
+    if pipeline is not None and video.num_frames is not None:
+        message = pipeline.frames_message(video.num_frames)
         require_value(video, "num_frames", message is None, str(message), "generate.")
     for side in ("height", "width"):
         value = getattr(video, side)
         message = None if value is None or spec is None else side_message(value, spec.token_pixels)
         require_value(video, side, message is None, str(message), "generate.")
+    has_effect = pipeline is None or pipeline.passes > 1 or not video.negative_prompt
+    message = f"has no effect: {title} has no unconditional pass; leave it out"
+    require_value(video, "negative_prompt", has_effect, message, "generate.")
     one_alone = video.guidance_scale_2 is None or signature.variant == "two"
     message = f"is for models with two transformers, and {title} has one; leave it out"
     require_value(video, "guidance_scale_2", one_alone, message, "generate.")
@@ -230,14 +245,17 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
 def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video: GenerateSettings) -> None:
     """Raises UserError for masks of another model or size of video, and for blocks that the kernel does not support.
 
-    Models of unknown sizes pass.
+    Models of unknown sizes pass, and those whose text is counted once the prompt is encoded.
     """
     if published_model(signature) is None and signature not in TINY_MODELS.values():
         return
-    heads, frames = signature.sizes[1], signature.sizes[3]
-    pixels = 2 * TOKEN_PIXELS if signature.variant == "ti2v" else TOKEN_PIXELS
-    thw = token_grid(video.num_frames or 1, video.height or 0, video.width or 0, frames, pixels)
-    mask_request = MaskRequest(0, heads, thw, PIPELINES[signature.pipeline].text_tokens)
+    pipeline, spec = PIPELINES[signature.pipeline], published_model(signature)
+    if pipeline.text_varies:  # known once the prompt is encoded
+        return
+    pixels = TOKEN_PIXELS if spec is None else spec.token_pixels
+    size = video.num_frames or 1, video.height or 0, video.width or 0
+    thw = token_grid(*size, signature.sizes[3], pixels, pipeline.vae_frames)
+    mask_request = MaskRequest(0, signature.sizes[1], thw, pipeline.text_tokens)
     for name in TRANSFORMERS if signature.variant == "two" else TRANSFORMERS[:1]:
         own = config.for_transformer(name)
         of_second = bool(config.transformer_2.get("mask")) and name == "transformer_2"
@@ -265,7 +283,7 @@ def _images(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
 
 def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
     if request.config is None and request.model is None:
-        names = ", ".join(MODEL_SPECS)
+        names = ", ".join(GENERATED)
         raise UserError(f"nothing says which model; give --model ({names}, or a folder) or --config")
     config = request.config or _shipped_for(request.model)
     if config is not None:
@@ -285,11 +303,12 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
         settings = settings.changed(keys, value, f"--set {key}")
     if len(request.images) > 2:
         raise UserError(f"--image is given {len(request.images)} times; give the first frame, and maybe the last")
-    options = {"prompt": prompts[0] if prompts else None, "seed": request.seed}
+    options = {name: getattr(request, name) for name in _OPTIONS} | {"prompt": prompts[0] if prompts else None}
     options |= dict(zip(("image", "last_image"), map(str, request.images), strict=False))
     for name, value in options.items():
         if value is not None:
-            settings = settings.changed(("generate", name), value, f"--{'image' if 'image' in name else name}")
+            option = "image" if "image" in name else name.replace("_", "-")
+            settings = settings.changed(("generate", name), value, f"--{option}")
     return settings
 
 
@@ -336,7 +355,7 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
         raise UserError(f"{request.config} does not say which model it is for; add --model")
     identity = signature_of_model(model)
     if identity is None:
-        names = [*MODEL_SPECS, *(f"{TINY}{name}" for name in TINY_MODELS)]
+        names = [*GENERATED, *(f"{TINY}{name}" for name in TINY_MODELS)]
         option = "--model" if request.model else f"{settings.location_of(('model',))}: model"
         raise UserError(
             f"{option} {model}: neither a model that dbsp generate knows ({', '.join(names)}) nor a folder with "
@@ -352,7 +371,7 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
     if spec is not None and other not in (None, spec) and other.hub == spec.hub:
         raise UserError(
             f"--model {model}: its weights are in files next to {spec.hub}; merge them into a folder and give that as "
-            f"--model, with --config {spec.name}-sparge"
+            f"--model, with --config {spec.name}-{spec.mask}"
         )
     return model, identity
 

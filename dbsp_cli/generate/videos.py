@@ -91,18 +91,9 @@ def _make_videos(
             log.info("video %d of %d: %s", number, len(outputs), output.path)
         if observer is not None:
             observer.folder = str(generation.report_of(output) or unwanted)
-        pictures = pipe(
-            prompt=output.prompt,
-            negative_prompt=settings.negative_prompt,
-            height=settings.height,
-            width=settings.width,
-            num_inference_steps=settings.steps,
-            guidance_scale=settings.guidance_scale,
-            generator=torch.Generator(device).manual_seed(output.seed),
-            **of_pipeline,
-        ).frames[0]
+        made = pipe(prompt=output.prompt, generator=torch.Generator(device).manual_seed(output.seed), **of_pipeline)
         if dist.get_rank() == 0:
-            _write(pictures, output.path, settings.fps or 16)
+            _write(made.frames[0], output.path, settings.fps or 16, sound=_sound(pipe, made))
             reports[output] = None if observer is None else observer.report
             folder = generation.report_of(output)
             if folder is not None and reports[output] is not None:
@@ -110,13 +101,19 @@ def _make_videos(
     return reports
 
 
-def _write(pictures: Any, path: Path, fps: int) -> None:
+def _sound(pipe: Any, made: Any) -> tuple[torch.Tensor, int] | None:
+    """Returns the sound that a pipeline made with its first video, [channels, samples], and its samples a second."""
+    sound = getattr(made, "audio", None)
+    return None if sound is None else (sound[0].float().cpu(), pipe.vocoder.config.output_sampling_rate)
+
+
+def _write(pictures: Any, path: Path, fps: int, sound: tuple[torch.Tensor, int] | None = None) -> None:
     """Writes an mp4, which appears when it is complete; one that cannot be moved to its path is kept next to it.
 
     Raises:
         OSError: ffmpeg did not come to its end, or the path has been taken by something else.
     """
-    from diffusers.utils import export_to_video
+    from diffusers.utils import encode_video, export_to_video
 
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +121,10 @@ def _write(pictures: Any, path: Path, fps: int) -> None:
     made = folder / path.name
     try:
         with ending_in_order():
-            export_to_video(pictures, str(made), fps=fps)
+            if sound is None:
+                export_to_video(pictures, str(made), fps=fps)
+            else:
+                encode_video(pictures, fps, str(made), *sound)
         if not _whole(made):
             raise OSError(f"{path} could not be written whole; ffmpeg says why above (is the disk full?)")
     except BaseException:
@@ -177,6 +177,8 @@ def load_pipeline(
     pipe = load_stock_pipeline(
         model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
     )
+    if "guider" in pipe.components:  # guidance that is not an argument of the call
+        pipe.guider = pipe.guider.new(guidance_scale=max(1.0, settings.guidance_scale or 1.0))
     # 2. LoRA weights
     load_loras(pipe, [lora.within(identity) for lora in features.loras()])
     # 3. The device of the weights
@@ -217,7 +219,7 @@ def speed_up(transformers: Mapping[str, torch.nn.Module], features: Features) ->
 
 
 def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *, from_video: bool) -> dict[str, Any]:
-    """Returns the arguments of a pipeline's call that only some have.
+    """Returns the arguments of a pipeline's call but for the prompt and the noise.
 
     Args:
         frames: Images of the first frame and of the last, or of the video to start from, in the video's size.
@@ -225,7 +227,15 @@ def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *
     from PIL import Image
 
     parameters = inspect.signature(type(pipe).__call__).parameters
-    arguments: dict[str, Any] = {}
+    usual = {
+        "negative_prompt": settings.negative_prompt,
+        "height": settings.height,
+        "width": settings.width,
+        "num_inference_steps": settings.steps,
+        "guidance_scale": settings.guidance_scale,
+        "frame_rate": settings.fps,
+    }
+    arguments: dict[str, Any] = {name: value for name, value in usual.items() if name in parameters}
     if settings.guidance_scale_2 is not None and pipe.config.get("boundary_ratio") is not None:
         arguments["guidance_scale_2"] = settings.guidance_scale_2
     if from_video:

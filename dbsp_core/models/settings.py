@@ -101,7 +101,7 @@ class GenerateSettings:
             if getattr(full, name) is None:
                 raise SettingError(
                     f"generate.{name} is not set, and no default size is known for this model; set it in the "
-                    f"configuration's 'generate', or with --set generate.{name}=…",
+                    f"configuration's 'generate', or with --{name.replace('_', '-')}",
                     (name,),
                 )
         return full

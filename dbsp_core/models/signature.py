@@ -16,9 +16,14 @@ class Pipeline:
     title: str  # its name in messages
     frame_stride: int  # by how many frames videos get longer: CogVideoX decodes two latent frames of 4 at a time
     text_tokens: int  # text tokens in self-attention's sequence
+    text_varies: bool = False  # True if their number is the prompt's own; `text_tokens` is then a usual one
     images: tuple[int, int] = (0, 0)  # fewest and most that a video is made from: its first frame, and its last
+    from_image: str | None = None  # diffusers' class for the same checkpoint that starts from an image
     from_video: str | None = None  # diffusers' class for the same checkpoint that starts from a video
     float32_vae: bool = True  # True if diffusers' examples load the VAE in float32, other parts in bfloat16
+    vae_frames: int = 4  # frames of a latent frame, after the first
+    sound: bool = False  # True if it makes sound with the video
+    passes: int = 2  # forward passes of a step under guidance; 1: the scale is an input of the transformer
 
     def frames_message(self, frames: int) -> str | None:
         """Returns the error message about a number of frames that such a pipeline would change or reject, or None."""
@@ -29,21 +34,44 @@ class Pipeline:
 
 
 PIPELINES = {
-    "WanPipeline": Pipeline("Wan text-to-video", 4, 0, from_video="WanVideoToVideoPipeline"),
+    "WanPipeline": Pipeline(
+        "Wan text-to-video", 4, 0, from_image="WanImageToVideoPipeline", from_video="WanVideoToVideoPipeline"
+    ),
     "WanImageToVideoPipeline": Pipeline("Wan image-to-video", 4, 0, images=(1, 2)),
     "WanVACEPipeline": Pipeline("Wan VACE", 4, 0, images=(2, 2)),
     "CogVideoXPipeline": Pipeline(
         "CogVideoX text-to-video", 8, 226, from_video="CogVideoXVideoToVideoPipeline", float32_vae=False
+    ),
+    "HunyuanVideoPipeline": Pipeline(
+        "HunyuanVideo text-to-video", 4, 256, text_varies=True, float32_vae=False, passes=1
+    ),
+    "HunyuanVideo15Pipeline": Pipeline("HunyuanVideo-1.5 text-to-video", 4, 256, text_varies=True, float32_vae=False),
+    # Guidance, perturbed attention, and video and audio apart: two passes in one batch, and two more.
+    "LTX2Pipeline": Pipeline(
+        "LTX-2",
+        8,
+        0,
+        images=(0, 1),
+        from_image="LTX2ImageToVideoPipeline",
+        float32_vae=False,
+        vae_frames=8,
+        passes=4,
+        sound=True,
     ),
 }
 """Pipelines by the name of diffusers' class."""
 
 
 def token_grid(
-    num_frames: int, height: int, width: int, patch_frames: int, token_pixels: int = TOKEN_PIXELS
+    num_frames: int,
+    height: int,
+    width: int,
+    patch_frames: int,
+    token_pixels: int = TOKEN_PIXELS,
+    vae_frames: int = 4,
 ) -> tuple[int, int, int]:
     """Returns the frames, rows and columns of the tokens of a video, whose size is given in frames and pixels."""
-    latent_frames = (num_frames - 1) // 4 + 1  # all models' VAEs make one latent frame of 4, after the first
+    latent_frames = (num_frames - 1) // vae_frames + 1
     return -(-latent_frames // patch_frames), height // token_pixels, width // token_pixels
 
 
@@ -92,8 +120,8 @@ def model_signature(pipeline: str, config: Mapping[str, Any], variant: Variant =
     """
     patch = config.get("patch_size")
     frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
-    names = ("num_layers", "num_attention_heads", "attention_head_dim")
-    layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
+    names = ("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim")
+    layers, single_layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
     if variant == "ti2v":  # one checkpoint, in either pipeline
         pipeline = "WanPipeline"
-    return ModelSignature(pipeline, (layers, heads, head_dim, int(frames)), variant)
+    return ModelSignature(pipeline, (layers + single_layers, heads, head_dim, int(frames)), variant)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ class ModelSpec:
     # F, L, f, l: F + f·k frames make L + l·k latents. None: 4k + 1 make k + 1
     frame_groups: tuple[int, int, int, int] | None = None
     sound_tokens: float = 0.0  # tokens of each of two channels of sound in self-attention, for a frame
+    mask: str = "subblock"  # whose shipped configuration `enable(pipe)` takes, configs/NAME-MASK.yaml
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -66,7 +66,8 @@ class ModelSpec:
             least, least_latents, group, latents = self.frame_groups
             groups = -(-max(0, frames - least) // group)  # pipelines round up
             return least_latents + groups * latents, height // self.token_pixels, width // self.token_pixels
-        return token_grid(frames, height, width, self.patch_frames, self.token_pixels)
+        vae_frames = PIPELINES[self.pipeline].vae_frames if self.pipeline in PIPELINES else 4
+        return token_grid(frames, height, width, self.patch_frames, self.token_pixels, vae_frames)
 
     @property
     def tokens(self) -> int:
@@ -135,6 +136,7 @@ _COGVIDEOX_1_5 = ModelSpec(
     parameters=5_570_676_352 + 4_762_310_656,
     video=GenerateSettings(None, "", 768, 1360, num_frames=81, steps=50, guidance_scale=6.0, fps=16),
     paper_thw=(21, 51, 80),  # §6.1
+    mask="sparge",
 )
 _COGVIDEOX = _like(
     _COGVIDEOX_1_5,
@@ -173,7 +175,7 @@ _WAN_2_2_I2V = _like(
     video={"steps": 40, "guidance_scale": 3.5},
 )
 _WAN_2_2_DISTILLED = _like(
-    _WAN_2_2_I2V, "wan2.2-distilled-i2v", _WAN_2_2_I2V.hub, video={"steps": 4, "guidance_scale": 1.0}
+    _WAN_2_2_I2V, "wan2.2-distilled-i2v", _WAN_2_2_I2V.hub, video={"steps": 4, "guidance_scale": 1.0}, mask="sparge"
 )
 _WAN_2_2_TI2V = _like(
     _WAN_14B,
@@ -189,9 +191,79 @@ _WAN_2_2_TI2V = _like(
 )
 _WAN_VACE = _like(_WAN_14B, "wan2.1-vace-14b", "Wan-AI/Wan2.1-VACE-14B-diffusers", pipeline="WanVACEPipeline")
 _WAN_VACE_1_3B = _like(_WAN_1_3B, "wan2.1-vace-1.3b", "Wan-AI/Wan2.1-VACE-1.3B-diffusers", pipeline="WanVACEPipeline")
+_HUNYUAN = ModelSpec(
+    name="hunyuanvideo",
+    hub="hunyuanvideo-community/HunyuanVideo",
+    aliases=("tencent/HunyuanVideo",),
+    pipeline="HunyuanVideoPipeline",
+    layers=60,  # 20 with two streams, 40 with one; each token meets as many weights in either
+    heads=24,
+    head_dim=128,
+    patch_frames=1,
+    ffn=12288,
+    cross_text=0,
+    parameters=12_821_012_544 + 7_505_186_816 + 123_060_480,
+    video=GenerateSettings(None, "", 720, 1280, num_frames=129, steps=50, guidance_scale=6.0, fps=24),
+)
+_HUNYUAN_1_5 = ModelSpec(
+    name="hunyuanvideo1.5",
+    hub="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    aliases=("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "tencent/HunyuanVideo-1.5"),
+    pipeline="HunyuanVideo15Pipeline",
+    layers=54,
+    heads=16,
+    head_dim=128,
+    patch_frames=1,
+    ffn=8192,
+    cross_text=0,
+    parameters=8_326_608_160 + 7_070_619_136 + 219_314_944,
+    video=GenerateSettings(None, "", 720, 1280, num_frames=121, steps=50, guidance_scale=6.0, fps=24),
+)
+_LTX_2 = ModelSpec(
+    name="ltx-2",
+    hub="Lightricks/LTX-2",
+    aliases=(),
+    pipeline="LTX2Pipeline",
+    layers=48,
+    heads=32,
+    head_dim=128,
+    patch_frames=1,
+    ffn=16384,  # of the video; the audio's few tokens are left out
+    cross_text=1024,
+    parameters=18_876_174_592 + 11_766_034_176,
+    video=GenerateSettings(None, "", 1088, 1920, num_frames=241, steps=30, guidance_scale=3.0, fps=24),
+    token_pixels=32,
+)
+_MINIMAX_H3 = ModelSpec(
+    name="minimax-h3",
+    hub="MiniMaxAI/MiniMax-H3",
+    aliases=(),
+    pipeline="MiniMaxH3ModularPipeline",
+    layers=50,
+    heads=56,
+    head_dim=128,
+    patch_frames=1,
+    ffn=21504,
+    cross_text=0,
+    parameters=33_122_992_896,
+    video=GenerateSettings(None, "", 768, 1344, num_frames=124, steps=49, guidance_scale=1.0, fps=24),
+    token_pixels=32,
+    hidden=5376,
+    other_tokens=512,
+    frame_groups=(5, 2, 17, 5),
+    sound_tokens=40 / 24,  # 40 latents a second
+)
 _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
-MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, _COGVIDEOX_1_5, _COGVIDEOX)}
-"""Models by name. Of several with one signature and one repository, the first is what their weights are known as."""
+_OTHERS = (_COGVIDEOX_1_5, _COGVIDEOX, _HUNYUAN, _HUNYUAN_1_5, _LTX_2, _MINIMAX_H3)
+MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, *_OTHERS)}
+"""Models by name. Of several with one signature and one repository, the first is what their weights are known as.
+
+Sizes of HunyuanVideo, LTX-2 and MiniMax-H3 are the defaults of diffusers' classes (0.42), and parameters are counted
+from them, without H3's text encoder. H3's text has any length, 512 tokens are assumed; its schedule of 50 points has
+49 passes. LTX-2's video is ten seconds in 1080p: at its pipeline's default size, 6,144 tokens, attention takes little.
+"""
+GENERATED = {name: spec for name, spec in MODEL_SPECS.items() if spec.pipeline in PIPELINES}
+"""The models whose pipeline `dbsp generate` runs."""
 
 TINY = "tiny-"  # prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed
 TINY_MODELS = {
@@ -206,10 +278,10 @@ TINY_MODELS = {
 """Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
 
 
-def find_model_spec(name: str, among: Mapping[str, ModelSpec] = MODEL_SPECS) -> ModelSpec | None:
+def find_model_spec(name: str) -> ModelSpec | None:
     """Returns the model of that name, upper or lower case, or None."""
     wanted = name.casefold()
-    return next((s for s in among.values() if wanted in {known.casefold() for known in s.names}), None)
+    return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
 
 
 def tiny_architecture(model: str) -> str | None:
@@ -259,6 +331,6 @@ def model_title(signature: ModelSignature, class_name: str | None = None) -> str
     return f"{named} with {layers} layers and {heads} heads of {head_dim}"
 
 
-def unknown_model(name: str, among: Mapping[str, ModelSpec] = MODEL_SPECS) -> UserError:
+def unknown_model(name: str) -> UserError:
     """Returns the error for a name that is no model's."""
-    return UserError(f"no model {name!r}{did_you_mean(name, among)}; use one of {', '.join(among)}")
+    return UserError(f"no model {name!r}{did_you_mean(name, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")

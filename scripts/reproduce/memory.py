@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dbsp_cli.modelled import MODELLED_ONLY, memory_of, sized
+from dbsp_cli.modelled import memory_of, sized
 from dbsp_core import Strategy
 from dbsp_core.models.table import MODEL_SPECS
 from scripts.results.result import Result, arguments
@@ -42,7 +42,7 @@ class Row:
 
 def rows() -> Iterator[Row]:
     for model, size in VIDEOS:
-        spec = sized((MODEL_SPECS | MODELLED_ONLY)[model], size)
+        spec = sized(MODEL_SPECS[model], size)
         for strategy in STRATEGIES:
             held = memory_of(spec, Strategy.parse(strategy))
             yield Row(model, size, spec.tokens, strategy, held.weights / 1e9, held.activations / 1e9)

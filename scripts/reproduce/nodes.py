@@ -16,7 +16,6 @@ from itertools import groupby
 
 import numpy as np
 
-from dbsp_cli.modelled import MODELLED_ONLY
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.cost.prediction import AttentionShape, by_rule, candidates, predict
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -81,7 +80,7 @@ def rows_of(spec: ModelSpec) -> tuple[BlockGrid, np.ndarray]:
 def rows(_: argparse.Namespace) -> Iterator[Row]:
     machines = [load_hardware(name) for name in MACHINES]
     for name in MODELS:
-        spec = (MODEL_SPECS | MODELLED_ONLY)[name]
+        spec = MODEL_SPECS[name]
         grid, counts = rows_of(spec)
         shape = AttentionShape(1, spec.heads, spec.head_dim)
         for where, nodes in RANKS.items():

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dbsp_cli.modelled import MODELLED_ONLY, linear_flops, passes, sized
+from dbsp_cli.modelled import linear_flops, passes, sized
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape
@@ -134,7 +134,7 @@ def measure() -> Iterator[Row]:
 def _spec(record: dict[str, str]) -> ModelSpec:
     """Returns the model with the row's video of FRAMESxHEIGHTxWIDTH."""
     frames, height, width = record["video"].split("x")
-    return sized((MODEL_SPECS | MODELLED_ONLY)[record["model"]], f"{height}x{width}x{frames}")
+    return sized(MODEL_SPECS[record["model"]], f"{height}x{width}x{frames}")
 
 
 def dense_machine(name: str, engine: str, head_dim: int) -> Hardware:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_cli.modelled import MODELLED_ONLY, linear_flops
+from dbsp_cli.modelled import linear_flops
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape
+from dbsp_core.models.table import MODEL_SPECS
 from dbsp_core.reports.style import INK
 from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
 from scripts.reproduce.published import BLOCK, TABLES, read_records, speeds
@@ -26,7 +27,7 @@ from scripts.results.colours import MASKS
 from scripts.results.figures import legend_below, panels
 from scripts.results.result import Result, arguments
 
-SPEC = MODELLED_ONLY["minimax-h3"]
+SPEC = MODEL_SPECS["minimax-h3"]
 ENGINES = {"b200": "sglang", "h200": "sglang", "h20": "vllm-omni"}
 """Machines, and the engine whose speed is taken there: SGLang's on the H20 would exceed its tensor cores' rate."""
 TOKENS = tuple(int(tokens) for tokens in np.geomspace(8_000, 256_000, 11).round(-2))

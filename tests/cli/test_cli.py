@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from dbsp_cli.modelled import MODELLED_ONLY, memory_of, sized
+from dbsp_cli.modelled import memory_of, sized
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceLayout, Strategy, make_plan, save_mask
 from dbsp_core.cost.prediction import traffic_of
@@ -129,7 +129,7 @@ class TestPlanOfModel:
 
 def test_minimax_h3_has_tokens_by_its_own_rule():
     """Compares with the tokens of SGLang's README (37.7k, padded text less) and of diffusers' pipeline."""
-    spec = MODELLED_ONLY["minimax-h3"]
+    spec = MODEL_SPECS["minimax-h3"]
     assert (spec.thw, spec.text_tokens) == ((37, 24, 42), 512 + 2 * 207)
     longer = sized(spec, "768x1344x243")
     assert (longer.thw, longer.text_tokens) == ((72, 24, 42), 512 + 2 * 405)
@@ -171,9 +171,18 @@ MISTAKES = [
     (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
     (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
     (
-        ["generate", "--model", "hunyuanvideo", "--prompt", "x"],
+        ["generate", "--model", "qwen-image", "--prompt", "x"],
         "other families run in a script, by dbsp_diffusers.enable",
     ),
+    (
+        ["generate", "--model", "minimax-h3", "--prompt", "x"],
+        "--model minimax-h3 is minimax-h3; db-SP generates with WanPipeline",
+    ),
+    (
+        ["generate", "--model", "hunyuanvideo", "--prompt", "x", "--negative-prompt", "y"],
+        "negative_prompt=y has no effect: hunyuanvideo has no unconditional pass; leave it out",
+    ),
+    (["generate", "--model", "ltx-2", "--prompt", "x", "--num-frames", "240"], "must be 8k + 1 for LTX-2"),
     (["plan", "MASK"], "--gpus"),
     (["plan", "MASK", "--gpus", "0"], "--gpus"),
     (["plan", "MASK", "--gpus", "4", "--strategy", "U2R3"], "use one of U4R1, U2R2, U1R4"),

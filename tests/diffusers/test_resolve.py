@@ -22,7 +22,10 @@ def published(name: str):
     layers, heads, head_dim, frames = signature.sizes
     wan = signature.pipeline.startswith("Wan")
     patch = {"patch_size": (1, 2, 2)} if wan else {"patch_size": 2, "patch_size_t": frames if frames > 1 else None}
-    config = {"num_layers": layers, "num_attention_heads": heads, "attention_head_dim": head_dim, **patch}
+    if signature.pipeline.startswith(("Hunyuan", "LTX")):
+        patch["patch_size_t"] = 1
+    single = {"num_layers": 20, "num_single_layers": 40} if name == "hunyuanvideo" else {"num_layers": layers}
+    config = {**single, "num_attention_heads": heads, "attention_head_dim": head_dim, **patch}
     transformer = types.SimpleNamespace(config=config)
     both = {"transformer": transformer, "transformer_2": transformer} if signature.variant == "two" else {}
     parts = both | {"config": {"expand_timesteps": signature.variant == "ti2v"}}
@@ -37,14 +40,14 @@ def test_known_model_without_a_configuration_has_its_own(name):
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
     else:
         same = published_model(MODEL_SPECS[name].signature).name
-        assert config == DbspConfig.load(f"{same}-sparge")
+        assert config == DbspConfig.load(f"{same}-{MODEL_SPECS[name].mask if name == same else 'subblock'}")
         assert config.model == same
 
 
 def test_transformer_without_a_pipeline_has_the_configuration_of_its_sizes():
     with torch.device("meta"):
         known = WanTransformer3DModel(**published("wan2.1-t2v-1.3b")[1].config)
-    assert resolve_config(None, known) == DbspConfig.load("wan2.1-t2v-1.3b-sparge")
+    assert resolve_config(None, known) == DbspConfig.load("wan2.1-t2v-1.3b-subblock")
     assert resolve_config(None, make_tiny_transformer("wan")) == DbspConfig()
 
 
@@ -88,7 +91,17 @@ class TestWhatWouldBeMade:
         assert (video["height"], video["width"], video["num_frames"], video["flow_shift"]) == (480, 832, 81, 3.0)
         assert video["negative_prompt"].startswith("Bright tones")
         assert made["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-        assert (made["mask"]["cdf"], made["strategy"]) == (0.92, "U8R1")
+        assert (made["mask"]["sparsity"], made["strategy"]) == (0.75, "U8R1")
+
+    @pytest.mark.parametrize(
+        ("model", "tokens_of"),
+        [("hunyuanvideo", (720, 1280, 129)), ("hunyuanvideo1.5", (720, 1280, 121)), ("ltx-2", (1088, 1920, 241))],
+    )
+    def test_models_with_other_pipelines(self, dbsp, model, tokens_of):
+        made = self.asked(dbsp, "--model", model, "--nproc", 8, "--steps", 20)
+        video = made["generate"]
+        assert (video["height"], video["width"], video["num_frames"]) == tokens_of
+        assert (made["mask"]["source"], video["steps"], made["strategy"]) == ("subblock", 20, "U8R1")
 
     def test_unknown_local_model_runs_dense(self, dbsp, mistake, tmp_path):
         (tmp_path / "transformer").mkdir()
@@ -97,5 +110,5 @@ class TestWhatWouldBeMade:
         (tmp_path / "transformer" / "config.json").write_text(json.dumps(sizes))
         answer = mistake("generate", "--model", tmp_path, "--prompt", "x", "--dry-run")
         assert "generate.height is not set, and no default size is known for this model" in answer
-        size = [part for name in ("height=64", "width=64", "num_frames=5") for part in ("--set", f"generate.{name}")]
+        size = ["--height", 64, "--width", 64, "--num-frames", 5]
         assert self.asked(dbsp, "--model", tmp_path, *size)["mask"]["source"] == "dense"

@@ -31,7 +31,7 @@ def test_config_has_the_settings_of_its_file_its_mask_or_its_model(tmp_path):
     assert config is not None
     assert config.mask == UnionSource((WindowSource(), NablaSource(cdf=0.8)))
     of_model = FLAG | {"model": "Wan2.1-T2V"}
-    assert config_from(of_model) == DbspConfig.load("wan2.1-t2v-14b-sparge")
+    assert config_from(of_model) == DbspConfig.load("wan2.1-t2v-14b-subblock")
     assert config_from(FLAG) == DbspConfig()
     with pytest.raises(ValueError, match=r"is for cogvideox1\.5-5b, the model is wan2.1-t2v-14b"):
         config_from({**of_model, "sp_config": "cogvideox1.5-5b-sparge"})

@@ -25,8 +25,9 @@ PREDICTED += ("wan2.1-vace-1.3b", "wan2.2-distilled-i2v")  # these have no other
 ANY_MODEL = {
     "minimax-h3-turbo-sla": (MaskRequest(0, 56, (37, 24, 42), 928), 89),
     "wan2.2-nvfp4-sparse": (MaskRequest(0, 40, (21, 45, 80)), 118),
+    "hunyuanvideo1.5-ssta": (MaskRequest(0, 16, (31, 45, 80), 256), None),
 }
-"""Files that name no model: a request of its size, and the key blocks that LightX2V keeps of each row."""
+"""Files that name no model: a request of its size, and the key blocks that LightX2V keeps of each row, if it does."""
 DENSITY = {  # of all blocks: the tiny CogVideoX has more text, which is dense, than video
     "wan2.1-t2v-14b-window": 0.119,
     "wan2.1-t2v-1.3b-window": 0.165,
@@ -46,7 +47,9 @@ def request_of(config: DbspConfig) -> MaskRequest:
     spec = find_model_spec(config.model)
     video = config.generate.filled(None if spec is None else spec.video)
     require_video(identity, with_images(video, identity))
-    thw = token_grid(video.num_frames, video.height, video.width, identity.sizes[3], spec.token_pixels if spec else 16)
+    if spec is not None and spec.paper_thw is None:
+        return MaskRequest(0, spec.heads, spec.thw, text_tokens=spec.text_tokens)
+    thw = token_grid(video.num_frames, video.height, video.width, identity.sizes[3])
     text = 226 if identity.pipeline == "CogVideoXPipeline" else 0
     return MaskRequest(0, identity.sizes[1], thw, text_tokens=text)
 
@@ -71,7 +74,7 @@ def test_blocks_of_shipped_files_fit_the_video(name, tmp_path, monkeypatch):
     assert grid.tokens == request.tokens
     if config.mask.changes == "per_call":
         assert min(grid.nq, grid.nk) > 4
-        if name in ANY_MODEL:
+        if ANY_MODEL.get(name, (None, None))[1] is not None:
             assert config.mask.limits(grid.nk, step=0) == (None, ANY_MODEL[name][1])
         return
     mask = config.mask.mask(replace(request, step=1))
@@ -109,7 +112,9 @@ def test_known_model_without_a_configuration_has_shipped_settings():
     for model in MODELS:
         for known in find_model_spec(model).names:
             config = default_config(signature_of_model(known))
-            assert config == DbspConfig.load(f"{model}-sparge")
+            assert config == DbspConfig.load(f"{model}-{MODEL_SPECS[model].mask}")
+    smaller = MODEL_SPECS["wan2.1-i2v-14b-480p"]  # has its checkpoint's weights in another repository
+    assert default_config(smaller.signature, smaller) == DbspConfig.load("wan2.1-i2v-14b-subblock")
     for unknown in (None, signature_of_model("tiny-wan"), signature_of_model("cogvideox-5b")):
         config = default_config(unknown)
         assert (config, config.origin) == (DbspConfig(), DEFAULT_ORIGIN)
@@ -119,6 +124,9 @@ def test_token_grids_are_those_of_the_usual_video_but_for_the_papers():
     assert MODEL_SPECS["wan2.2-ti2v-5b"].thw == (31, 22, 40)  # 121 frames, tokens of 32 pixels
     assert MODEL_SPECS["cogvideox1.5-5b"].thw == (21, 51, 80)  # the paper's
     assert MODEL_SPECS["cogvideox-5b"].thw == (13, 30, 45)
+    assert MODEL_SPECS["hunyuanvideo"].thw == (33, 45, 80)
+    assert MODEL_SPECS["hunyuanvideo1.5"].thw == (31, 45, 80)
+    assert MODEL_SPECS["ltx-2"].thw == (31, 34, 60)  # latents of 8 frames, tokens of 32 pixels
     for spec in MODEL_SPECS.values():
         require_video(spec.signature, with_images(spec.video, spec.signature))
         first = {"wan2.1-i2v-14b-480p": "wan2.1-i2v-14b", "wan2.2-distilled-i2v": "wan2.2-i2v-a14b"}
