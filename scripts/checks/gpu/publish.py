@@ -223,8 +223,8 @@ def kernels_table(published: Published) -> str:
     head = " | ".join(["blocks", f"density {DENSITIES[0]}", *DENSITIES[1:]])
     return (
         f"\n`triton` on one {published.device}, 5 heads of 75,600 tokens (Wan2.1-14B on 8 GPUs), bfloat16, measured "
-        f"at\ncommit {published.commit} ([all rows](results/{published.file}.csv)): TFLOP/s on active blocks, and times as "
-        f"fast as the\nfastest dense kernel.\n\n| {head} |\n|{'---|' * (1 + len(DENSITIES))}\n"
+        f"at\ncommit {published.commit} ([all rows](results/{published.file}.csv)): TFLOP/s on active blocks, and "
+        f"times as fast as the\nfastest dense kernel.\n\n| {head} |\n|{'---|' * (1 + len(DENSITIES))}\n"
         f"{''.join(rows)}\n{balance_lines(published)}"
     )
 
