@@ -29,15 +29,38 @@ def with_lines(program: str, *lines: str) -> str:
     return program
 
 
-def test_the_model_that_is_added_is_right_on_two_ranks(tmp_path):
-    (example,) = programs_of(page("adding-a-model"), "init_process")
-    (tmp_path / "example.py").write_text(example)
-    said, _ = run_on_ranks(2, tmp_path, "example.py")
+def distances(tmp_path, program: str) -> list[tuple[float, float, float]]:
+    """Returns what each of two ranks prints of the model that is added: dense from stock, ranks from one, sparse from
+    dense.
+    """
+    (tmp_path / "check.py").write_text(program)
+    said, _ = run_on_ranks(2, tmp_path, "check.py")
     assert sorted(said) == ["0", "1"]
-    for lines in said.values():
-        ((from_one_process, from_dense),) = re.findall(r"from one process (\S+), from dense (\S+)", lines)
-        assert float(from_one_process) <= 1e-5
-        assert float(from_dense) > 1e-3, "the mask must matter"
+    line = r"dense from stock (\S+), sparse from one process (\S+), from dense (\S+)\n"
+    return [tuple(map(float, numbers)) for lines in said.values() for numbers in re.findall(line, lines)]
+
+
+def test_the_model_that_is_added_is_right_on_two_ranks(tmp_path):
+    (program,) = programs_of(page("adding-a-model"), "init_process")
+    assert "tests" not in program, "a wheel has none"
+    found = distances(tmp_path, program)
+    assert len(found) == 2
+    for dense, ranks, sparse in found:
+        assert max(dense, ranks) <= 1e-5
+        assert sparse > 1e-3, "the mask must matter"
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [('text="last"', 'text="first"'), ("sequence=on_sample_grid(text_length)", "sequence=on_sample_grid()")],
+    ids=["text first", "no text"],
+)
+def test_a_wrong_entry_is_found(tmp_path, right, wrong):
+    (program,) = programs_of(page("adding-a-model"), "init_process")
+    assert program.count(right) == 1
+    found = distances(tmp_path, program.replace(right, wrong))
+    assert len(found) == 2
+    assert all(max(dense, ranks) > 1e-3 for dense, ranks, _ in found)
 
 
 def test_a_name_is_registered_once():
