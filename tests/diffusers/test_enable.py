@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -43,6 +44,16 @@ def test_transformer_in_one_process_without_ranks():
     statistics = session.statistics()
     assert (statistics["calls"], statistics["plans"]) == (2, 2)
     assert 1.0 <= statistics["mean_rho"] <= statistics["worst_rho"] < 2.0
+
+
+def test_settings_of_a_pipeline_are_not_read_as_attributes(folder):
+    """diffusers warns of each on every rank."""
+    pipe = load("wan", folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dbsp_diffusers.enable(pipe, CONFIG)
+        assert list(dbsp_diffusers.sessions_of(pipe)) == ["transformer"]
+        dbsp_diffusers.disable(pipe)
 
 
 @by_first_rank
