@@ -207,10 +207,9 @@ def _require_loadable(
         require_possible(config)
         _require_fitting_masks(config, identity, video)
     request.features.require_possible()
-    if PIPELINES[identity.pipeline].sound and importlib.util.find_spec("av") is None:
-        raise UserError(
-            f"av is not installed, which writes {PIPELINES[identity.pipeline].title}'s sound; pip install av"
-        )
+    pipeline = PIPELINES[identity.pipeline]
+    if pipeline.sound and importlib.util.find_spec("av") is None:
+        raise UserError(f"av is not installed, which writes {pipeline.title}'s sound; pip install av")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
     if tiny == "wan-trained":
@@ -247,10 +246,8 @@ def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video:
 
     Models of unknown sizes pass, and those whose text is counted once the prompt is encoded.
     """
-    if published_model(signature) is None and signature not in TINY_MODELS.values():
-        return
     pipeline, spec = PIPELINES[signature.pipeline], published_model(signature)
-    if pipeline.text_varies:  # known once the prompt is encoded
+    if pipeline.text_varies or (spec is None and signature not in TINY_MODELS.values()):
         return
     pixels = TOKEN_PIXELS if spec is None else spec.token_pixels
     size = video.num_frames or 1, video.height or 0, video.width or 0

@@ -36,7 +36,7 @@ class ModelSpec:
     token_pixels: int = TOKEN_PIXELS  # height and width of a token
     hidden: int | None = None  # width of the stream between layers, if not heads times head_dim
     other_tokens: int = 0  # tokens of text in self-attention, of pipelines not in `PIPELINES`
-    # F, L, f, l: F + f·k frames make L + l·k latents. None: 4k + 1 make k + 1
+    # F, L, f, l: F + f·k frames make L + l·k latents. None: by the pipeline's `vae_frames`
     frame_groups: tuple[int, int, int, int] | None = None
     sound_tokens: float = 0.0  # tokens of each of two channels of sound in self-attention, for a frame
     mask: str = "subblock"  # whose shipped configuration `enable(pipe)` takes, configs/NAME-MASK.yaml
@@ -66,7 +66,7 @@ class ModelSpec:
             least, least_latents, group, latents = self.frame_groups
             groups = -(-max(0, frames - least) // group)  # pipelines round up
             return least_latents + groups * latents, height // self.token_pixels, width // self.token_pixels
-        vae_frames = PIPELINES[self.pipeline].vae_frames if self.pipeline in PIPELINES else 4
+        vae_frames = PIPELINES[self.pipeline].vae_frames
         return token_grid(frames, height, width, self.patch_frames, self.token_pixels, vae_frames)
 
     @property
@@ -205,19 +205,17 @@ _HUNYUAN = ModelSpec(
     parameters=12_821_012_544 + 7_505_186_816 + 123_060_480,
     video=GenerateSettings(None, "", 720, 1280, num_frames=129, steps=50, guidance_scale=6.0, fps=24),
 )
-_HUNYUAN_1_5 = ModelSpec(
-    name="hunyuanvideo1.5",
-    hub="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
-    aliases=("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "tencent/HunyuanVideo-1.5"),
+_HUNYUAN_1_5 = _like(
+    _HUNYUAN,
+    "hunyuanvideo1.5",
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
+    ("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "tencent/HunyuanVideo-1.5"),
     pipeline="HunyuanVideo15Pipeline",
     layers=54,
     heads=16,
-    head_dim=128,
-    patch_frames=1,
     ffn=8192,
-    cross_text=0,
     parameters=8_326_608_160 + 7_070_619_136 + 219_314_944,
-    video=GenerateSettings(None, "", 720, 1280, num_frames=121, steps=50, guidance_scale=6.0, fps=24),
+    video={"num_frames": 121},
 )
 _LTX_2 = ModelSpec(
     name="ltx-2",
