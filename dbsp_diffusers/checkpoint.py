@@ -212,7 +212,7 @@ def load_stock_pipeline(
     """
     import diffusers
 
-    if from_image and identity is not None and identity.pipeline in PIPELINES:
+    if from_image and identity is not None and identity.images != (0, 0):
         cls = PIPELINES[identity.pipeline].from_image or cls
     checkpoint = local_checkpoint(model)
     variant = None if checkpoint is None else checkpoint.variant

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import diffusers
 import pytest
 
-from dbsp_diffusers.checkpoint import Checkpoint
+from dbsp_core.models.table import MODEL_SPECS
+from dbsp_diffusers.checkpoint import Checkpoint, load_stock_pipeline
 
 INDEX = {
     "_class_name": "WanPipeline",
@@ -106,3 +108,19 @@ def test_variant_is_found_in_both_forms_of_names(folder, name):
     assert loaded(folder) == weights
     (folder / "transformer" / shards[0]).unlink()
     assert found(folder) == (None, tuple(WHOLE))
+
+
+@pytest.mark.parametrize(
+    ("model", "from_image", "loaded"),
+    [
+        ("wan2.2-ti2v-5b", True, "WanImageToVideoPipeline"),
+        ("wan2.2-ti2v-5b", False, "DiffusionPipeline"),
+        ("ltx-2", True, "LTX2ImageToVideoPipeline"),
+        ("wan2.1-t2v-14b", True, "DiffusionPipeline"),  # which takes no image
+        ("wan2.1-vace-14b", True, "DiffusionPipeline"),
+    ],
+)
+def test_class_that_starts_from_an_image_is_for_checkpoints_that_can(monkeypatch, model, from_image, loaded):
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", classmethod(lambda cls, *_, **__: cls))
+    signature = MODEL_SPECS[model].signature
+    assert load_stock_pipeline(model, signature, from_image=from_image, flow_shift=None).__name__ == loaded
