@@ -260,6 +260,7 @@ Sizes of HunyuanVideo, LTX-2 and MiniMax-H3 are the defaults of diffusers' class
 from them, without H3's text encoder. H3's text has any length, 512 tokens are assumed; its schedule of 50 points has
 49 passes. LTX-2's video is ten seconds in 1080p: at its pipeline's default size, 6,144 tokens, attention takes little.
 """
+_BY_SIGNATURE = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}  # the first of equal ones stays
 GENERATED = {name: spec for name, spec in MODEL_SPECS.items() if spec.pipeline in PIPELINES}
 """The models whose pipeline `dbsp generate` runs."""
 
@@ -311,7 +312,7 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
 
 def published_model(signature: ModelSignature) -> ModelSpec | None:
     """Returns the first published model that has this signature, or None."""
-    return next((spec for spec in MODEL_SPECS.values() if spec.signature == signature), None)
+    return _BY_SIGNATURE.get(signature)
 
 
 def model_title(signature: ModelSignature, class_name: str | None = None) -> str:
