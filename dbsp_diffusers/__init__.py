@@ -5,7 +5,7 @@ Example::
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))         # in a script that torchrun starts
     torch.distributed.init_process_group("nccl")
     pipe.to("cuda")
-    dbsp_diffusers.enable(pipe, "sparge:cdf=0.92")               # on every rank
+    dbsp_diffusers.enable(pipe)                                  # on every rank
     video = pipe("a red ball bounces over a blue floor").frames[0]
     dbsp_diffusers.disable(pipe)                                 # as it was
     torch.distributed.destroy_process_group()

@@ -3,8 +3,8 @@
 Example::
 
     import dbsp_para
-    dbsp_para.parallelize_pipe(pipe, config={"mask": {"source": "window"}})    # changes nothing but this pipe
-    # or, through para-attn's own functions, which know two more arguments wherever db-SP is installed:
+    dbsp_para.parallelize_pipe(pipe)                                          # on every rank
+    # or through para-attn's own functions, to which db-SP adds two arguments:
     from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
     parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=...)
 

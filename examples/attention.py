@@ -1,4 +1,4 @@
-"""The attention alone, against torch's own on the whole sequence: torchrun --nproc_per_node 2 attention.py"""
+"""Compares db-SP's attention with torch's: torchrun --nproc_per_node 2 attention.py"""
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,8 @@ bits = (torch.rand(3, 16, 16) < 0.3) | torch.eye(16, dtype=torch.bool)  # [heads
 mask = BlockMask(bits, BlockGrid.uniform(tokens=1000, block=64))
 layout = SequenceLayout.contiguous(tokens=1000, world=world)
 plan = make_plan(mask, f"U1R{world}", layout=layout)
-attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group())  # once; then for many calls
-out = attend(*(x.chunk(world, dim=2)[rank] for x in (q, k, v)))  # of this rank's tokens
+attend = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group())  # reusable
+out = attend(*(x.chunk(world, dim=2)[rank] for x in (q, k, v)))  # this rank's tokens
 
 each = bits.repeat_interleave(64, 1).repeat_interleave(64, 2)[:, :1000, :1000]
 dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=each)

@@ -14,7 +14,7 @@ from dbsp_diffusers import PackedSample, packed_forward
 
 @dataclass(frozen=True)
 class Request:
-    """One image (`num_frames=1`) or video: arguments of `WanPipeline.__call__`, of sizes that it need not round."""
+    """One image (`num_frames=1`) or video: arguments of `WanPipeline.__call__`, with valid sizes."""
 
     prompt: str
     seed: int
@@ -29,7 +29,7 @@ class Request:
 
 @torch.no_grad()
 def denoise_packed(pipe: Any, requests: Sequence[Request], *, output_type: str = "np") -> list[Any]:
-    """Makes what `pipe(**request)` would make of each request, but calls the transformer for all of them at once.
+    """Generates what `pipe(**request)` generates for each request, with one call of the transformer for all of them.
 
     Each request keeps its own scheduler, number of steps and guidance. Prompts are encoded, and latents decoded, one
     after the other. db-SP must be enabled on the pipeline; every rank is given all requests and returns all results.
@@ -44,7 +44,7 @@ def denoise_packed(pipe: Any, requests: Sequence[Request], *, output_type: str =
     """
     runs = [_Run(pipe, request) for request in requests]
     most = max(len(run.times) for run in runs)
-    pipe.scheduler.set_timesteps(most, device=pipe._execution_device)  # a new generation, for what counts its steps
+    pipe.scheduler.set_timesteps(most, device=pipe._execution_device)  # starts a new generation
     for index, time in enumerate(pipe.scheduler.timesteps.tolist()):
         active = [run for run in runs if index < len(run.times)]
         for model in filter(None, (pipe.transformer, pipe.transformer_2)):
@@ -69,7 +69,7 @@ class _Run:
         self.scheduler.set_timesteps(request.num_inference_steps, device=device)
         self.scheduler.set_begin_index(0)
         self.times = self.scheduler.timesteps.tolist()
-        # rank 0 and the others must begin with the same noise
+        # All ranks start from the same noise.
         noise = torch.Generator().manual_seed(request.seed)
         size = request.height, request.width, request.num_frames
         self.latents = pipe.prepare_latents(1, model.config.in_channels, *size, torch.float32, device, noise)

@@ -12,28 +12,28 @@ from dbsp_core.planning.sequences import plan_sequences
 
 
 def encode_balanced(items, costs, encode, device):
-    """Encodes all ranks' items, each on the rank that has least to do. Collective; without gradients.
+    """Encodes all ranks' items, each on the rank with the least work. Collective; without gradients.
 
     Args:
-        items: This rank's tensors, as many as it likes, of any shapes.
+        items: This rank's tensors, any number of any shapes.
         costs: Work of each, a positive whole number: 1 for prompts padded to one length, pixels for clips.
-        encode: Makes a tensor of an item.
-        device: Where items and results are.
+        encode: Function from an item to its encoding, a tensor.
+        device: Device of items and results.
 
     Returns:
-        What `encode` makes of each of this rank's items, and how many items this rank encoded.
+        The encodings of this rank's items, and how many items this rank encoded.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    # 1. All ranks learn what there is.
+    # 1. All ranks learn costs, shapes and dtypes.
     known = gathered([(cost, item.shape, item.dtype) for cost, item in zip(costs, items, strict=True)])
     loader = np.repeat(np.arange(world), [len(of_rank) for of_rank in known])
     if len(loader) == 0:
         return [], 0
     cost, shapes, dtypes = zip(*(one for of_rank in known for one in of_rank), strict=True)
-    # 2. Heaviest first, each to the rank with least work: KnapFormer's greedy, with bags of one rank.
+    # 2. Heaviest first, each to the rank with the least work: KnapFormer's greedy, with bags of one rank.
     bags = BagTopology.parse(f"g1n{world}", world)
     encoder = plan_sequences(np.array(cost), np.ones_like(loader), loader, bags).bag
-    # 3. Items go to the ranks that encode them, and results back.
+    # 3. Send items to the ranks that encode them, and results back.
     own = np.flatnonzero(loader == rank).tolist()
     came = sent(dict(zip(own, items, strict=True)), loader, encoder, list(zip(shapes, dtypes, strict=True)), device)
     with torch.no_grad():

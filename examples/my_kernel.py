@@ -1,7 +1,7 @@
 """An attention kernel of your own, compared with torch's attention: torchrun --nproc_per_node 2 my_kernel.py
 
-A kernel gets rows of queries and the packed key blocks that each row attends to. It returns outputs with log-sum-exps,
-by which results over several chunks of keys are merged. `kernel: mine` selects it once this module has been imported.
+A kernel gets rows of queries, and for each row the key blocks that it attends to. It returns outputs and log-sum-exps,
+with which db-SP merges several chunks of keys. Import this module, then select it with `kernel: mine`.
 """
 
 import torch
@@ -12,11 +12,11 @@ from dbsp_kernels import KERNELS, Kernel, KernelInputs
 
 
 def attend(inputs: KernelInputs):
-    """Gathers each row's blocks. Returns out [rows, block_q, D] and lse [rows, block_q]; without keys 0 and −inf."""
-    wide = torch.promote_types(inputs.q.dtype, torch.float32)  # the log-sum-exp's dtype; the output has the queries'
+    """Returns out [rows, block_q, D] and lse [rows, block_q]; 0 and −inf for a row without keys."""
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)  # dtype of lse; out has that of q
     block = torch.arange(inputs.kv_index.shape[1], device=inputs.q.device)
     token = torch.arange(inputs.k.shape[1], device=inputs.q.device)
-    index = inputs.kv_index.long().where(block < inputs.kv_count[:, None], 0)  # entries beyond the count mean nothing
+    index = inputs.kv_index.long().where(block < inputs.kv_count[:, None], 0)  # ignore entries beyond the count
     real = (block < inputs.kv_count[:, None])[..., None] & (token < inputs.kv_len[index][..., None])
     keys, values = (side[index].flatten(1, 2).to(wide) for side in (inputs.k, inputs.v))  # [rows, tokens, D]
     scores = (inputs.q.to(wide) @ keys.mT * inputs.scale).masked_fill(~real.flatten(1)[:, None], -torch.inf)
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     bits = (torch.rand(3, 16, 16) < 0.3) | torch.eye(16, dtype=torch.bool)  # [heads, query blocks, key blocks]
     mask = BlockMask(bits, BlockGrid.uniform(tokens=1000, block=64))
     layout = SequenceLayout.contiguous(tokens=1000, world=world)
-    plan = make_plan(mask, f"U1R{world}", layout=layout)  # a ring: two chunks of keys are merged by their log-sum-exp
+    plan = make_plan(mask, f"U1R{world}", layout=layout)  # ring: merges two chunks of keys
     prepared = DualBalancedAttention.prepare(plan, mask, layout, SequenceGroup.from_group(), kernel="mine")
     out = prepared(*(x.chunk(world, dim=2)[rank] for x in (q, k, v)))
 

@@ -1,11 +1,11 @@
-"""A mask of your own is a function of the block grid: dbsp generate --config my_masks.yaml --prompt "…"
+"""A mask of your own, as a function of the block grid: dbsp generate --config my_masks.yaml --prompt "…"
 
-This folder must be on PYTHONPATH, as every process imports the function. Other patterns: docs/masks.md.
+Every process imports this function, so this folder must be on PYTHONPATH. Other patterns: docs/masks.md.
 """
 
 
 def near_and_first_frame(grid, request, frames=2):
-    """Every query sees the frames at most `frames` away, and the first. Returns bool[query blocks, key blocks]."""
+    """Returns bool[query blocks, key blocks]: frames at most `frames` apart, and the first frame."""
     _, h, w = request.thw  # the video's tokens: frame after frame, row after row
     axes = grid.q_axis, grid.k_axis
     q, k = (axis.starts // (h * w) for axis in axes)  # frame of each block's first token

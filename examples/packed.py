@@ -1,4 +1,4 @@
-"""Requests of several sizes in one call of the transformer a step: torchrun --nproc_per_node 8 packed.py"""
+"""Generates requests of several sizes together: torchrun --nproc_per_node 8 packed.py"""
 
 import os
 
@@ -13,7 +13,7 @@ import dbsp_diffusers
 if torch.cuda.is_available():
     MODEL, MASK, STEPS = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "sparge:cdf=0.92", 50
     LARGE, SMALL = {"height": 480, "width": 832, "num_frames": 81}, {"height": 480, "width": 832, "num_frames": 1}
-else:  # to try it: first `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
+else:  # without GPUs: `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
     MODEL, MASK, STEPS = "tiny", "sparge:cdf=0.85,similarity=-1,block_q=16,block_k=16", 12
     LARGE, SMALL = {"height": 144, "width": 240, "num_frames": 33}, {"height": 144, "width": 240, "num_frames": 1}
 

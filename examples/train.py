@@ -1,6 +1,6 @@
 """Fine-tunes Wan under the mask it will run with: torchrun --nproc_per_node 8 train.py
 
-All ranks share one clip, each in a part of its tokens; `mesh` in docs/training.md adds data parallelism.
+Each rank has a part of one clip's tokens. docs/training.md adds data parallelism.
 """
 
 import os
@@ -14,7 +14,7 @@ import dbsp_diffusers
 
 if torch.cuda.is_available():
     MODEL, MASK, SIZE, STEPS = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "sparge:cdf=0.92", (21, 60, 104), 100
-else:  # to try it: first `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
+else:  # without GPUs: `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
     MODEL, MASK, SIZE, STEPS = "tiny", "sparge:cdf=0.85,block_q=16,block_k=16", (3, 12, 20), 3
 
 gpu = torch.cuda.is_available()
@@ -28,7 +28,7 @@ dbsp_diffusers.enable(transformer, MASK)
 optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-5)
 
 for step in range(STEPS):
-    torch.manual_seed(step)  # what a step draws is the same on all ranks
+    torch.manual_seed(step)  # the same random numbers on all ranks
     clean, noise = torch.randn(2, 1, transformer.config.in_channels, *SIZE, device=device)  # yours: encoded clips
     text = torch.randn(1, 512, transformer.config.text_dim, device=device)  # yours: encoded captions
     level = torch.rand(1, device=device)
@@ -36,7 +36,7 @@ for step in range(STEPS):
     loss = F.mse_loss(predicted, noise - clean)
     optimizer.zero_grad()
     loss.backward()
-    dbsp_diffusers.sum_gradients(transformer)  # every rank has those of its own tokens
+    dbsp_diffusers.sum_gradients(transformer)  # each rank has the gradients of its own tokens
     optimizer.step()
     if dist.get_rank() == 0:
         print(f"step {step}: loss {loss:.4f}")

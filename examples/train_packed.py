@@ -1,7 +1,7 @@
 """Trains Wan on images and videos together, from pixels and captions: torchrun --nproc_per_node 8 train_packed.py
 
-Every rank's loader gives what it has. Text encoder and autoencoder balance their work over all ranks
-(encode_balanced.py), and so does the transformer (docs/training.md).
+Ranks may load different numbers of clips. The work of text encoder and autoencoder (encode_balanced.py) and of the
+transformer (docs/training.md) is balanced over all ranks.
 """
 
 import os
@@ -17,8 +17,8 @@ from dbsp_diffusers import PackedSample, packed_forward_local
 
 if torch.cuda.is_available():
     MODEL, MASK, STEPS = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "radial", 100
-    LOADERS = [[(81, 480, 832)], [(1, 480, 832)] * 8, []]  # frames, rows, columns of what each rank's loader gives
-else:  # to try it: first `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
+    LOADERS = [[(81, 480, 832)], [(1, 480, 832)] * 8, []]  # frames, rows, columns from each rank's loader
+else:  # without GPUs: `dbsp tiny wan-trained tiny`, then torchrun --nproc_per_node 2
     MODEL, MASK, STEPS = "tiny", "radial:block_q=16,block_k=16", 2
     LOADERS = [[(9, 96, 96), (1, 96, 96)], [(1, 96, 96)] * 5]
 CAPTION = "a red ball bounces over a blue checkered floor"  # yours: one for each clip

@@ -1,13 +1,13 @@
-"""A script of your own in xfuser processes, with xDiT's arguments:
+"""Generates a video with db-SP in xDiT, in a script that takes xDiT's arguments:
 
 torchrun --nproc_per_node 8 xdit_wan.py --model Wan-AI/Wan2.1-T2V-14B-Diffusers --ulysses_degree 4 --ring_degree 2 \
     --height 720 --width 1280 --num_frames 81 --prompt "a red ball bounces over a blue checkered floor"
 
-It needs GPUs, as xfuser does. xDiT's own command needs no script: xdit_command.sh.
+xfuser needs GPUs. For xDiT's own command, see xdit_command.sh.
 """
 
 import torch
-from diffusers import WanPipeline
+from diffusers import AutoencoderKLWan, WanPipeline
 from diffusers.utils import export_to_video
 from xfuser import xFuserArgs
 from xfuser.config import FlexibleArgumentParser
@@ -16,20 +16,21 @@ from xfuser.core.distributed import get_world_group, initialize_runtime_state
 import dbsp_xdit
 
 args = xFuserArgs.from_cli_args(xFuserArgs.add_cli_args(FlexibleArgumentParser()).parse_args())
-engine_config, wanted = args.create_config()  # makes xfuser's process groups
+engine_config, wanted = args.create_config()  # creates xfuser's process groups
 gpu, rank = torch.cuda.is_available(), get_world_group().rank
-device = f"cuda:{get_world_group().local_rank}" if gpu else "cpu"
-pipe = WanPipeline.from_pretrained(args.model, torch_dtype=torch.bfloat16 if gpu else torch.float32).to(device)
+device, dtype = (f"cuda:{get_world_group().local_rank}", torch.bfloat16) if gpu else ("cpu", torch.float32)
+vae = AutoencoderKLWan.from_pretrained(args.model, subfolder="vae", torch_dtype=torch.float32)
+pipe = WanPipeline.from_pretrained(args.model, vae=vae, torch_dtype=dtype).to(device)
 initialize_runtime_state(pipe, engine_config)
 
-dbsp_xdit.attach(pipe, "sparge:cdf=0.92")  # Ulysses × ring as the arguments say
+dbsp_xdit.attach(pipe)  # the settings shipped for the checkpoint; Ulysses × ring from the arguments
 video = pipe(
     wanted.prompt,
     height=wanted.height,
     width=wanted.width,
     num_frames=wanted.num_frames,
     num_inference_steps=wanted.num_inference_steps,
-    generator=torch.Generator(device).manual_seed(wanted.seed),  # all ranks draw the same noise
+    generator=torch.Generator(device).manual_seed(wanted.seed),  # the same noise on all ranks
 ).frames[0]
 
 if rank == 0:
