@@ -200,12 +200,9 @@ def write_pages(texts: dict[str, str]) -> Iterator[Path]:
 
 
 def status(published: Published) -> str:
-    rate, ratio = published.rate("128×64", "0.4"), published.value(_case("128×64"), "rate / best dense, density 0.4")
-    speed = f", kernel at {rate:.0f} TFLOP/s, {ratio:.2f} of the best dense one's" if rate and ratio else ""
     return (
-        "\n**Status:** exact in tests on CPUs and on simulated GPUs.\n"
-        f"Run on one {published.device}: {published.verdict}{speed}\n"
-        f"([measured](docs/results/{published.file}.csv)). Not yet run on several GPUs.\n"
+        f"\n- **On a GPU**: {published.verdict}, on one {published.device} "
+        f"([measured](docs/results/{published.file}.csv)). Not yet run on several.\n"
     )
 
 
@@ -252,8 +249,8 @@ def balance_lines(published: Published) -> str:
 
 
 def seconds_table(videos: list[seconds.Row]) -> str:
-    """Returns README's table, with rows for the A800 and each machine that was measured."""
-    machines = [name for name in seconds.MACHINES if name == "a800" or load_hardware(name).measured]
+    """Returns README's table, for each machine that was measured."""
+    machines = [name for name in seconds.MACHINES if load_hardware(name).measured]
     columns = ["model, video", "mask, as it ships", "density", "GPU", "dense", "equal split", "db-SP"]
     lines = [f"| {' | '.join([*columns, 'by sparsity', 'by balance'])} |", "|---" * 9 + "|"]
     shown = dict.fromkeys(("model", "mask"), "")
