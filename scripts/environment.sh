@@ -27,14 +27,16 @@ prepare() {
     fi
     local python
     python="$(find_python)"
-    echo "Setting up $VENV (once; minutes, and 2 to 7 GB by which torch pip finds; most of it downloads)" >&2
+    echo "Setting up $VENV (once; 2 to 15 minutes, most of it downloads of 2 to 7 GB)" >&2
     "$python" -m venv "$VENV" 2>/dev/null || {
         # Some distributions ship Python without ensurepip.
         "$python" -m pip install --quiet --user virtualenv && "$python" -m virtualenv --quiet "$VENV"
     }
     local pip=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$REPO/constraints.txt")
     # torch first, on its own and pinned: see constraints.txt.
+    echo "  1 of 2: torch" >&2
     "${pip[@]}" "$(grep '^torch==' "$REPO/constraints.txt")"
+    echo "  2 of 2: diffusers, xfuser, para-attn, the tools of the tests, and db-SP" >&2
     "${pip[@]}" --editable "$REPO[xdit,para,gpu,dev]"
     requirements_digest >"$STAMP"
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -10,9 +11,10 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 from rich.progress import Progress
 
-from scripts.training.trained_model.demo import Settings, run_demo
+from scripts.training.trained_model.demo import PrintedProgress, Settings, run_demo
 from tests.support.programs import children_forked
 
 REPORT_KEYS = {
@@ -61,10 +63,14 @@ def test_demo(tmp_path, dbsp):
 
 def test_above_the_tolerance_it_fails_and_leaves_no_video(tmp_path):
     """Takes the settings for GPUs, here on the CPU: float32, whose rounding the trained model amplifies."""
+    console = Console(file=io.StringIO())
     strict = replace(Settings.for_gpus(), num_frames=5, steps=1, tolerance=-1.0)
     message = r"the latents differ from one process by (\S+), more than -1e\+00"
     raises = pytest.raises(RuntimeError, match=message)
-    with Progress(disable=True) as progress, children_forked(), raises as raised:
+    with PrintedProgress(console=console, disable=True) as progress, children_forked(), raises as raised:
         run_demo(tmp_path, 2, progress, strict)
     assert {path.name for path in tmp_path.iterdir()} == {"xdit.log"}
+    parts = re.findall(r"^(\S.*)\n((?:  \d of \d, \d+ s\n)+)", console.file.getvalue(), re.M)
+    advances = {title.split()[0]: lines.count("\n") for title, lines in parts}
+    assert advances == {"making": 1, "xdit": 1, "the": 2}
     assert float(re.match(message, str(raised.value)).group(1)) <= 1e-4 < Settings.for_gpus().tolerance

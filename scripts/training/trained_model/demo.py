@@ -22,7 +22,7 @@ import torch
 import typer
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
 
 from dbsp_cli.commands.report import show_run
@@ -128,6 +128,24 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
     return report
 
 
+class PrintedProgress(Progress):
+    """Progress where the output is not a terminal: a line for each advance, in place of bars."""
+
+    def add_task(self, description: str, *args: Any, **fields: Any) -> TaskID:
+        self.print(description, markup=False, highlight=False)
+        return super().add_task(description, *args, **fields)
+
+    def update(self, task_id: TaskID, **fields: Any) -> None:
+        task = self._tasks[task_id]
+        before = task.completed
+        super().update(task_id, **fields)
+        if task.completed > before:
+            self.print(f"  {task.completed:.0f} of {task.total:.0f}, {task.elapsed:.0f} s", highlight=False)
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        self.update(task_id, completed=self._tasks[task_id].completed + advance)
+
+
 def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> list[str]:
     choices = Strategy.all_for(ranks)
     strategy = choices[len(choices) // 2]  # a true hybrid where there is one
@@ -223,9 +241,13 @@ def main(
     gpus = torch.cuda.device_count()
     ranks = ranks or (min(gpus, 8) if gpus >= 2 else 4)
     console = Console()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    if console.is_terminal:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        shown = Progress(*columns, console=console)
+    else:
+        shown = PrintedProgress(console=console, disable=True)
     try:
-        with Progress(*columns, console=console) as progress:
+        with shown as progress:
             settings = Settings.for_gpus() if gpus >= 2 else Settings()
             report = run_demo(out.resolve(), ranks, progress, settings)
     except (RuntimeError, ValueError) as error:
