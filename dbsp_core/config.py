@@ -51,7 +51,7 @@ from dbsp_kernels.kernel import require_kernel_name, supports
 _NOT_COMPARED = ("model", "generate", "mask", "machine", "report", "transformer_2", "record", "origin")
 """Settings that may differ by rank, as paths do, or are compared apart."""
 
-_UNNAMED = DenseSource()  # the mask if none is named
+_UNNAMED = DenseSource()  # default mask
 
 ConfigLike = Union["DbspConfig", Settings, Mapping[str, Any], MaskSource, Callable[..., Any], str, os.PathLike, None]
 
@@ -74,7 +74,7 @@ def _read_bags(value: Any, name: str) -> Any:
 
 
 def _is_mask(config: Any) -> bool:
-    """Returns True if the given configuration is a mask alone."""
+    """Returns True if the configuration is only a mask."""
     if isinstance(config, Mapping):
         return "source" in config and not set(setting_names(DbspConfig)) & set(config)
     if isinstance(config, (str, os.PathLike)):
@@ -83,18 +83,18 @@ def _is_mask(config: Any) -> bool:
 
 
 def _with_paths_beside(settings: Settings) -> dict[str, Any]:
-    """Returns a file's values in which paths that masks read are relative to the current folder, not to the file."""
+    """Returns a file's values with paths of masks made relative to the current folder instead of the file."""
     folder = Path(settings.origin).parent
 
     def mask_of(value: Any, keys: KeyPath) -> Any:
         if isinstance(value, str):
-            with suppress(UserError):  # a mistake, which is reported when the mask is read
+            with suppress(UserError):  # reported when the mask is read
                 written = mask_settings(value)
                 value = written if {"path", "of"} & set(written) else value
         if isinstance(value, Mapping):
             path, parts = value.get("path"), value.get("of")
             in_file = settings.location_of((*keys, "path")).startswith(settings.origin)
-            if isinstance(path, str) and path and in_file and value.get("source") != "record_qk":  # which writes there
+            if isinstance(path, str) and path and in_file and value.get("source") != "record_qk":  # an output
                 value = {**value, "path": str(folder / expand_path(path))}
             if isinstance(parts, list):
                 parts = [mask_of(part, (*keys, "of", str(number))) for number, part in enumerate(parts)]
@@ -112,39 +112,39 @@ def _with_paths_beside(settings: Settings) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DbspConfig:
-    """All settings of db-SP. Raises UserError, naming the key and the fix, for a value that makes no sense.
+    """All settings of db-SP. Raises UserError for invalid values, naming the key and the fix.
 
     Attributes:
-        model: Checkpoint that the settings are for, a name or a folder relative to the file. `dbsp generate` loads it;
-            attaching to another one is an error. None: any.
+        model: Checkpoint that the settings are for: a name, or a folder relative to the file. `dbsp generate` loads
+            it; enabling db-SP on another one is an error. None: any.
         generate: Settings of `dbsp generate`, such as {height: 480, width: 832, steps: 50}. `xdit` reads the dtype.
         mask: Source of the block masks, in any spelling of docs/masks.md. None: the checkpoint's (NABLA), or dense.
         dense_schedule: Steps and layers that stay dense, such as {first_steps: 10, first_layers: 1}.
-        strategy: `UxRy`: x ranks share heads (Ulysses), y ranks share the sequence (ring). `auto`: the one that is
-            predicted to be fastest; see docs/latency-model.md. None: the framework's degrees.
+        strategy: `UxRy`: x ranks share heads (Ulysses), y ranks share the sequence (ring). `auto`: the predicted
+            fastest; see docs/latency-model.md. None: the framework's degrees.
         planner: `dbsp`, `paper` (Alg. 1 of the db-SP paper), `contiguous` (equal split, as USP) or `snake` (xDiT's).
-        precision: Dtype in which queries, keys and values are sent. `model`: as they are. `int8`: 8 bits with a scale
-            per token and head, not for gradients; {qkv: int8, out: int8} sends the output in 8 bits too.
-        plan: Counts that plans of predicted masks are made from. `lagged`: those of the call before, without waiting.
-            `current`: the call's own, as in the paper; the host waits once a call.
-        keys: Keys and values that a rank is sent. `all`: those of its heads. `needed`: those that its rows attend to
-            (predicted masks: only with `plan: current`). `auto`: needed if the mask never changes; see
+        precision: Dtype in which queries, keys and values are sent. `model`: unchanged. `int8`: 8 bits with a scale
+            per token and head, not for gradients; {qkv: int8, out: int8} also sends the output in 8 bits.
+        plan: Block counts that plans of predicted masks use. `lagged`: those of the previous call, without waiting.
+            `current`: those of this call, as in the paper; the host waits once per call.
+        keys: Keys and values that are sent to a rank. `all`: those of its heads. `needed`: those that its rows attend
+            to (predicted masks: only with `plan: current`). `auto`: needed if the mask never changes; see
             docs/how-it-works.md.
         reuse: A plan is kept while its imbalance ρ_s on the current mask is at most this. The paper's P_s is 1.10; see
             docs/results/even.md.
         kernel: Attention kernel; see docs/kernels.md. `auto`: the fastest that was exact in `dbsp bench`, else
             `triton` on CUDA and `cpu` on the CPU.
-        machine: Hardware profile that predicts times: `a800`, `b200`, `h100`, `h20`, `h200` or `h800` (modelled), or a
-            file of `dbsp bench`. None: what `dbsp bench` measured here, else rules without constants.
-        bags: Groups of ranks that share several sequences of one call, such as `g8n4`; see docs/packed-sequences.md.
-            None: all ranks share every sequence.
-        vae: True if the ranks decode the video together, tile by tile; see docs/diffusers.md.
+        machine: Hardware profile for predicting times: `a800`, `b200`, `h100`, `h20`, `h200` or `h800` (modelled), or
+            a file of `dbsp bench`. None: measured by `dbsp bench` on this machine, else rules without constants.
+        bags: Groups of ranks that share the sequences of one call, such as `g8n4`; see docs/packed-sequences.md. None:
+            all ranks share every sequence.
+        vae: True to decode the video on all ranks together, tile by tile; see docs/diffusers.md.
         report: Folder of the report; see docs/report.md. None: no report.
         transformer_2: Settings that differ for a pipeline's second transformer (Wan2.2 A14B), such as {mask: {source:
             file, path: low-noise.safetensors}}.
-        record: Not a setting: the folder of $DBSP_RECORD for the masks of the run, or None; see docs/mask-files.md.
-        debug: Not a setting: True if $DBSP_DEBUG is set. All ranks then compare inputs, masks, plans and kernels
-            before each attention.
+        record: Not a setting: the folder of $DBSP_RECORD for recorded masks, or None; see docs/mask-files.md.
+        debug: Not a setting: True if $DBSP_DEBUG is set. Ranks then compare inputs, masks, plans and kernels before
+            each attention.
         origin: Not a setting: the file that the settings come from, or None.
     """
 
@@ -175,13 +175,13 @@ class DbspConfig:
         if self.transformer_2:
             with blame_setting("transformer_2"):
                 self.for_transformer("transformer_2")
-        require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the least ρ_s there is")
+        require_value(self, "reuse", self.reuse >= 1, "must be at least 1, the smallest possible ρ_s")
         with blame_setting("kernel"):
             require_kernel_name(self.kernel)
         if self.bags is not None:
             for name, shown in (("report", "report"), ("record", f"${RECORD}")):
                 if getattr(self, name) is not None:
-                    message = "is for ranks that share all sequences; leave it out, or bags"
+                    message = "requires that all ranks share every sequence; leave out either it or bags"
                     raise SettingError(f"{shown} {message}", (name,))
         if self.keys == NEEDED and self.mask.changes == "per_call" and self.plan != "current":
             message = "keys: needed sends what each mask needs, so a predicted mask must come first; set plan: current"
@@ -189,15 +189,15 @@ class DbspConfig:
         if self.keys == NEEDED and self.whole_heads:
             message = f"keys: needed splits heads, which kernel {self.kernel} does not support; leave keys out"
             raise SettingError(message, ("keys",))
-        if self.kernel != AUTO:  # $DBSP_KERNEL is compared by sessions
+        if self.kernel != AUTO:  # sessions compare $DBSP_KERNEL
             ring = isinstance(self.strategy, Strategy) and self.strategy.ring > 1
             known = self.mask_is_named and not isinstance(parts_of(self.mask)[0], StoredMasks)
-            blocks = self.blocks if known else None  # a file is read where it is used
+            blocks = self.blocks if known else None  # files are read when used
             with blame_setting("kernel"):
                 require_supported(self.kernel, KernelRequirements(blocks, lse=ring or self.absent_keys))
 
     def for_transformer(self, name: str) -> DbspConfig:
-        """Returns the settings of a pipeline's transformer by its name: "transformer" or "transformer_2"."""
+        """Returns the settings of a pipeline's transformer, "transformer" or "transformer_2"."""
         settings = self.transformer_2 if name == "transformer_2" else {}
         if not settings:
             return replace(self, transformer_2={})
@@ -207,37 +207,36 @@ class DbspConfig:
 
     @property
     def mask_is_named(self) -> bool:
-        """True if a mask was given, maybe dense. Otherwise a model whose checkpoint brings a mask keeps it."""
+        """True if a mask was set, even dense. Otherwise a checkpoint with its own mask keeps it."""
         return self.mask is not _UNNAMED
 
     @property
     def absent_keys(self) -> bool:
-        """True if masks have absent keys (`BlockMask.absent`), for which a kernel must return its log-sum-exp."""
+        """True if masks have absent keys (`BlockMask.absent`), which need a kernel that returns its log-sum-exp."""
         return any(getattr(part, "absent_keys", False) for part in parts_of(self.mask))
 
     @property
     def blocks(self) -> tuple[int, int] | None:
-        """(block_q, block_k) of masks; None of a user's own source. Raises UserError for a missing or bad file."""
+        """(block_q, block_k) of masks, or None for a custom source. Raises UserError for a missing or bad file."""
         mask = parts_of(self.mask)[0]
         return (mask.block_q, mask.block_k) if isinstance(mask, (BlockSizes, StoredMasks)) else None
 
     @property
     def whole_heads(self) -> bool:
-        """True if the kernel supports only whole heads, so that plans must split none."""
+        """True if the kernel supports only whole heads, so that plans must not split heads."""
         return not supports(self.kernel, KernelRequirements(ragged_rows=True))
 
     def strategy_or(self, default: Strategy) -> Strategy | None:
-        """Returns the strategy to use if the framework has its own; None for "auto"."""
+        """Returns the strategy to use where the framework has `default`; None for "auto"."""
         if isinstance(self.strategy, Strategy):
             return self.strategy
         return None if self.strategy == AUTO else default
 
     @property
     def keys_sent(self) -> str:
-        """Keys and values that each rank is sent: "needed" by its rows, or "all"; by default needed by static masks.
+        """Keys and values sent to each rank: "needed" by its rows, or "all"; "auto" is "needed" for static masks.
 
-        Each change of the keys sent is a new plan. A kernel that supports only whole heads gets all of their keys,
-        also those that no row attends to.
+        "needed" takes a new plan whenever the needed keys change. Kernels for whole heads get all of their keys.
         """
         if self.keys != AUTO:
             return self.keys
@@ -245,17 +244,17 @@ class DbspConfig:
 
     @property
     def layout(self) -> str:
-        """Name of the sequence layout: "contiguous" for masks that never change and for selective exchange.
+        """Name of the sequence layout: "contiguous" for static masks and selective exchange, else the planner's.
 
-        Else it is what the planner is meant for. Stripes make ring ranks nearly even. Runs of tokens need few keys of
-        other ring ranks, stripes need all.
+        Stripes make ring ranks nearly even. Contiguous runs of tokens need few keys of other ring ranks, stripes need
+        all.
         """
         runs = self.mask.changes == "never" or self.keys == NEEDED
         return "contiguous" if runs else self.planner.layout
 
     @property
     def fingerprint(self) -> int:
-        """Equal for settings that make the same plans. A mask file may be in another folder on another node."""
+        """Equal for settings that make equal plans; excludes paths, since a mask file's folder may differ by node."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _NOT_COMPARED}
         for location, mask in enumerate(parts_of(self.mask)):
             if type(mask) in SOURCES.values() and is_dataclass(mask):
@@ -268,13 +267,12 @@ class DbspConfig:
         """Reads a configuration.
 
         Args:
-            source: a DbspConfig (returned as it is), a mapping, None for the defaults, a YAML file: its path, or a
-                shipped one's name; or a mask alone, in any spelling (see docs/masks.md): "sparge:cdf=0.92",
-                {"source": "sparge"}, a function. The folder of a model and the `path` of a mask that a file names are
-                relative to the file.
+            source: A DbspConfig (returned unchanged); a mapping; None for defaults; the path of a YAML file or the
+                name of a shipped one; or a mask in any spelling of docs/masks.md: "sparge:cdf=0.92", {"source":
+                "sparge"}, a function. In a file, the model's folder and the mask's `path` are relative to the file.
 
         Raises:
-            UserError: for a value that makes no sense. For a file, the message begins with its name and the line.
+            UserError: A value is invalid. For a file, the message begins with its name and the line.
         """
         if source is None:
             return cls()
@@ -307,20 +305,20 @@ class DbspConfig:
         return config
 
     def to_values(self) -> dict[str, Any]:
-        """Returns every setting as YAML can hold it: `load` makes an equal configuration of this mapping."""
+        """Returns every setting as plain YAML values, from which `load` makes an equal configuration."""
         values = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
         own = {"mask": mask_values(self.mask), "planner": self.planner.setting, "precision": self.precision.setting}
         return values | own
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"
-"""Replaces a file's name as the origin of settings."""
+"""Origin of default settings, in place of a file's name."""
 
 
 def default_config(identity: ModelSignature | None, spec: ModelSpec | None = None) -> DbspConfig:
-    """Returns the settings if nothing is configured: those shipped for a known model, dense attention for others.
+    """Returns the default settings: shipped ones for a known model, dense attention for others.
 
-    `spec` is the model with this signature, if a name identifies it.
+    `spec` is the model with this signature, if known by name.
     """
     named = (spec, None if identity is None else published_model(identity))
     paths = (shipped_configs() / f"{known.name}-{known.mask}.yaml" for known in named if known is not None)
@@ -329,9 +327,9 @@ def default_config(identity: ModelSignature | None, spec: ModelSpec | None = Non
 
 
 def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_pipeline: bool = True) -> None:
-    """Raises UserError if a configuration names another checkpoint than the actual one, if both are known.
+    """Raises UserError if a configuration names another checkpoint than the actual one (both known).
 
-    `with_pipeline`: True if the actual pipeline is known, not only its transformer.
+    `with_pipeline`: True if the pipeline is known, not only its transformer.
     """
     named = None if config.model is None else signature_of_model(config.model)
     if named is None or actual is None:
@@ -340,6 +338,6 @@ def require_same_model(config: DbspConfig, actual: ModelSignature | None, with_p
     if not same:
         where = f" ({shown_config(config.origin)})" if config.origin else ""
         raise UserError(
-            f"the configuration{where} is for {model_title(named)}, the model is {model_title(actual)}; take the "
-            "configuration of that model, or leave out 'model' to use these settings for any"
+            f"the configuration{where} is for {model_title(named)}, the model is {model_title(actual)}; use the "
+            "configuration of that model, or remove 'model' to use these settings for any model"
         )

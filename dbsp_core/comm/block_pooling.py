@@ -1,6 +1,6 @@
-"""Means of all ranks' tokens: of the blocks of queries, keys or values, brought to who asks for a head; and of all.
+"""Means over all ranks' tokens: per block, sent to the rank that predicts a head's mask, or over all tokens.
 
-A block that is complete on one rank is sent as its mean and similarity; if it straddles ranks, each sends its sums.
+A block that lies on one rank is sent as its mean and similarity; for a block that straddles ranks, each sends sums.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dbsp_kernels.rounding import MEAN_UNIT
 from dbsp_kernels.segments import to_device
 
 ROWS_OF_SUMS = 4
-"""Rows of a block's mean that its sums take the room of."""
+"""Size of a block's sums, in rows of its mean."""
 
 SUMMED_AT_ONCE = 256
-"""Tokens of the mean of all, so that a GPU has work for all of its multiprocessors."""
+"""Tokens per partial sum of the mean over all tokens, small enough to keep all multiprocessors busy."""
 
 
 def pool_heads(
@@ -33,30 +33,30 @@ def pool_heads(
     shares: Sequence[int],
     group: SequenceGroup,
 ) -> torch.Tensor:
-    """Pools the tokens of all ranks, and brings each rank the heads that it asks for. Collective.
+    """Pools the blocks of all ranks, and returns the heads that this rank asked for. Collective.
 
     Args:
         tensors: This rank's tokens, [B, H, n_local, D], such as q and k.
-        blocks: The blocks of each of them.
-        shares: By rank, the number of heads it asks for, which follow those of the rank before.
+        blocks: Their blocks.
+        shares: Number of heads that each rank asks for, in order of ranks.
 
     Returns:
-        float32[Hs, B, n, D + 1], the mean and similarity of every block of the first, then of the second, and so on.
+        float32[Hs, B, n, D + 1], mean and similarity of every block, concatenated over `tensors`.
     """
     device, (batch, heads, _, head_dim) = tensors[0].device, tensors[0].shape
     complete, straddling = len(blocks.complete[group.rank]), len(blocks.straddling[group.rank])
-    # 1. Each rank sums its tokens of all heads. Complete blocks become means, straddling ones remain integer sums.
+    # 1. Sum this rank's tokens of all heads: complete blocks become means, straddling blocks stay integer sums
     sums = tensors[0].new_empty(heads, batch, complete + straddling, 2 * head_dim + 2, dtype=torch.int64)
     for side, tensor in enumerate(tensors):
         slots, first, rows_of_blocks = blocks.positions(side, group.rank, device)
         sum_tokens(tensor, slots, first, sums, rows_of_blocks)
     sent = pool_rows(sums[:, :, :complete], blocks.complete_lengths(group.rank, device)).view(torch.int32)
-    # 2. All are sent to the ranks that need their head, in one exchange of rows of D + 1 numbers of 32 bits.
+    # 2. Send them to the ranks that asked for their head, in one exchange of rows of D + 1 32-bit words
     if straddling:
         rows_of_sums = sums.view(torch.int32).view(heads, batch, -1, head_dim + 1)[:, :, ROWS_OF_SUMS * complete :]
         sent = torch.cat([sent, rows_of_sums], dim=2)
     arrived = exchange_heads(sent, shares, blocks.rows, group)
-    # 3. A rank writes means into their blocks' slots, and adds up the sums of straddling blocks to means.
+    # 3. Write means to their blocks' slots; add up the sums of straddling blocks and divide
     copies, lengths = shares[group.rank] * batch, blocks.lengths
     order_of_rows, parts, into, split, of_split = blocks.arrivals(copies, device)
     rows = arrived.index_select(0, order_of_rows).view(torch.float32)
@@ -70,18 +70,18 @@ def pool_heads(
 
 @dataclass(frozen=True, eq=False)
 class ShardedBlocks:
-    """The distribution of several axes' blocks over the ranks, such as those of queries, followed by those of keys."""
+    """How the blocks of several axes, such as queries and then keys, are distributed over ranks."""
 
     layout: SequenceLayout
     axes: tuple[BlockAxis, ...]
-    token_permutation: np.ndarray  # int64[tokens], the tokens in the order of the blocks
-    complete: tuple[np.ndarray, ...]  # By rank, int64, the blocks of which it has all tokens
-    straddling: tuple[np.ndarray, ...]  # By rank, int64, the blocks of which it has some tokens
+    token_permutation: np.ndarray  # int64[tokens], tokens in block order
+    complete: tuple[np.ndarray, ...]  # by rank, int64, blocks with all tokens on it
+    straddling: tuple[np.ndarray, ...]  # by rank, int64, blocks with some tokens on it
 
     @classmethod
-    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    @functools.lru_cache(maxsize=8)  # equal in every attention of a video size
     def from_layout(cls, layout: SequenceLayout, grid: BlockGrid, kinds: str = "qk") -> ShardedBlocks:
-        """Returns the blocks of queries, keys and values, as `kinds` has their letters: "qk" or "qkv"."""
+        """Returns the blocks of the tensors named by letters in `kinds`: "qk" or "qkv"."""
         axes = tuple(grid.q_axis if kind == "q" else grid.k_axis for kind in kinds)
         permutation = grid.token_permutation(grid.common_order or CANONICAL)
         lengths = np.concatenate([axis.lengths for axis in axes])
@@ -94,7 +94,7 @@ class ShardedBlocks:
 
     @cached_property
     def rows(self) -> list[int]:
-        """By rank, the rows of D + 1 numbers that it sends of each head and sample: complete blocks', then others'."""
+        """Rows of D + 1 words that each rank sends per head and sample: complete blocks', then straddling blocks'."""
         return [
             len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in zip(self.complete, self.straddling, strict=True)
         ]
@@ -108,7 +108,7 @@ class ShardedBlocks:
     def positions(self, side: int, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Returns `position`, `first` and `rows` of `sum_tokens` for a rank's blocks of one axis.
 
-        Rows are those of complete blocks of all axes, and behind them those of straddling ones.
+        Rows are ordered by complete blocks of all axes, then straddling blocks.
         """
         axis, offset = self.axes[side], _firsts(self.axes)[side]
         mine = np.flatnonzero(self.layout.rank[self.token_permutation] == rank)
@@ -127,7 +127,7 @@ class ShardedBlocks:
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def complete_lengths(self, rank: int, device: torch.device) -> torch.Tensor:
-        """Returns int64, the tokens of each complete block of a rank."""
+        """Returns int64, the number of tokens of each complete block of a rank."""
         return to_device(self.lengths[self.complete[rank]], device)
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
@@ -135,9 +135,9 @@ class ShardedBlocks:
         """Returns the slots of received rows, ordered by source rank, head and sample (`copies`), and block.
 
         Returns:
-            int64[copies · blocks], the row of every complete block, row 0 for others; int64[n · ROWS_OF_SUMS], the
-            rows of n sums; int64[n], the one of `copies` · straddling blocks to which each is added; int64, the
-            straddling blocks, and their lengths.
+            int64[copies · blocks], row of every complete block (0 for others); int64[n · ROWS_OF_SUMS], rows of n
+            sums; int64[n], which of `copies` · straddling blocks each sum belongs to; int64, the straddling blocks,
+            and their lengths.
         """
         split = np.unique(np.concatenate(self.straddling))
         order = np.zeros((copies, len(self.lengths)), dtype=np.int64)
@@ -153,17 +153,17 @@ class ShardedBlocks:
 
 
 def _firsts(axes: Sequence[BlockAxis]) -> list[int]:
-    """Returns the number of each axis's first block among those of all."""
+    """Returns the index of each axis's first block."""
     return [sum(map(len, axes[:slot])) for slot in range(len(axes))]
 
 
 def exchange_heads(
     rows: torch.Tensor, shares: Sequence[int], blocks: Sequence[int], group: SequenceGroup
 ) -> torch.Tensor:
-    """Sends each rank the rows of its heads. Collective, unless no rank has any.
+    """Sends each rank the rows of its heads: [H, B, this rank's blocks, W] → [n, W]. Collective unless all are empty.
 
-    `shares` and `blocks` are the ranks' numbers of heads and of blocks. Takes [H, B, this rank's blocks, W] to [n, W],
-    by source rank [Hs, B, that rank's blocks].
+    `shares` and `blocks` are the numbers of heads and of blocks by rank. The result has [Hs, B, blocks] of each source
+    rank, concatenated.
     """
     _, batch, local_blocks, head_dim = rows.shape
     if not any(blocks):
@@ -173,10 +173,10 @@ def exchange_heads(
 
 
 def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: SequenceGroup) -> torch.Tensor:
-    """Returns float32[B, H, D], the mean over all tokens of a layout, from a rank's [B, H, n_local, D]. Collective.
+    """Returns the mean over all tokens, float32[B, H, D], from each rank's [B, H, n_local, D]. Collective.
 
-    Padding does not count. Sums are of integers: no order, and no number of ranks, changes them. What is not finite,
-    and magnitudes beyond 2^15, count as `sum_tokens` has them.
+    Padding is excluded. Sums are integers, so the order and number of ranks do not matter; `sum_tokens` describes
+    values that are not finite or exceed 2^15.
     """
     local_tokens = _own_tokens(layout, group.rank, tokens.device)
     head_dim = tokens.shape[-1]
@@ -187,13 +187,13 @@ def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: Sequence
 
 
 def mean_bytes(batch: int, heads: int, head_dim: int, ranks: int) -> int:
-    """Bytes that a rank sends to others for one mean."""
+    """Returns the bytes that a rank sends to others for one mean."""
     return 8 * batch * heads * head_dim * (ranks - 1)
 
 
-@functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+@functools.lru_cache(maxsize=8)  # equal in every attention of a video size
 def _own_tokens(layout: SequenceLayout, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rank's slots with a token, in blocks: `position` and `first` of `sum_tokens`."""
+    """Returns `position` and `first` of `sum_tokens` for the rank's slots with a token, in blocks."""
     target = layout.tokens_at(rank)[1]
     first = np.append(np.arange(0, len(target), SUMMED_AT_ONCE), len(target))
     return to_device(target, device), to_device(first, device)

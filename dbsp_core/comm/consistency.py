@@ -1,4 +1,4 @@
-"""Errors that all ranks raise together: if one rank stopped, the others would wait for it."""
+"""Errors that all ranks raise together, because a rank that raised alone would leave the others waiting."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dbsp_core.utils.errors import UserError
 Result = TypeVar("Result")
 
 _ROW = 32
-"""Length of a comparison, at least: ranks that run different comparisons receive each other's, and raise."""
+"""Minimum integers per comparison, so that ranks in different comparisons still receive a row and raise."""
 
 DEBUG_DIFFERS = "debug differs on rank(s) {}; set it on all ranks or on none"
-"""Error message for `agree`: ranks with debug compare more often, and would wait for the others."""
+"""Error message for `agree`: ranks with debug compare more often than ranks without."""
 
 
 def attempt(function: Callable[[], Result]) -> tuple[Result | None, Exception | None]:
-    """Returns a function's result, or else its error, for a rank that must not stop alone: give that to `agree`."""
+    """Calls a function and returns (result, None) or (None, error); pass the error to `agree`."""
     try:
         return function(), None
-    except Exception as error:  # of any kind: the other ranks would wait for this one
+    except Exception as error:  # any error: the other ranks would wait
         return None, error
 
 
@@ -39,13 +39,14 @@ def run_consistently(
     fingerprint: Callable[[Result], int] = lambda _: 0,
     what: str = "the result",
 ) -> Result:
-    """Calls a function on every rank, and raises on all where it raises on some or its results differ. Collective.
+    """Calls a function on every rank; raises on all ranks if any rank raises or the results differ. Collective.
 
-    `fingerprint` maps a result to a number below 2^63, equal for equal results; `what` names it in the message.
+    `fingerprint` maps a result to a number below 2^63, equal for equal results; `what` names the result in the
+    message.
 
     Raises:
-        UserError: If results differ, or the first rank that failed raised one.
-        ValueError: If the first rank that failed raised another error.
+        UserError: The results differ, or the first failed rank raised a UserError.
+        ValueError: The first failed rank raised another error.
     """
 
     def compute() -> tuple[Result, int]:
@@ -66,48 +67,48 @@ def agree(
     numbers: Sequence[int] = (),
     meet: Callable[[list[tuple[int, ...]]], None] = lambda _: None,
 ) -> list[tuple[int, ...]]:
-    """Raises on all ranks when any of them has a problem, or a fingerprint that most ranks don't have. Collective.
+    """Raises on all ranks if any rank has a problem or a fingerprint that differs from most ranks'. Collective.
 
     Args:
         group: The ranks.
         fingerprints: Maps an error message, with {} for the differing ranks, to this rank's fingerprint (below 2^63).
         problem: Error found on this rank, if any.
-        numbers: Further numbers to exchange, which may differ; the same number of them on all ranks.
-        meet: Called with the `numbers` of each rank, by rank, before anything is raised.
+        numbers: Further integers to exchange, which may differ by rank; their count may not.
+        meet: Called with every rank's `numbers`, by rank, before raising.
 
     Returns:
-        The `numbers` of each rank, by rank.
+        Every rank's `numbers`, by rank.
 
     Raises:
-        UserError: If fingerprints differ, or the first rank with a problem has a UserError.
-        ValueError: If the first rank with a problem has another error.
+        UserError: Fingerprints differ, or the first rank with a problem has a UserError.
+        ValueError: The first rank with a problem has another error.
     """
     fingerprints = fingerprints or {}
     with outside_transforms():
-        # 1. Every rank's row: [kind of problem, *numbers, *fingerprints]
+        # 1. Gather every rank's row: [kind of problem, *numbers, *fingerprints]
         kind = _FINE if problem is None else _USERS if isinstance(problem, UserError) else _OURS
         rows = [[kind, *numbers, *fingerprints.values()]]
-        if not group.alone:  # without a process group one rank of several may be examined
+        if not group.alone:  # tests examine one rank of several without a process group
             rows = group.gather_integers(rows[0] + [0] * (_ROW - len(rows[0])))
         numbers_by_rank = [tuple(row[1 : 1 + len(numbers)]) for row in rows]
         meet(numbers_by_rank)
-        # 2. The first rank's problem, if any has one.
+        # 2. Raise the problem of the first rank that has one
         failed = [rank for rank, (kind, *_) in enumerate(rows) if kind != _FINE]
         if failed:
             texts = [_in_words(problem)] if group.alone else gather_texts(group, _in_words(problem))
             where = "" if len(failed) == len(rows) else f"rank(s) {failed}: "
             raised = UserError if rows[failed[0]][0] == _USERS else ValueError
-            # a user's mistake is reported once, without the traceback of where it was found
+            # user errors are shown without the original traceback
             cause = None if isinstance(problem, UserError) else problem
             raise _on_all(raised(where + texts[failed[0]])) from cause
-        # 3. Fingerprints.
+        # 3. Compare fingerprints
         for column, message in enumerate(fingerprints, 1 + len(numbers)):
             require_equal(message, [row[column] for row in rows])
         return numbers_by_rank
 
 
 def require_equal(message: str, of_ranks: Sequence[int]) -> None:
-    """Raises UserError about ranks whose number is not the most frequent one; `message` has {} for the ranks."""
+    """Raises UserError naming the ranks whose number differs from the most frequent; `message` has {} for them."""
     usual = max(of_ranks, key=of_ranks.count)
     differing = [rank for rank, value in enumerate(of_ranks) if value != usual]
     if differing:
@@ -115,7 +116,7 @@ def require_equal(message: str, of_ranks: Sequence[int]) -> None:
 
 
 def _on_all(error: Exception) -> Exception:
-    """Marks an error that all ranks raise."""
+    """Marks an error as raised on all ranks."""
     vars(error)[_RAISED_ON_ALL] = True
     return error
 
@@ -125,12 +126,12 @@ _RAISED_ON_ALL = "_dbsp_raised_on_all_ranks"
 
 @contextmanager
 def raised_on_all(group: SequenceGroup) -> Iterator[SequenceGroup]:
-    """Within it, what one rank raises alone is raised on all, where they meet next. Collective at its end.
+    """Raises an error of one rank in the body on all ranks, at their next exchange. Collective at its end.
 
-    For work that is done for the first time, and may fail on one rank between exchanges.
+    For work that may fail on one rank between exchanges, such as the first attention.
 
     Yields:
-        The group, whose ranks meet before each exchange. Those that failed meet the others at once.
+        The group, whose ranks check for errors before each exchange; a failed rank skips ahead to that check.
     """
     if group.alone or group.size == 1:
         yield group
@@ -146,11 +147,7 @@ def raised_on_all(group: SequenceGroup) -> Iterator[SequenceGroup]:
 
 
 class MeetingGroup:
-    """A `SequenceGroup` whose ranks meet before each exchange: where one has failed meanwhile, all raise its error.
-
-    Attributes:
-        within: The group itself.
-    """
+    """A `SequenceGroup` (`within`) whose ranks compare errors before each exchange; if one failed, all raise."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self.within = group
@@ -159,11 +156,11 @@ class MeetingGroup:
         return getattr(self.within, name)
 
     def meet(self) -> None:
-        """Raises the error of a rank that has failed. Collective."""
+        """Raises if any rank has failed. Collective."""
         agree(self.within.control())
 
     def for_host_tensors(self) -> SequenceGroup:
-        """Returns the group in which ranks meet: one that has failed is there, whatever the others compare."""
+        """Returns the group in which ranks meet, so that a failed rank is heard in any comparison."""
         return self.within.control()
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
@@ -217,7 +214,7 @@ INFERENCE_TENSORS = (
 
 
 def needs_gradients(*tensors: torch.Tensor) -> bool:
-    """Returns True if autograd records what is computed from these tensors."""
+    """Returns True if autograd records computations on these tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -232,8 +229,8 @@ def problem_of_inputs(
 ) -> str | None:
     """Returns what is wrong with this rank's inputs, or None.
 
-    q, k and v must be [B, `heads`, `tokens`, D]; `why` says in the message where these numbers come from, and
-    `no_gradients` why gradients cannot be had, if so.
+    q, k and v must be [B, `heads`, `tokens`, D]; `why` states in the message where these sizes come from, and
+    `no_gradients` why gradients are not supported (None: they are).
     """
     lost = unfollowed(q, k, v)
     if lost is not None:
@@ -247,7 +244,7 @@ def problem_of_inputs(
         return f"q of shape {tuple(q.shape)} does not fit: {why}{hint}"
     if not q.dtype == k.dtype == v.dtype:
         dtypes = ", ".join(str(t.dtype).removeprefix("torch.") for t in (q, k, v))
-        return f"q, k, v must be of one dtype, got {dtypes}; cast them to one"
+        return f"q, k, v must share a dtype, got {dtypes}; cast them to one dtype"
     if 0 in (q.shape[0], q.shape[3]):
         return f"q, k, v of shape {tuple(q.shape)} are empty; skip this call on all ranks"
     if no_gradients is not None and needs_gradients(q, k, v):
@@ -260,24 +257,24 @@ def problem_of_inputs(
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, keys and values of one attention."""
 InputKind = tuple[torch.device, torch.dtype, int, bool]
-"""Device, dtype and head size of q, k and v, and whether gradients are needed: what a kernel is chosen by."""
+"""Device, dtype, head size and need for gradients of q, k and v, which determine the kernel."""
 
 
 def input_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> InputKind:
-    """Returns the kind of an attention's inputs."""
+    """Returns the `InputKind` of an attention."""
     return q.device, q.dtype, q.shape[-1] if q.ndim else 0, needs_gradients(q, k, v)
 
 
 @dataclass
 class CheckedInputs:
-    """Kinds of q, k and v that all ranks have compared."""
+    """Input kinds that all ranks have compared."""
 
     _known: set[InputKind] = field(default_factory=set)
 
     def is_new(self, kind: InputKind, problem: str | None) -> bool:
-        """Returns True if ranks must compare these inputs, and remembers them as compared.
+        """Returns True if ranks must compare these inputs, and marks them as compared.
 
-        A `problem` of one rank alone can be shared only where the others compare too: at the first call.
+        A problem on one rank can be shared only if the others compare too, which is at the first call.
         """
         if kind in self._known or (problem is not None and self._known):
             return False
@@ -296,7 +293,7 @@ _TRANSFORMED = (
 
 
 def unfollowed(*tensors: torch.Tensor) -> str | None:
-    """Returns the error message about tensors whose derivatives or batching would be lost, or None."""
+    """Returns the error message for tensors whose derivatives or batching attention would drop, or None."""
     for tensor in tensors:
         if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             return _TRANSFORMED
@@ -306,13 +303,13 @@ def unfollowed(*tensors: torch.Tensor) -> str | None:
 
 
 def outside_transforms() -> AbstractContextManager[object]:
-    """Leaves the caller's transform of torch.func, if any: ranks can exchange tensors that are made within the block.
+    """Suspends the caller's torch.func transform, if any, so that ranks can exchange tensors made in the body.
 
-    Tensors that were made inside the transform stay part of it.
+    Tensors made inside the transform stay part of it.
     """
     if torch._C._functorch.peek_interpreter_stack() is None:
         return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # loaded by the transform itself
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack  # already loaded by the transform
 
     return temporarily_clear_interpreter_stack()
 
@@ -324,9 +321,9 @@ _LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.
 
 
 class ConcurrencyGuard:
-    """Keeps a second thread out while one is within a call on a process group, whatever of db-SP they call.
+    """Rejects a second thread while one runs a db-SP call on the process group.
 
-    A call may contain others of its thread. Backward has a thread of its own, and is guarded while it exchanges.
+    Calls of one thread may nest. Backward runs in its own thread and is guarded during exchanges.
     """
 
     def __init__(self, group: SequenceGroup) -> None:
@@ -334,7 +331,7 @@ class ConcurrencyGuard:
         self._lock = lock if process_group is None else _LOCKS.setdefault(process_group, lock)
 
     def __enter__(self) -> None:
-        """Guards one call. Raises UserError if another thread is within one."""
+        """Raises UserError if another thread is inside a call."""
         if not self._lock.acquire(blocking=False):
             raise UserError(TWO_THREADS)
 

@@ -1,4 +1,4 @@
-"""Exchanges between the ranks that hold tokens and the ranks that compute their rows, forward and backward."""
+"""The all-to-all exchanges between the ranks that hold tokens and the owners of their rows, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from dbsp_kernels.exchange import copy_segments, copy_to_both, rotate_segments, 
 from dbsp_kernels.segments import CopySegments
 
 CHUNKS_IN_FLIGHT = 2
-"""Chunks of keys and values that a rank holds or awaits at a time: the one that its kernel reads, and the next."""
+"""Chunks of keys and values that a rank holds or receives at a time: the current one and the next."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exchange:
-    """One rank's side of an all-to-all with different amounts per rank.
+    """One rank's side of an all-to-all with unequal splits.
 
     Attributes:
-        sent: Tokens by destination.
-        received: Tokens by source.
-        pack: By input tensor, copies to the send buffer, in which the tokens for one destination are together.
-        unpack: By output tensor, copies from the receive buffer, which run one after another; none of them writes to a
-            slot twice. Output tensors are written as the buffer is.
-        comm_dtype: Communication dtype of the tokens in the buffers.
-        adds: True if unpacking adds to output tensors.
-        in_order: True if the receive buffer of one item has keys and values as the kernel reads them.
-        returns: True if the output is sent, and rotated back where int8 values have rotated it.
+        sent: Number of tokens to each rank.
+        received: Number of tokens from each rank.
+        pack: Per input tensor, segments to copy to the send buffer, which is ordered by destination.
+        unpack: Per output tensor, segments to copy from the receive buffer, one after another; no copy writes to a
+            slot twice.
+        comm_dtype: Communication dtype of the buffers.
+        adds: True if unpacking adds to the output tensors.
+        in_order: True if, for batch 1, the receive buffer already has the layout of keys and values that the kernel
+            reads.
+        returns: True if this exchange returns the output, which is rotated back if values were rotated for int8.
     """
 
     sent: tuple[int, ...]
@@ -48,27 +49,26 @@ class Exchange:
 
     @cached_property
     def backward(self) -> Exchange:
-        """The exchange of gradients: the same tables, read in the other direction. Made at the first use.
+        """The exchange of gradients, with the same tables reversed; made at first use.
 
-        A rank packs what it unpacked, and unpacks, adding, what it packed: a slot that several ranks read gets their
-        gradients in the order of ranks, so that sums are bitwise identical every time.
+        Gradients of a slot that several ranks read are added in order of ranks, so sums are bitwise deterministic.
         """
         pack = tuple(_reversed(segments, segments.table.cpu().numpy()) for (segments,) in self.unpack)
         return Exchange(self.received, self.sent, pack, tuple(map(_readers, self.pack)), adds=True)
 
     def to(self, device: torch.device) -> Exchange:
-        """Returns a copy with its tables on a device."""
+        """Returns a copy with tables on a device."""
         unpack = tuple(_on_device(copies, device) for copies in self.unpack)
         return replace(self, pack=_on_device(self.pack, device), unpack=unpack)
 
     def to_others(self, rank: int) -> int:
-        """Returns the tokens that `rank`, whose side this is, sends to others."""
+        """Returns the number of tokens that this rank, `rank`, sends to others."""
         return sum(self.sent) - self.sent[rank]
 
     def send_buffer(self, *tensors: torch.Tensor, less: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
-        """Returns [tokens sent, B, W], written from tensors [B, heads, n, D] of any strides.
+        """Packs tensors [B, heads, n, D] of any strides into a new buffer [tokens sent, B, W].
 
-        `less` has for each tensor float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
+        `less` has for each tensor float32[B, heads, D] to subtract from its tokens, or None; () for none.
         """
         first, slots, batch = tensors[0], sum(self.sent), tensors[0].shape[0]
         if (self.comm_dtype.out if self.returns else self.comm_dtype.qkv) == INT8:
@@ -76,17 +76,17 @@ class Exchange:
             self.comm_dtype.write(tensors, buffer, self.pack, less, rotate=not self.returns)
             return buffer
         if less:
-            raise ValueError("tokens in the model's precision are sent as they are")
+            raise ValueError("less is supported for int8 only; pass less=() to send tokens in the model's dtype")
         buffer = first.new_empty(slots, batch, first.shape[-1])
         copy_segments(tensors, buffer, self.pack)
         return buffer
 
     def start(self, buffer: torch.Tensor, group: SequenceGroup) -> PendingTransfer:
-        """Starts to exchange a send buffer for [tokens received, B, W]. Collective."""
+        """Starts the exchange of a send buffer; the result is [tokens received, B, W]. Collective."""
         return group.start_all_to_all(buffer, self.received, self.sent)
 
     def deliver(self, came: torch.Tensor, *tensors: torch.Tensor) -> None:
-        """Unpacks what was received into output tensors [B, heads, slots, W]."""
+        """Unpacks a receive buffer into output tensors [B, heads, slots, W]."""
         if self.returns and self.comm_dtype.is_int8:
             rotate_segments(came, tensors[0], self.unpack[0][0])
             return
@@ -99,11 +99,11 @@ class Exchange:
 
 
 class LocalKeys(NamedTuple):
-    """A rank's keys and values, [B, H, n_local, D] of any strides, outside attention.
+    """A rank's keys and values [B, H, n_local, D] outside attention, any strides.
 
     Attributes:
-        less: float32[B, H, D] to be subtracted from all keys before they are sent, equal on all ranks, and the same
-            for values, or None; () for nothing.
+        less: For keys and for values, float32[B, H, D] to subtract before sending (equal on all ranks) or None; () for
+            none.
     """
 
     k: torch.Tensor
@@ -113,23 +113,22 @@ class LocalKeys(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dispatch:
-    """One attention's q [B, H, n_local, D], keys and values, on their way to the owners of rows."""
+    """q [B, H, n_local, D], keys and values of one attention in flight to the owners of rows."""
 
     q: torch.Tensor
     keys: LocalKeys
-    coming: list[PendingTransfer]  # One, which is taken out: what was sent and received is not kept alive here
+    coming: list[PendingTransfer]  # one element, removed on arrival to free the buffers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Route:
-    """The exchanges that take one rank's tensors from their source ranks to the owners of rows, and the output back.
+    """One rank's exchanges: tensors from source ranks to owners of rows, and the output back.
 
     Attributes:
         dispatch_exchanges: One for q, k and v; or one for k and v, then one for q.
-        q_slots: Rq·Bq, tokens and the padding of short blocks; kv_slots, Ck·Bk, likewise.
-        fetch_exchanges: For the k and v of chunks after the first; each brings so many `fetched_blocks`.
-        packed_again: By fetch exchange, True if this rank sends the same keys as in the one before, from its send
-            buffer.
+        q_slots: Rq·Bq, including padding of short blocks; kv_slots: Ck·Bk, likewise.
+        fetch_exchanges: For k and v of each chunk after the first, with `fetched_blocks` blocks each.
+        packed_again: Per fetch exchange, True if this rank sends the same keys as before, reusing the send buffer.
     """
 
     dispatch_exchanges: tuple[Exchange, ...]
@@ -142,7 +141,7 @@ class Route:
     packed_again: tuple[bool, ...] = ()
 
     def to(self, device: torch.device) -> Route:
-        """Returns a copy with its tables on a device."""
+        """Returns a copy with tables on a device."""
         return replace(
             self,
             dispatch_exchanges=tuple(exchange.to(device) for exchange in self.dispatch_exchanges),
@@ -157,9 +156,9 @@ class Route:
         return dispatched, fetched, combined
 
     def start(self, q: torch.Tensor, keys: LocalKeys, group: SequenceGroup) -> Dispatch:
-        """Sends q [B, H, n_local, D] of any strides, and keys and values, to the owners of rows. Collective.
+        """Starts sending q [B, H, n_local, D] (any strides), keys and values to the owners of rows. Collective.
 
-        If queries are exchanged separately, they leave later, in `arrive`.
+        Queries exchanged separately are sent later, in `arrive`.
         """
         first, *second = self.dispatch_exchanges
         if second:
@@ -169,17 +168,17 @@ class Route:
         return Dispatch(q, keys, [first.start(buffer, group)])
 
     def arrive(self, dispatch: Dispatch, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
-        """Waits for what `start` sent, once. Collective.
+        """Waits for the tensors that `start` sent. Collective.
 
         Returns:
-            Packed q [B, 1, Rq·Bq, W], and the first chunk of k and v [2, B, Ck, Bk, W], as they are written on the
-            way; zero beyond short blocks.
+            Packed q [B, 1, Rq·Bq, W] and the first chunk of k and v [2, B, Ck, Bk, W], in the communication dtype;
+            zero beyond short blocks.
         """
         (first, *second), q = self.dispatch_exchanges, dispatch.q
         came, blocks = dispatch.coming.pop().wait(), self.kv_slots // self.block_k
         if second:
             chunk = self._arrived(came, first, blocks)
-            del came  # before queries are exchanged
+            del came  # free before queries arrive
             came = second[0].start(second[0].send_buffer(q), group).wait()
         packed_q = came.new_empty(len(q), 1, self.q_slots, came.shape[-1])
         if second:
@@ -190,13 +189,12 @@ class Route:
         return packed_q, packed_kv.view(2, len(q), blocks, self.block_k, came.shape[-1])
 
     def chunks(self, first: list[torch.Tensor], keys: LocalKeys, group: SequenceGroup) -> Iterator[torch.Tensor]:
-        """Yields chunks of keys and values [2, B, Ck, Bk, W], as they are written on the way. Collective.
+        """Yields chunks of keys and values [2, B, Ck, Bk, W] in the communication dtype. Collective.
 
-        A rank holds or awaits `CHUNKS_IN_FLIGHT` of them: one that was yielded is to be released before the next one
-        is asked for.
+        `CHUNKS_IN_FLIGHT` chunks are held or in flight: release a chunk before asking for the next.
 
         Args:
-            first: The first chunk, which is taken out of the list.
+            first: The first chunk, removed from this list.
             keys: All ranks' k and v.
         """
         to_come = zip(self.fetch_exchanges, self.fetched_blocks, self.packed_again, strict=True)
@@ -207,14 +205,14 @@ class Route:
                 if buffer is None or not again:
                     buffer = exchange.send_buffer(keys.k, keys.v, less=keys.less)
                 coming.append((exchange.start(buffer, group), exchange, blocks))
-            yield first.pop()  # popped: what has been yielded is not kept alive here
+            yield first.pop()  # pop, so that the caller can free it
             if coming:
                 transfer, exchange, blocks = coming.popleft()
                 first.append(self._arrived(transfer.wait(), exchange, blocks))
                 del transfer
 
     def _arrived(self, came: torch.Tensor, exchange: Exchange, blocks: int) -> torch.Tensor:
-        """Unpacks a chunk that came by itself to [2, B, Ck, Bk, W], zero beyond short blocks."""
+        """Unpacks a fetched chunk → [2, B, Ck, Bk, W], zero beyond short blocks."""
         _, batch, head_dim = came.shape
         if exchange.in_order and batch == 1:
             return came.view(2, batch, blocks, self.block_k, head_dim)
@@ -223,9 +221,9 @@ class Route:
         return packed.view(2, batch, blocks, self.block_k, head_dim)
 
     def combine(self, out: torch.Tensor, like: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        """Returns the packed output [B, 1, Rq·Bq, D] as [B, H, n_local, D], strided as `like`, zero at padding."""
+        """Sends the packed output [B, 1, Rq·Bq, D] back → [B, H, n_local, D], strided like `like`, zero at padding."""
         buffer = self.combine_exchange.send_buffer(out)
-        del out  # before the receive buffer is allocated
+        del out  # free before allocating the receive buffer
         came = self.combine_exchange.start(buffer, group).wait()
         del buffer
         local = torch.empty_like(like)
@@ -243,16 +241,16 @@ _REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from
 
 
 def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:
-    """Returns the copies in rows of a segments' table, in the opposite direction and without filling in zeros."""
+    """Returns the segments of a table's rows in the opposite direction, without zeros."""
     columns = np.zeros_like(table)
     columns[:, :5] = table[:, _REVERSED]
     return CopySegments.from_columns(columns, segments.table.device)
 
 
 def _readers(segments: CopySegments) -> tuple[CopySegments, ...]:
-    """Reverses segments, divided so that none writes to a slot twice: the n-th has each slot's n-th reader.
+    """Reverses segments, split so that none writes to a slot twice: the n-th has each slot's n-th reader.
 
-    Readers of a slot read the same segment, so slots are equal if their first tokens are.
+    Readers of a slot read the same segment, so comparing first tokens is enough.
     """
     table = segments.table.cpu().numpy()
     _, target = np.unique(table[:, 0].astype(np.int64) << 32 | table[:, 1], return_inverse=True)

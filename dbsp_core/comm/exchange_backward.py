@@ -1,4 +1,4 @@
-"""Exchange of gradients: the output's to the owners of rows, and those of q, k and v to their source ranks.
+"""Exchange of gradients: of the output to the owners of rows, and of q, k and v back to their source ranks.
 
 Dispatch and combine are linear, so their backward is `Exchange.backward`.
 """
@@ -14,10 +14,7 @@ from dbsp_core.comm.groups import PendingTransfer, SequenceGroup
 
 
 def gradient_to_owners(route: Route, dout: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """Brings the output's gradient [B, H, n_local, D] to owners, [B, Rq·Bq, D]. Collective.
-
-    Returns zeros beyond short blocks.
-    """
+    """Sends the output's gradient [B, H, n_local, D] to owners → [B, Rq·Bq, D], zero beyond blocks. Collective."""
     packed = dout.new_zeros(dout.shape[0], route.q_slots, dout.shape[3])
     _exchange(route.combine_exchange.backward, (dout,), (packed[:, None],), group)
     return packed
@@ -25,10 +22,10 @@ def gradient_to_owners(route: Route, dout: torch.Tensor, group: SequenceGroup) -
 
 @dataclass(eq=False)
 class LocalGradients:
-    """Gradients of one attention's q, k and v, sent back to their source ranks, [B, H, n_local, D] each.
+    """Gradients of q, k and v at their source ranks, [B, H, n_local, D] each.
 
-    A chunk's gradients are sent when its kernel is done, and are added when those of the next chunk have been sent: in
-    the order of chunks, so that sums are bitwise identical every time.
+    A chunk's gradients are sent after its kernel and added after those of the next chunk are sent. The order of chunks
+    is fixed, so sums are bitwise deterministic.
     """
 
     route: Route
@@ -40,18 +37,18 @@ class LocalGradients:
 
     @classmethod
     def zeros(cls, route: Route, group: SequenceGroup, shape: torch.Size, like: torch.Tensor) -> LocalGradients:
-        """Makes zeros of q's shape [B, H, n_local, D], of the dtype and on the device of `like`."""
+        """Makes zeros of q's shape [B, H, n_local, D], with dtype and device of `like`."""
         return cls(route, group, like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(shape))
 
     def add_chunk(self, number: int, dkv: torch.Tensor) -> None:
-        """Starts to return [2, B, Ck, Bk, D] of a chunk after the first. Collective."""
+        """Starts sending back gradients [2, B, Ck, Bk, D] of a chunk after the first. Collective."""
         exchange = self.route.fetch_exchanges[number - 1].backward
         started = exchange, exchange.start(exchange.send_buffer(_packed(dkv)), self.group)
         self._settle()
         self._coming = started
 
     def finish(self, dq: torch.Tensor, dkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns dq [B, Rq·Bq, D] and the first chunk's dk and dv; then all gradients are complete. Collective."""
+        """Sends back dq [B, Rq·Bq, D] and the first chunk's dk and dv; returns the complete gradients. Collective."""
         self._settle()
         packed, local = (dq[:, None], _packed(dkv)), (self.dq, self.dk, self.dv)
         first, *second = (exchange.backward for exchange in self.route.dispatch_exchanges)
@@ -63,7 +60,7 @@ class LocalGradients:
         return local
 
     def _settle(self) -> None:
-        """Adds the gradients that are on their way."""
+        """Adds the gradients in flight."""
         if self._coming is not None:
             exchange, pending = self._coming
             exchange.deliver(pending.wait(), self.dk, self.dv)
@@ -73,10 +70,10 @@ class LocalGradients:
 def _exchange(
     exchange: Exchange, packed: tuple[torch.Tensor, ...], local: tuple[torch.Tensor, ...], group: SequenceGroup
 ) -> None:
-    """Sends gradients, and adds those received to `local`; all [B, heads, slots, D]. Collective."""
+    """Exchanges gradients and adds the received ones to `local`; all [B, heads, slots, D]. Collective."""
     exchange.deliver(exchange.start(exchange.send_buffer(*packed), group).wait(), *local)
 
 
 def _packed(dkv: torch.Tensor) -> torch.Tensor:
-    """Returns [B, 2, Ck·Bk, D] of a chunk's gradients, [2, B, Ck, Bk, D]."""
+    """Reshapes a chunk's gradients [2, B, Ck, Bk, D] → [B, 2, Ck·Bk, D]."""
     return dkv.flatten(2, 3).transpose(0, 1)

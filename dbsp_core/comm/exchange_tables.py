@@ -1,4 +1,4 @@
-"""Builds routes: from a plan and a sequence layout to one rank's tables of segments."""
+"""Builds routes: one rank's tables of segments for a plan and a sequence layout."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from dbsp_core.planning.plan import Plan
 from dbsp_kernels.segments import CopySegments
 
 IMBALANCED = 1.05
-"""Most rows of a rank over the mean. Above it, saving memory is worth an exchange more."""
+"""Ratio of a rank's rows to the mean above which saving memory is worth another exchange."""
 
 
 def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
-    """Builds the route of one rank, which holds `n_local` tokens (padding included) outside attention."""
+    """Builds the route of a rank with `n_local` tokens (padding included) outside attention."""
     world, grid, comm_dtype = plan.strategy.world, plan.grid, plan.comm_dtype
     queries, keys = _axes(plan, layout)
     own_rows, (own_blocks, *later) = plan.rows_of(rank), plan.chunks.blocks_for(rank)
-    # 1. Slots of this rank's pieces: local ones by the rank that needs them, packed ones by their source rank.
+    # 1. Slots of this rank's pieces: local slots by the rank that needs them, packed slots by source rank
     local_q = queries.local(rank, lambda heads, blocks: plan.owner[np.ix_(heads, blocks)][..., None])
     local_kvs = [keys.local(rank, functools.partial(plan.chunks.readers, chunk)) for chunk in range(1 + len(later))]
     q_packed, kv_packed = queries.packed(*own_rows), keys.packed(*own_blocks)
-    # 2. The exchanges of q, and of k and v, or of all together.
+    # 2. Exchanges of q and of k and v, or of all three together
     of_q, of_kv = ([local_q], [q_packed]), _of_keys(local_kvs[0], kv_packed)
     parts = [[of_kv], [of_q]] if exchange_q_separately(plan) else [[of_q, of_kv]]
     dispatch = [_exchange(world, part, device, comm_dtype) for part in parts]
-    # 3. Each further chunk of keys has an exchange of its own.
+    # 3. One exchange for each further chunk of keys
     fetch = tuple(
         _exchange(world, [_of_keys(local_kv, keys.packed(*blocks))], device, comm_dtype)
         for local_kv, blocks in zip(local_kvs[1:], later, strict=True)
     )
     fetched_blocks = tuple(len(head) for head, _ in later)
-    # 4. The output returns the way the queries came, with zeros at padding.
+    # 4. The output returns like the queries came, with zeros at padding
     padding = _padding(layout, rank, n_local, plan.heads)
     combine = _exchange(world, [([q_packed], [local_q])], device, comm_dtype, zeros=padding, returns=True)
     slots = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
@@ -48,11 +48,10 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
 
 
 def exchange_q_separately(plan: Plan) -> bool:
-    """Returns True if queries are exchanged when keys and values are unpacked, which lowers the peak.
+    """Returns True if queries are exchanged after keys and values are unpacked, which lowers peak memory.
 
-    Without a ring the peak is where the owner has q, k and v twice: as received, and as the kernel reads them. A rank
-    whose rows are sparse owns many of them, and would then need more memory than under plain Ulysses. With a ring the
-    peak comes later.
+    Without a ring, memory peaks when the owner has q, k and v both as received and as the kernel reads them. An owner
+    of many sparse rows would then need more memory than under plain Ulysses. With a ring the peak comes later.
     """
     world = plan.strategy.world
     if plan.strategy.ring > 1 or world == 1:
@@ -62,14 +61,14 @@ def exchange_q_separately(plan: Plan) -> bool:
 
 
 def _packed_again(exchanges: Sequence[Exchange]) -> tuple[bool, ...]:
-    """Returns by exchange whether it packs the tokens of the one before in the same order, for any destination."""
+    """Returns for each exchange True if it packs the same tokens as the previous one in the same order."""
     tables = [[segments.table for segments in exchange.pack] for exchange in exchanges]
     of_pairs = (zip(*pair, strict=True) for pair in pairwise(tables))
     return (False,) * len(tables[:1]) + tuple(all(torch.equal(a, b) for a, b in pair) for pair in of_pairs)
 
 
 def _of_keys(here: _Slots, there: _Slots) -> _Part:
-    """Returns the slots of keys and values, which are packed as heads 0 and 1."""
+    """Returns the slots of keys and values, packed as heads 0 and 1."""
     return [here, here], [there, replace(there, head=there.head + 1)]
 
 
@@ -82,7 +81,7 @@ def _exchange(
     zeros: np.ndarray | None = None,
     returns: bool = False,
 ) -> Exchange:
-    """Returns the exchange of several parts; `zeros`, int[n, 6], are added to the segments that unpack the first."""
+    """Builds the exchange of several parts; `zeros` int[n, 6] are segments added to unpacking the first part."""
     sources = [here for part, _ in parts for here in part]
     sent, send = _buffer_slots(world, sources)
     received, receive = _buffer_slots(world, [there for _, part in parts for there in part])
@@ -99,7 +98,7 @@ def _exchange(
     ]
     if zeros is not None:
         unpack[0] = np.concatenate([unpack[0], zeros])
-    # In order: all tokens of a buffer of keys and values are copied to where they are in it.
+    # In order: unpacking keys and values would copy every token to the same position.
     _, start, head, token, length, filled = unpack[0].T
     in_order = not filled.any() and bool((head * (length.sum() // 2) + token == start).all())
     copies = tuple((segments,) for segments in _segments(unpack, device))
@@ -112,9 +111,9 @@ def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopyS
 
 @dataclass(frozen=True, eq=False)
 class _Slots:
-    """Slots of (head, segment) pieces, sorted by the other `rank` that each goes to or comes from; all int64[n].
+    """Slots of (head, segment) pieces, sorted by the `rank` that each goes to or comes from; all int64[n].
 
-    A piece has `length` tokens from slot `token` of a `head` on, then `zeros` slots to be filled with zeros.
+    A piece has `length` tokens from slot `token` of `head` on, then `zeros` slots to fill with zeros.
     """
 
     rank: np.ndarray
@@ -125,38 +124,38 @@ class _Slots:
 
     @classmethod
     def sorted_by_rank(cls, parts: list[tuple[np.ndarray, ...]]) -> _Slots:
-        """Joins the fields of several parts, keeping their order within each rank."""
+        """Concatenates the fields of several parts, stably sorted by rank."""
         rank, *others = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.argsort(rank.astype(np.uint16), kind="stable")
         return cls(rank[order], *(column[order] for column in others))
 
 
 _Part = tuple[list[_Slots], list[_Slots]]
-"""Tensors that become one tensor: their slots at the sender by destination, and at the receiver by source."""
+"""Tensors that are unpacked into one tensor: slots at the sender by destination, and at the receiver by source."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Axis:
-    """One axis of a plan's grid and the segments that shards cut its blocks into.
+    """One axis of a plan's grid, with the segments into which shards cut its blocks.
 
     Attributes:
-        groups: (int64 heads, their segments): heads with the same token order share segments. All ranks go through
-            them in this order, so that pieces arrive in the order in which they are expected.
+        groups: (int64 heads, their segments); heads with equal token order share segments. All ranks use this order,
+            so that pieces arrive in the expected order.
     """
 
     groups: tuple[tuple[np.ndarray, ShardSegments], ...]
     axis: BlockAxis
 
     def local(self, rank: int, ranks_needing: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> _Slots:
-        """Returns the local slots of the pieces that are on `rank`, once for each rank that needs them.
+        """Returns the local slots of the pieces on `rank`, once for each rank that needs them.
 
-        `ranks_needing` maps heads and blocks to int[heads, blocks, most]: the ranks, then -1.
+        `ranks_needing` maps heads and blocks to int[heads, blocks, most] of ranks, filled up with -1.
         """
         parts: list[tuple[np.ndarray, ...]] = []
         for heads, segments in self.groups:
             here = np.flatnonzero(segments.rank == rank)
             ranks = ranks_needing(heads, segments.block[here])
-            needed = np.flatnonzero(ranks >= 0)  # in one dimension: faster
+            needed = np.flatnonzero(ranks >= 0)  # 1-D is faster
             head, piece = np.divmod(needed // ranks.shape[2], ranks.shape[1])
             taken = here[piece]
             length = segments.length[taken]
@@ -164,9 +163,9 @@ class _Axis:
         return _Slots.sorted_by_rank(parts)
 
     def packed(self, head: np.ndarray, block: np.ndarray) -> _Slots:
-        """Returns the packed slots, all in head 0, of packed blocks' pieces, given by head and block in packing order.
+        """Returns the slots (all in head 0) of the pieces of packed blocks, by head and block in packing order.
 
-        The last piece of a short block is followed by the zeros that fill the block.
+        The last piece of a short block is followed by zeros that fill the block.
         """
         parts: list[tuple[np.ndarray, ...]] = []
         for heads, segments in self.groups:
@@ -193,28 +192,28 @@ def _axes(plan: Plan, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
 
 
 def _buffer_slots(world: int, parts: Sequence[_Slots]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
-    """Lays out a buffer that holds, rank after rank, the pieces of all parts for that rank.
+    """Lays out a buffer that holds the pieces of all parts, ordered by rank.
 
     Returns:
-        Tokens of each rank; and for each part int64[n], the slots of its pieces' first tokens.
+        Number of tokens per rank; for each part int64[n], the slot of each piece's first token.
     """
     tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
     sizes = tokens.sum(axis=0)
-    first = np.cumsum(sizes) - sizes + np.cumsum(tokens, axis=0) - tokens  # of each (part, rank)
+    first = np.cumsum(sizes) - sizes + np.cumsum(tokens, axis=0) - tokens  # [part, rank]
     starts_by_part = []
     for part, of_rank, start in zip(parts, tokens, first, strict=True):
-        before = np.cumsum(of_rank) - of_rank  # of the same part, for lower ranks
+        before = np.cumsum(of_rank) - of_rank  # same part, lower ranks
         starts_by_part.append(np.cumsum(part.length) - part.length + (start - before)[part.rank])
     return tuple(sizes.tolist()), tuple(starts_by_part)
 
 
 def _copies(*columns: np.ndarray | int) -> np.ndarray:
-    """Returns segments, int32[n, 6], from the columns of `CopySegments`; a number is that of every segment."""
+    """Stacks columns of `CopySegments` (scalars are broadcast) → int32[n, 6]."""
     return np.stack(np.broadcast_arrays(*columns), axis=1, dtype=np.int32, casting="unsafe")
 
 
 def _padding(layout: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
-    """Returns segments, int32[n, 6], that write zeros to the slots of `rank` without a token."""
+    """Returns segments int32[n, 6] that write zeros to the slots of `rank` without a token."""
     empty = np.ones(n_local, dtype=bool)
     empty[layout.tokens_at(rank)[1]] = False
     edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))

@@ -1,7 +1,7 @@
 """The ranks that share one sequence.
 
-One process group carries every UxRy: the exchange spans all P ranks for any strategy, and a ring's neighbours are
-peers within the same group. So there is nothing to build when the strategy changes, and x·y may be any product.
+One process group serves every UxRy: exchanges span all P ranks under any strategy, and ring neighbors are peers in the
+same group. Changing the strategy builds no new groups, and x and y may be any factors of P.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dbsp_core.comm.process_groups import CONTROL, over_nccl, subgroup, timeout_
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number
 
-# Its name before torch 2.13 is the longer one.
+# Renamed in torch 2.13
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BROKE_OFF = "communication between the ranks of the sequence broke off"
-"""Beginning of the message of a rank that has lost another."""
+"""Start of the error message when a connection breaks."""
 _DESTROYED = (
-    "the process group that this was made for is destroyed; make new attentions and sessions for another one, on a "
-    "pipeline by disable and enable"
+    "the process group was destroyed; make new attentions and sessions for the new group (on a pipeline, call disable "
+    "and then enable)"
 )
-_OUTSIDE = "this rank is outside the process group that it was given; call db-SP on the group's ranks only"
+_OUTSIDE = "this rank is not in the process group; call db-SP on the group's ranks only"
 
 
 class CommunicationError(RuntimeError):
-    """Another rank has ended or was too late. Nothing more can be sent within the group."""
+    """Another rank has died or timed out; the group can no longer be used."""
 
 
-class explain_broken_connection:  # a generator would cost every collective 2 µs more
-    """Explains a broken connection inside as a `CommunicationError`, which quotes the process group's message."""
+class explain_broken_connection:  # a generator would cost 2 µs more per collective
+    """Turns a broken connection in the body into a `CommunicationError` that quotes the original message."""
 
     def __enter__(self) -> None:
         pass
@@ -46,14 +46,14 @@ class explain_broken_connection:  # a generator would cost every collective 2 µ
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, RuntimeError):
             raise CommunicationError(
-                f"{BROKE_OFF}: one of the other ranks may have died, or was too late; look for the first error in its "
+                f"{BROKE_OFF}: another rank may have died or timed out; look for the first error in the other ranks' "
                 f"output, and restart all ranks ({' '.join(str(error).split())})"
             ) from error
 
 
 @dataclass
 class PendingTransfer:
-    """A tensor in flight from other ranks, which `wait` returns. Keeps the tensor being sent alive until then."""
+    """A tensor in flight, returned by `wait`; keeps the sent tensor alive until then."""
 
     received: torch.Tensor
     sent: torch.Tensor
@@ -70,8 +70,8 @@ class PendingTransfer:
 class SequenceGroup:
     """`rank` of `size` in a process group, or a single process without a group.
 
-    torch holds the process group until it is destroyed; this has only a weak reference. Attentions and graphs of
-    losses may live longer, and a group that is left when Python ends may abort it.
+    Holds the process group by a weak reference, because attentions and autograd graphs may outlive it, and a group
+    still alive when Python exits may abort the process.
     """
 
     rank: int
@@ -80,18 +80,18 @@ class SequenceGroup:
 
     @classmethod
     def from_group(cls, group: dist.ProcessGroup | SequenceGroup | None = None) -> SequenceGroup:
-        """Returns the given group, or the default one; a single process if torch.distributed is not initialised.
+        """Wraps a process group (None: the default group); a single process if torch.distributed is not initialized.
 
         Raises:
-            UserError: In one of several processes without torch.distributed, each of which would do all of the work;
-                and on a rank outside the group.
+            UserError: torchrun started several processes but torch.distributed is not initialized, or this rank is not
+                in the group.
         """
         if isinstance(group, SequenceGroup):
             return group
         if not dist.is_available() or not dist.is_initialized():
             _require_alone()
             return cls(0, 1)
-        if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives such a rank
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group's result on other ranks
             raise UserError(_OUTSIDE)
         group = group or dist.group.WORLD
         if group is None:
@@ -105,7 +105,7 @@ class SequenceGroup:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group, to be used and not kept. Raises UserError once it is destroyed."""
+        """The process group; do not keep a reference. Raises UserError if it was destroyed."""
         if self._held_by_torch is None:
             return None
         group = self._held_by_torch()
@@ -115,32 +115,32 @@ class SequenceGroup:
 
     @property
     def timeout(self) -> timedelta | None:
-        """Time after which its collectives fail; None where it is not known."""
+        """Time after which collectives fail; None if unknown."""
         group = self.group
         return None if group is None else timeout_of(group)
 
     @property
     def over_nccl(self) -> bool:
-        """True if NCCL carries the ranks' tensors on GPUs."""
+        """True if NCCL carries GPU tensors."""
         group = self.group
         return group is not None and over_nccl(group)
 
     def control(self) -> SequenceGroup:
-        """Returns the `auxiliary` group in which the calling thread compares things, with CPU tensors."""
+        """Returns the `auxiliary` gloo group for comparisons on the host."""
         return self.auxiliary(CONTROL)
 
     def for_host_tensors(self) -> SequenceGroup:
-        """Returns a group of the same ranks that exchanges CPU tensors: this one, or `control` in addition to NCCL.
+        """Returns a group of the same ranks for CPU tensors: this one, or `control` with NCCL.
 
-        Ranks compare values on the host, for any device of q, k and v: it must not wait for that device, and a
-        rank that was given tensors on another device than the others must be able to say so.
+        Comparisons run on the host, whatever the device of q, k and v: they must not wait for that device, and a rank
+        with tensors on a wrong device must be able to report it.
         """
         return self.control() if self.over_nccl else self
 
     def auxiliary(self, purpose: str) -> SequenceGroup:
-        """Returns the same ranks in an auxiliary gloo group for one purpose, whose collectives mix with no others.
+        """Returns a separate gloo group of the same ranks for one purpose. Collective at the first call.
 
-        It has this group's timeout and is destroyed with it. Collective at the first call.
+        It has this group's timeout and is destroyed with it.
         """
         group = self.group
         if group is None:
@@ -149,10 +149,10 @@ class SequenceGroup:
             return self._made(group, purpose, range(self.size), "gloo")
 
     def part(self, first: int, size: int) -> SequenceGroup:
-        """Returns the ranks from `first` on, this one among them, in a group of their own on the same backend.
+        """Returns a group of the `size` ranks from `first` on, which must include this one, on the same backend.
 
-        It has this group's timeout and is destroyed with it. Collective for its ranks at the first call. One rank
-        alone needs no group, and all have this one.
+        It has this group's timeout and is destroyed with it. Collective for its ranks at the first call; no group is
+        made for a single rank, or for all ranks.
         """
         group = self.group
         if size == self.size:
@@ -170,7 +170,7 @@ class SequenceGroup:
     def all_to_all(
         self, sent: torch.Tensor, receive_splits: Sequence[int], send_splits: Sequence[int]
     ) -> torch.Tensor:
-        """Runs an all-to-all of any splits along dim 0; returns [Σ receive_splits, ...], by source rank."""
+        """Runs an all-to-all with unequal splits along dim 0; returns [Σ receive_splits, ...] by source rank."""
         return self.start_all_to_all(sent, receive_splits, send_splits).wait()
 
     def start_all_to_all(
@@ -186,7 +186,7 @@ class SequenceGroup:
         return PendingTransfer(received, sent, (work,))
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        """Returns every rank's tensor, by rank; all have one shape."""
+        """Returns every rank's tensor, by rank; shapes must be equal."""
         if self.size == 1:
             return [mine]
         mine = mine.contiguous()
@@ -196,7 +196,7 @@ class SequenceGroup:
         return gathered
 
     def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
-        """Returns every rank's contiguous tensor, concatenated along dim 0 by rank; all have one shape."""
+        """Concatenates every rank's contiguous tensor along dim 0; shapes must be equal."""
         if self.size == 1:
             return mine
         gathered = mine.new_empty(self.size * len(mine), *mine.shape[1:])
@@ -205,7 +205,7 @@ class SequenceGroup:
         return gathered
 
     def broadcast(self, values: torch.Tensor) -> None:
-        """Writes the first rank's contiguous tensor into every rank's, of one shape and dtype."""
+        """Copies rank 0's contiguous tensor to all ranks; shapes and dtypes must be equal."""
         group = self.group
         if group is None or self.size == 1:
             return
@@ -213,12 +213,12 @@ class SequenceGroup:
             dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Returns every rank's integers (below 2^63), by rank, sent from host to host."""
+        """Returns every rank's integers (below 2^63), by rank, exchanged on the host."""
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         return [rank_values.tolist() for rank_values in self.for_host_tensors().all_gather(mine)]
 
     def barrier(self) -> None:
-        """Returns once all ranks of a gloo group have called it. Raises RuntimeError where one does not in time."""
+        """Waits until all ranks of a gloo group have called it. Raises RuntimeError on timeout."""
         if self.alone:
             return
         try:
@@ -234,16 +234,16 @@ def _require_alone() -> None:
     world = environment_number("WORLD_SIZE") or 1
     if "RANK" in os.environ and world > 1:
         raise UserError(
-            f"torchrun started {world} processes, but torch.distributed is not initialised; call "
-            "torch.distributed.init_process_group() first (or unset WORLD_SIZE, for one process alone)"
+            f"torchrun started {world} processes, but torch.distributed is not initialized; call "
+            "torch.distributed.init_process_group() first (or unset WORLD_SIZE for a single process)"
         )
 
 
 def gather_shards(shard: torch.Tensor, dim: int, group: SequenceGroup) -> torch.Tensor:
-    """Concatenates every rank's shard, by rank, along `dim`; all have one shape. Collective and differentiable.
+    """Concatenates all ranks' shards of equal shape along `dim`. Collective and differentiable.
 
-    Backward gives each rank the gradient of its own shard and sends nothing, as every rank computes the whole loss.
-    The gradients of a rank's parameters are then its part of a sum over the group.
+    Every rank must compute the whole loss; backward then takes the gradient of the rank's own shard without
+    communication. Gradients of parameters must be summed over the group.
     """
     if group.size == 1:
         return shard
@@ -264,15 +264,15 @@ class _Gather(torch.autograd.Function):
 
 
 def node_fingerprints() -> list[int]:
-    """Returns three numbers from which `number_nodes` infers this rank's node."""
+    """Returns the three integers from which `number_nodes` infers this rank's node."""
     return [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
 
 
 def number_nodes(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Returns the node of each rank, numbered by first appearance, from the `node_fingerprints` of all ranks.
+    """Returns the node of each rank, numbered by first appearance, from all ranks' `node_fingerprints`.
 
-    Nodes are known from torchrun's GROUP_RANK where every rank has one; else from LOCAL_WORLD_SIZE, where all ranks
-    have the same: that many consecutive ranks share a node; else from the host names.
+    Uses torchrun's GROUP_RANK if every rank has it; else LOCAL_WORLD_SIZE if equal on all ranks (so many consecutive
+    ranks share a node); else host names.
     """
     if group.group is None:
         return (0,) * group.size
@@ -287,6 +287,6 @@ def number_nodes(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) ->
 
 
 def _number(variable: str, least: int) -> int:
-    """Returns the number in an environment variable; −1 without one, or for one below `least`."""
+    """Returns the integer in an environment variable, or −1 if unset or below `least`."""
     number = environment_number(variable)
     return -1 if number is None or number < least else number

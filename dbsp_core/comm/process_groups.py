@@ -1,6 +1,6 @@
-"""Groups made from a process group: its ranks over gloo, for collectives that must not be mixed with others; parts.
+"""Groups derived from a process group: gloo groups of the same ranks for separate collectives, and parts.
 
-They are destroyed when the group is, or when all of torch's groups are.
+They are destroyed together with the group they derive from.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 CONTROL = "control"
-"""Purpose of the group in which ranks agree on things."""
+"""Purpose of the group for `consistency.agree`."""
 _Groups = dict[str, weakref.ref[dist.ProcessGroup]]
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakKeyDictionary()
-"""The groups made from each group, by purpose."""
+"""Derived groups by group and purpose."""
 
 
 def subgroup(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> dist.ProcessGroup:
-    """Returns a group of some ranks of `group`, this one among them, for one purpose, with the same options.
-
-    Collective for these ranks at the first call; no others take part.
-    """
+    """Returns a group of `ranks` for a purpose, with the options of `group`. Collective for `ranks` at first call."""
     groups = _MADE.get(group)
     if groups is None:
         groups = _MADE[group] = {}
@@ -35,18 +32,18 @@ def subgroup(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str)
     known = groups[purpose]() if purpose in groups else None
     if known is None:
         known = _made(group, purpose, ranks, backend)
-        groups[purpose] = weakref.ref(known)  # torch itself holds it
+        groups[purpose] = weakref.ref(known)  # torch holds it
     return known
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the time after which a group's collectives fail; None if its backend does not have the option."""
+    """Returns the timeout of a group's collectives; None if its backend has no such option."""
     timeouts = (getattr(options, "_timeout", None) for options in _backend_options(group))
     return next((timeout for timeout in timeouts if isinstance(timeout, timedelta)), None)
 
 
 def _backend_options(group: dist.ProcessGroup) -> Iterator[Any]:
-    """Yields the options of a group's backends that have any."""
+    """Yields the options of a group's backends."""
     for device_type in group._device_types:
         options = getattr(group._get_backend(device_type), "options", None)
         if options is not None:
@@ -54,9 +51,9 @@ def _backend_options(group: dist.ProcessGroup) -> Iterator[Any]:
 
 
 def _nccl_options(group: dist.ProcessGroup) -> Any:
-    """Returns new options for NCCL with a group's timeout, stream priority and limits; None if it is not over NCCL.
+    """Returns new NCCL options with a group's timeout, stream priority and limits; None without NCCL.
 
-    Not a copy: torch writes name, ranks and the communicator to split into the options of each group that it makes.
+    Not a copy: torch writes name, ranks and the communicator to split into each group's options.
     """
     parent = next(
         (options for options in _backend_options(group) if hasattr(options, "is_high_priority_stream")), None
@@ -69,11 +66,10 @@ def _nccl_options(group: dist.ProcessGroup) -> Any:
 
 
 def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) -> dist.ProcessGroup:
-    """Makes a group of some ranks of `group`, under a name that is not reused.
+    """Makes a group of some ranks like `dist.new_group(use_local_synchronization=True)`, under a unique name.
 
-    Otherwise as `dist.new_group(use_local_synchronization=True)` does. torch names a group after its ranks and the
-    number of groups that this rank has. That number differs between ranks, and it repeats once a group was destroyed,
-    whose addresses in the store nobody answers any more.
+    torch names a group after its ranks and this rank's number of groups. That number differs between ranks, and it
+    repeats after a group is destroyed, whose addresses are still in the store.
     """
     make: Any = distributed_c10d._new_process_group_helper
     numbers = dist.get_process_group_ranks(group)
@@ -90,16 +86,16 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
             timeout=timeout_of(group) or default_pg_timeout,
         )
     distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: index for index, rank in enumerate(ranks)}
-    if purpose != CONTROL:  # whose first use is a gather of all ranks at once
-        meet(made)  # a rank that destroyed it at once would cut off others that are still connecting
+    if purpose != CONTROL:  # CONTROL is first used by all ranks at once
+        meet(made)  # or a rank that destroys it early disconnects ranks that are still connecting
     return made
 
 
 @contextmanager
 def _unbound_default_group() -> Iterator[None]:
-    """Keeps torch from splitting a new communicator off the default group's, for which all of its ranks must call.
+    """Keeps torch from splitting a new communicator off the default group's, which all of its ranks must join.
 
-    torch does so if `init_process_group` was given `device_id`. The ranks of a part alone would wait for ever.
+    torch does so if `init_process_group` was given `device_id`; ranks of a part would wait forever.
     """
     default = distributed_c10d._get_default_group()
     device = default.bound_device_id
@@ -111,33 +107,32 @@ def _unbound_default_group() -> Iterator[None]:
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:
-    """Returns once all ranks of a group have called it, with the group's communicators made. Collective.
+    """Waits until all ranks of a group have called it, and creates the group's communicators. Collective.
 
-    NCCL makes a communicator at its first use. If that is a transfer between some ranks, or differs between groups,
-    the others may wait for ever; and `dist.barrier` takes a GPU by the rank's number. So the first use is an
-    all-reduce, on the current GPU.
+    NCCL creates a communicator at first use. If that were a transfer between some ranks, or in different order across
+    groups, others could wait forever. `dist.barrier` picks a GPU by rank, so this is an all-reduce on the current GPU.
     """
     if not over_nccl(group):
         dist.barrier(group)
         return
-    if "gloo" in dist.get_backend_config(group):  # it carries the tensors on CPUs
+    if "gloo" in dist.get_backend_config(group):  # gloo carries CPU tensors
         dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
     dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
     torch.cuda.current_stream().synchronize()
 
 
 def over_nccl(group: dist.ProcessGroup | None = None) -> bool:
-    """Returns True if NCCL carries a group's tensors on GPUs. None: the default group."""
+    """Returns True if NCCL carries a group's GPU tensors. None: the default group."""
     try:
         return "nccl" in dist.get_backend_config(group)
-    except (TypeError, ValueError):  # destroyed meanwhile, as the first use of the group will say
+    except (TypeError, ValueError):  # destroyed; the group's next use raises
         return False
 
 
 def _destroy(groups: _Groups) -> None:
-    """Destroys the groups made from a group. Not collective."""
+    """Destroys the groups derived from a group. Not collective."""
     for known in groups.values():
         made = known()
         if made is not None:
-            with suppress(ValueError):  # torch's destroying of all groups is under way
+            with suppress(ValueError):  # torch is destroying all groups
                 dist.destroy_process_group(made)

@@ -1,11 +1,10 @@
-"""Tokens to ranks and back: `sp_shard` and `sp_gather` of a tensor that all have whole, and redistribution.
+"""Distributing tokens over ranks: `sp_shard` and `sp_gather` for replicated tensors, and `Redistribution`.
 
-A redistribution is one all-to-all that takes tokens from one sequence layout to another; another one takes them back.
-
-Data loaders leave whole sequences on ranks; attention and linear layers want the same number of tokens on each. All
-tensors of the tokens (hidden states, positions, timestep indices, labels) are sent at once, of any dtypes. One
-exchange in and one out follows KnapFormer (Zhang et al., KnapFormer: An Online Load Balancer for Efficient Diffusion
-Transformers Training, 2025).
+A redistribution moves tokens from one sequence layout to another by one all-to-all, and back by another. Data loaders
+leave whole sequences on ranks, while attention and linear layers need equal numbers of tokens. All tensors of the
+tokens (hidden states, positions, timestep indices, labels), of any dtypes, are sent at once. One exchange in and one
+out follows KnapFormer (Zhang et al., KnapFormer: An Online Load Balancer for Efficient Diffusion Transformers
+Training, 2025).
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_kernels.segments import to_device
 
 TENSORS_DIFFER = (
-    "the tensors to redistribute differ on rank(s) {} in number, dtypes, sizes apart from tokens, or need for "
-    "gradients; give all ranks the same"
+    "the tensors to redistribute differ on rank(s) {} in number, dtype, sizes other than tokens, or requires_grad; "
+    "pass alike tensors on all ranks"
 )
 LAYOUTS_DIFFER = "the layouts of a redistribution differ on rank(s) {}; make them from the same sequences on all ranks"
 
@@ -36,15 +35,15 @@ LAYOUTS_DIFFER = "the layouts of a redistribution differ on rank(s) {}; make the
 class _Way:
     """One rank's side of one direction."""
 
-    take: torch.Tensor  # int64[n], slots of this rank's tokens before, by destination; `sent` tokens go to each rank
+    take: torch.Tensor  # int64[n], source slots of this rank's tokens, by destination; `sent` tokens to each rank
     sent: tuple[int, ...]
-    put: torch.Tensor  # int64[m], slots of its tokens after, by source; `received` tokens come from each rank
+    put: torch.Tensor  # int64[m], target slots of its tokens, by source; `received` tokens from each rank
     received: tuple[int, ...]
-    slots: tuple[int, int]  # This rank's number of slots before and after, padding included
+    slots: tuple[int, int]  # this rank's slots before and after, padding included
 
     @classmethod
     def from_layouts(cls, source: SequenceLayout, target: SequenceLayout, rank: int, slots: tuple[int, int]) -> _Way:
-        # Between two ranks tokens are sent in the order of their slots at the target, which both ends know.
+        # Between two ranks, tokens are sent in order of their target slots, which both ends know.
         leaving, coming = np.flatnonzero(source.rank == rank), np.flatnonzero(target.rank == rank)
         leaving = leaving[np.lexsort((target.local[leaving], target.rank[leaving]))]
         coming = coming[np.lexsort((target.local[coming], source.rank[coming]))]
@@ -57,20 +56,20 @@ class _Way:
         )
 
     def reversed(self) -> _Way:
-        """Returns the opposite direction, with tokens in the same order."""
+        """Returns the opposite direction."""
         return _Way(self.put, self.received, self.take, self.sent, self.slots[::-1])
 
     def to(self, device: torch.device) -> _Way:
-        """Returns a copy with its tables on a device."""
+        """Returns a copy with tables on a device."""
         return replace(self, take=to_device(self.take, device), put=to_device(self.put, device))
 
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
-        """Takes tensors [slots before, …] to [slots after, …], zero at padding, in one exchange of bytes."""
-        # 1. Tokens are sent, each with its bytes in all tensors.
+        """Moves tensors [slots before, …] → [slots after, …], zero at padding, in one exchange of bytes."""
+        # 1. Send tokens, each with its bytes of all tensors
         leaving = [_as_bytes(tensor.index_select(0, self.take)) for tensor in tensors]
         together = leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
         came = group.all_to_all(together, self.received, self.sent)
-        # 2. Tokens are written to their slots.
+        # 2. Write tokens to their slots
         redistributed = []
         for tensor, received in zip(tensors, came.split([part.shape[1] for part in leaving], dim=1), strict=True):
             after = tensor.new_zeros(self.slots[1], *tensor.shape[1:])
@@ -82,18 +81,18 @@ class _Way:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns uint8[n, bytes of a token] of a tensor [n, …]."""
+    """Views a tensor [n, …] as uint8[n, bytes of a token]."""
     return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
 class Redistribution:
-    """One rank's part in taking tokens from one layout to another and back; made by `between`.
+    """One rank's side of moving tokens from one layout to another and back; made by `between`.
 
     Attributes:
-        source: The layout that `there` starts from, such as `SequenceLayout.whole_sequences`.
-        target: The layout it leads to, such as `SequenceLayout.striped`.
-        group: The ranks of both.
-        debug: True if ranks compare what they redistribute before every exchange, and not only before the first.
+        source: Layout before `there`, such as `SequenceLayout.whole_sequences`.
+        target: Layout after `there`, such as `SequenceLayout.striped`.
+        group: The ranks of both layouts.
+        debug: True to compare tensors across ranks before every exchange, not only the first.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Redistribution:
     ) -> None:
         self.source, self.target, self.group, self.debug = source, target, group, debug
         self._ways = {torch.device("cpu"): (there, there.reversed())}
-        self._checked: set[bool] = set()  # directions, True for `back`, whose inputs the ranks have compared
+        self._checked: set[bool] = set()  # directions (True: `back`) whose inputs ranks have compared
 
     def __repr__(self) -> str:
         return f"<Redistribution on rank {self.group.rank} of {self.group.size}: {self.source} → {self.target}>"
@@ -117,18 +116,18 @@ class Redistribution:
         target_slots: int | None = None,
         debug: bool = False,
     ) -> Redistribution:
-        """Makes this rank's part. Not collective.
+        """Makes this rank's side. Not collective.
 
         Args:
-            source: See `Redistribution`, as for debug.
+            source: See `Redistribution`.
             target: A layout of the same tokens and ranks.
-            group: Default: all ranks of torch.distributed.
-            source_slots: Number of this rank's slots at the source, with padding at the end (default) or without.
-            target_slots: Number of this rank's slots at the target, likewise.
-            debug: See source.
+            group: None: all ranks of torch.distributed.
+            source_slots: This rank's slots at the source. None: `source.shard`, including padding at the end.
+            target_slots: This rank's slots at the target, likewise.
+            debug: See `Redistribution`.
 
         Raises:
-            UserError: For layouts of other tokens or ranks, or slots that don't hold the rank's tokens.
+            UserError: The layouts differ in tokens or ranks, or the slots cannot hold this rank's tokens.
         """
         group = group or SequenceGroup.from_group()
         for layout, of_what in ((target, (source.tokens, source.world)), (source, (source.tokens, group.size))):
@@ -145,20 +144,20 @@ class Redistribution:
     @overload
     def there(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> tuple[torch.Tensor, ...]: ...
     def there(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Takes tensors of this rank's tokens from `source` to `target`. Collective: one all-to-all for all tensors.
+        """Moves tensors of this rank's tokens from `source` to `target` in one all-to-all. Collective; differentiable.
 
-        Differentiable: gradients are taken back. Backward is collective too: every rank has to call it, a rank without
-        sequences on the sum of an empty tensor.
+        Backward is collective, too: every rank must call it, a rank without sequences on the sum of an empty tensor.
 
         Args:
-            tensors: Tensors of any dtypes, on one device; `dim` has a slot for each token.
-            dim: One for all tensors, or one for each.
+            tensors: Tensors of any dtypes on one device, with one slot per token in `dim`.
+            dim: Dimension of tokens, for all tensors or for each.
 
         Returns:
-            The tensors with the rank's slots at the target, zero at padding; a single tensor is not put in a tuple.
+            The tensors with this rank's slots at the target, zero at padding; a single tensor is not wrapped in a
+            tuple.
 
         Raises:
-            UserError: For tensors that don't fit; on all ranks together at the first call and under debug.
+            UserError: A tensor does not fit; raised on all ranks at the first call and under debug.
         """
         return self._run(tensors, dim, back=False)
 
@@ -167,11 +166,11 @@ class Redistribution:
     @overload
     def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> tuple[torch.Tensor, ...]: ...
     def back(self, *tensors: torch.Tensor, dim: int | Sequence[int] = 0) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Inverts `there`: takes tensors from `target` to `source`."""
+        """Moves tensors from `target` to `source`, the inverse of `there`."""
         return self._run(tensors, dim, back=True)
 
     def bytes_sent(self, token_bytes: int) -> tuple[int, int]:
-        """Bytes that this rank sends to others there, and back, if a token has `token_bytes` in all tensors."""
+        """Returns the bytes that this rank sends to others there and back, at `token_bytes` per token."""
         there, back = (sum(way.sent) - way.sent[self.group.rank] for way in self._ways[torch.device("cpu")])
         return there * token_bytes, back * token_bytes
 
@@ -193,7 +192,7 @@ class Redistribution:
         return self._ways[device][back]
 
     def _check(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> None:
-        """Raises UserError for tensors that don't fit; on all ranks together at the first call and under debug."""
+        """Raises UserError for tensors that do not fit, on all ranks at the first call and under debug."""
         problem = self._problem(tensors, dims, back)
         error = None if problem is None else UserError(problem)
         if self.debug or back not in self._checked:
@@ -219,8 +218,8 @@ class Redistribution:
                 layout = "target" if back else "source"
                 return (
                     f"tensor of shape {tuple(tensor.shape)} does not fit: rank {self.group.rank} has {slots} slots "
-                    f"in the {layout} layout, in dimension {dim}; give the dimension of tokens with dim, or make the "
-                    f"redistributing with {layout}_slots"
+                    f"in the {layout} layout, in dimension {dim}; set dim to the dimension of tokens, or pass "
+                    f"{layout}_slots to Redistribution.between"
                 )
         return None
 
@@ -228,22 +227,22 @@ class Redistribution:
 def sp_shard(
     whole: torch.Tensor, dim: int, *, layout: SequenceLayout | None = None, group: SequenceGroup | None = None
 ) -> torch.Tensor:
-    """Returns this rank's shard of a tensor that every rank has whole. Not collective; differentiable.
+    """Returns this rank's shard of a replicated tensor. Not collective; differentiable.
 
-    Of the gradient of `whole` each rank has the part of its own tokens, and zeros elsewhere.
+    The gradient of `whole` is nonzero at this rank's tokens only.
 
     Args:
         whole: [..., tokens, ...], of any dtype.
         dim: The dimension of tokens.
-        layout: Which rank has which tokens. None: rank r has the r-th run of ceil(tokens / P), without padding: the
-            last ranks have fewer, or none.
+        layout: Which rank has which tokens. None: rank r has the r-th run of ceil(tokens / P) without padding, so the
+            last ranks have fewer or none.
         group: The ranks that share the sequence. None: all ranks of torch.distributed.
 
     Returns:
-        [..., n, ...]. With a layout n is `layout.shard`, and zeros are at padding.
+        [..., n, ...]; with a layout, n is `layout.shard` and padding is zero.
 
     Raises:
-        UserError: For a dimension of another size than the layout's tokens, or a layout of another number of ranks.
+        UserError: The layout has another number of tokens or ranks.
     """
     group = group or SequenceGroup.from_group()
     _require_dim(whole, dim)
@@ -254,8 +253,8 @@ def sp_shard(
         return whole.narrow(dim, first, min(length, tokens - first))
     if (layout.tokens, layout.world) != (tokens, group.size):
         raise UserError(
-            f"tensor of {tokens} tokens in dimension {dim} on {group.size} ranks, expected {layout.tokens} tokens on "
-            f"{layout.world} as in the layout; give the dimension of tokens, and the layout of this sequence"
+            f"expected {layout.tokens} tokens on {layout.world} ranks as in the layout, got {tokens} in dim {dim} "
+            f"on {group.size} ranks; set dim to the dimension of tokens, and layout to this sequence's"
         )
     token, slot = (torch.from_numpy(of).to(whole.device) for of in layout.tokens_at(group.rank))
     shard = whole.new_zeros(*whole.shape[:dim], layout.shard, *whole.shape[dim + 1 :])
@@ -265,25 +264,26 @@ def sp_shard(
 def sp_gather(
     shard: torch.Tensor, dim: int, *, layout: SequenceLayout | None = None, group: SequenceGroup | None = None
 ) -> torch.Tensor:
-    """Returns all ranks' tokens in their order, on every rank: the inverse of `sp_shard`. Collective; differentiable.
+    """Gathers all ranks' tokens in order on every rank, the inverse of `sp_shard`. Collective; differentiable.
 
-    Backward sends nothing: every rank is to compute the whole loss, and gets the gradient of its own shard. The
-    gradients of parameters are then each rank's part of a sum over the group.
+    Every rank must compute the whole loss: backward sends nothing and returns the gradient of the rank's own shard.
+    Gradients of parameters must be summed over the group.
 
-    Ranks first compare what they have, host to host: once a model, not once a layer. See also `Redistribution`.
+    Compares shards across ranks on the host first, so call it once per model, not per layer. See also
+    `Redistribution`.
 
     Args:
-        shard: [..., n, ...], alike on all ranks but for n.
+        shard: [..., n, ...], of equal shape on all ranks except for n.
         dim: The dimension of tokens.
-        layout: That of `sp_shard`; n is at most `layout.shard`, and padding at the end may be missing. None: shards of
-            any lengths follow one another by rank.
+        layout: As for `sp_shard`; n is at most `layout.shard` (padding at the end is optional). None: shards of any
+            lengths are concatenated by rank.
         group: The ranks that share the sequence. None: all ranks of torch.distributed.
 
     Returns:
         [..., tokens, ...], without padding.
 
     Raises:
-        UserError: On all ranks, for shards that differ in more than n or don't fit the layout.
+        UserError: Shards differ in more than n or do not fit the layout; raised on all ranks.
     """
     group = group or SequenceGroup.from_group()
 
@@ -292,7 +292,7 @@ def sp_gather(
         if layout is None:
             return shard.shape[dim]
         if layout.world != group.size:
-            raise UserError(f"a layout for {layout.world} ranks does not fit {group.size}; make it for the group")
+            raise UserError(f"expected a layout for {group.size} ranks, got {layout.world}; make it for the group")
         return _slots(layout, group.rank, shard.shape[dim])
 
     # 1. All ranks' lengths
@@ -302,11 +302,11 @@ def sp_gather(
     with ConcurrencyGuard(group):
         fingerprints = {LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: other_sizes}
         lengths = [row[0] for row in agree(group.control(), fingerprints, problem=problem, numbers=[slots or 0])]
-        # 2. Shards of one length → [..., P · longest, ...]
+        # 2. Pad and gather shards → [..., P · longest, ...]
         dim, longest = dim % shard.ndim, max(lengths)
         padding = shard.new_zeros(*shard.shape[:dim], longest - shard.shape[dim], *shard.shape[dim + 1 :])
         together = gather_shards(torch.cat([shard, padding], dim), dim, group)
-    # 3. Tokens in their order
+    # 3. Put tokens in order
     if layout is None:
         places = torch.cat(
             [rank * longest + torch.arange(length, device="cpu") for rank, length in enumerate(lengths)]
@@ -317,13 +317,13 @@ def sp_gather(
 
 
 def _require_dim(tensor: torch.Tensor, dim: int) -> None:
-    """Raises UserError for a dimension that a tensor does not have."""
+    """Raises UserError if a tensor has no such dimension."""
     if not -tensor.ndim <= dim < tensor.ndim:
-        raise UserError(f"tensor of shape {tuple(tensor.shape)} has no dimension {dim}; give the dimension of tokens")
+        raise UserError(f"tensor of shape {tuple(tensor.shape)} has no dimension {dim}; set dim to that of the tokens")
 
 
 def _slots(layout: SequenceLayout, rank: int, slots: int | None) -> int:
-    """Returns the number of slots of a rank. Raises UserError for one that does not hold its tokens."""
+    """Returns the number of slots of a rank. Raises UserError if they cannot hold its tokens."""
     slots = layout.shard if slots is None else slots
     least = int(layout.local[layout.rank == rank].max(initial=-1)) + 1
     if not least <= slots <= layout.shard:
@@ -332,7 +332,7 @@ def _slots(layout: SequenceLayout, rank: int, slots: int | None) -> int:
 
 
 def _fingerprint(tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> int:
-    """Returns a number below 2^63 that is equal for tensors that ranks can exchange."""
+    """Returns a number below 2^63, equal for tensors that ranks can exchange."""
     follows = torch.is_grad_enabled()
     shapes = [tensor.movedim(dim, 0).shape[1:] for tensor, dim in zip(tensors, dims, strict=True)]
     each = zip(tensors, shapes, strict=True)

@@ -1,1 +1,1 @@
-"""What an attention costs on a machine: bytes, seconds, and the strategy that costs least."""
+"""Cost of an attention on a machine in bytes and seconds, and the choice of the cheapest strategy."""

@@ -1,4 +1,4 @@
-"""Constants that the latency model knows of a machine, with their units, and where each comes from."""
+"""Constants of a machine for the latency model, with units and sources."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from dbsp_kernels.triton.tiles import slots_of
 
 SHIPPED = shipped_configs() / "hardware"
 RECORDED = ("versions", "residuals", "date", "notes")
-"""Keys of a file that say for its readers how it was made."""
+"""Keys of a file that document how it was made."""
 REDO = "measure again with: torchrun --nproc-per-node GPUS -m dbsp_cli bench MODEL"
 
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the latency model, each per rank. Seconds, bytes per second in one direction, FLOP per second."""
+    """Constants of the latency model, per rank: seconds, bytes per second in one direction, FLOP per second."""
 
     flops_per_s: float  # Rate of the two products of attention on active blocks
-    score_s: float  # Time for each score of an active block in addition to the products (softmax)
-    row_s: float  # Time for each row in every chunk
-    launch_s: float  # Time to launch the kernel, once a chunk
-    call_s: float  # Time of other launches and of bookkeeping, once an attention
-    pack_bytes_per_s: float  # Rate of gathering into exchange buffers and placing from them
-    merge_bytes_per_s: float  # Rate of memory read and written in merging two chunks' outputs
+    score_s: float  # Time per score of an active block on top of the products (softmax)
+    row_s: float  # Time per row and chunk
+    launch_s: float  # Time to launch the kernel, per chunk
+    call_s: float  # Time of other launches and bookkeeping, per attention
+    pack_bytes_per_s: float  # Rate of packing and unpacking exchange buffers
+    merge_bytes_per_s: float  # Memory rate of merging two chunks' outputs
     exchange_latency_s: float  # One all-to-all within a node
     exchange_bytes_per_s: float
     p2p_latency_s: float  # A further chunk of keys within a node
     p2p_bytes_per_s: float
-    overlap: float  # Share of the shorter of compute and P2P that hides behind the longer, 0 to 1
-    linear_flops_per_s: float  # Rate of everything in a transformer but self-attention's scores
-    serial_s: float = 0.0  # Time for each video of what one device does alone (text encoder, VAE)
-    network_latency_s: float | None = None  # What crosses nodes in exchanges and chunks. None: not known
+    overlap: float  # Fraction of the shorter of compute and P2P hidden behind the longer, 0 to 1
+    linear_flops_per_s: float  # Rate of a transformer except self-attention's scores
+    serial_s: float = 0.0  # Time per video that is not parallel (text encoder, VAE)
+    network_latency_s: float | None = None  # Between nodes, in exchanges and chunks. None: unknown
     network_bytes_per_s: float | None = None  # A rank's share of its node's adapters
-    predict_s: float | None = None  # To predict a mask, a token and head of a rank's share; None: not known
-    dense_flops_per_s: float | None = None  # Rate of the fastest dense attention at head size 128; None: not known
+    predict_s: float | None = None  # Mask prediction, per token and head of a rank's share. None: unknown
+    dense_flops_per_s: float | None = None  # Rate of the fastest dense attention at head size 128. None: unknown
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -63,30 +63,30 @@ class Constants:
 
 @dataclass(frozen=True)
 class KernelConstants:
-    """Another kernel's values of a machine's `Constants`, or None if they are the same."""
+    """Another kernel's values of a machine's `Constants`; None: equal."""
 
     source: str  # Origin of these values, as in `Hardware.sources`
     flops_per_s: float | None = None
     score_s: float | None = None
     launch_s: float | None = None
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # See `Hardware`
-    head_dim: int | None = None  # At which rates were measured beside dense attention's; None: they were not
+    head_dim: int | None = None  # Head size of the measurement beside dense attention. None: not measured
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine as the latency model sees it."""
+    """A machine in the latency model."""
 
     name: str
-    device: str  # Class of the device, as `device_class` names it
-    dtype: str  # Type of q, k and v for which the constants hold
+    device: str  # Device, as named by `device_class`
+    dtype: str  # Dtype of q, k and v for the constants
     constants: Constants  # The block-sparse kernels' in `dtype`
-    sources: Mapping[str, str]  # Of each constant: measured, fitted, published, derived (from another's) or assumed
-    gpus_per_node: int | None = None  # Traffic between nodes has the `network_*` constants. None: not known
-    kernels: Mapping[str, KernelConstants] = field(default_factory=dict)  # What differs, by a kernel's name
-    exact_kernels: tuple[str, ...] = ()  # That were exact on this device, the fastest first; empty: not measured
+    sources: Mapping[str, str]  # Per constant: measured, fitted, published, derived (from another's) or assumed
+    gpus_per_node: int | None = None  # None: unknown. Traffic between nodes uses `network_*`
+    kernels: Mapping[str, KernelConstants] = field(default_factory=dict)  # Differing constants by kernel
+    exact_kernels: tuple[str, ...] = ()  # Exact on this device, fastest first; empty: not measured
     flops_by_blocks: Mapping[str, float] = field(default_factory=dict)  # Rates on blocks of QUERIESxKEYS tokens
-    multiprocessors: int | None = None  # Of a GPU, as `capability`. None: not known
+    multiprocessors: int | None = None  # Of the GPU. None: unknown
     capability: int | None = None  # Compute capability, 90 for Hopper
     whole_rows: bool = False  # True if its kernel does not cut long rows; see `with_kernel`
 
@@ -102,7 +102,7 @@ class Hardware:
 
     @property
     def fingerprint(self) -> int:
-        """63 bits that differ between constants, to compare ranks by."""
+        """63-bit hash of the constants, for comparing ranks."""
         rates = sorted(self.flops_by_blocks.items())
         head_dims = [(name, kernel.head_dim) for name, kernel in sorted(self.kernels.items())]
         return fingerprint_of(
@@ -110,9 +110,9 @@ class Hardware:
         )
 
     def with_kernel(self, name: str) -> Hardware:
-        """Returns this machine with a kernel's constants, or as it is if none are known.
+        """Returns this machine with a kernel's constants, or unchanged if they are unknown.
 
-        Kernel "auto" is the fastest that `dbsp bench` found exact, else "triton".
+        Kernel "auto" is the fastest exact kernel of `dbsp bench`, else "triton".
         """
         if name == "auto":
             name = self.exact_kernels[0] if self.exact_kernels else "triton"
@@ -131,7 +131,7 @@ class Hardware:
         )
 
     def with_dense_attention(self) -> Hardware:
-        """Returns this machine with the rate of dense attention for that of its kernel, or as it is if not known."""
+        """Returns this machine with the rate of dense attention as its kernel's, or unchanged if unknown."""
         rate = self.constants.dense_flops_per_s
         if rate is None:
             return self
@@ -139,23 +139,23 @@ class Hardware:
         return replace(self, constants=constants, flops_by_blocks={}, whole_rows=False)
 
     def row_slots(self, block_q: int, block_k: int, head_dim: int) -> int | None:
-        """Returns how many rows a GPU computes at a time with kernel `triton`, or None if that is not known."""
+        """Returns how many rows a GPU computes at a time with kernel `triton`, or None if unknown."""
         if self.multiprocessors is None or self.capability is None:
             return None
         dtype = getattr(torch, self.dtype)
         return slots_of(self.multiprocessors, self.capability, (block_q, block_k), head_dim, dtype)
 
     def at_blocks(self, block_q: int, block_k: int) -> Constants:
-        """Returns the constants with the kernel's rate on blocks of so many queries and keys."""
+        """Returns the constants with the kernel's rate at these block sizes."""
         rate = self.flops_by_blocks.get(f"{block_q}x{block_k}")
         return self.constants if rate is None else replace(self.constants, flops_per_s=rate)
 
     def break_even(self, block_q: int, block_k: int, head_dim: int, tokens: int) -> float | None:
-        """Returns the density from which dense attention takes less time than predicting a mask and computing it.
+        """Returns the density above which dense attention is faster than predicting a mask and sparse attention.
 
-        Per pair of tokens of one head, dense attention takes 4·D / dense rate seconds, sparse attention
-        density · (4·D / rate of the kernel + score_s), and predicting the mask predict_s / tokens. Ranks share all
-        three, so their number cancels. None if the rate of dense attention is not known.
+        Per pair of tokens of one head, dense attention takes 4·D / dense rate seconds, sparse attention density · (4·D
+        / rate of the kernel + score_s), and prediction predict_s / tokens. The number of ranks cancels. None if the
+        rate of dense attention is unknown.
         """
         known = self.at_blocks(block_q, block_k)
         if known.dense_flops_per_s is None:
@@ -166,9 +166,9 @@ class Hardware:
 
 
 def load_hardware(source: str | os.PathLike[str]) -> Hardware:
-    """Reads a shipped machine by its name, for example "h800", or a YAML file that `dbsp bench` wrote.
+    """Reads a shipped machine by name, such as "h800", or a YAML file of `dbsp bench`.
 
-    Raises UserError, naming the fix, for an unknown name or key, a missing key or a value that makes no sense.
+    Raises UserError for an unknown name or key, a missing key or an invalid value.
     """
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
     path = shipped.get(os.fspath(source)) or user_path(source)
@@ -181,7 +181,7 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
 
 @functools.cache
 def _read(path: Path, _changed_ns: int) -> Hardware:
-    """Reads a file once for all sessions, as it takes tens of milliseconds."""
+    """Reads a file once for all sessions (tens of milliseconds)."""
     settings = read_settings(path, "hardware file")
     values = {key: value for key, value in settings.values.items() if key not in RECORDED}
     with settings.located():
@@ -192,7 +192,7 @@ def _read(path: Path, _changed_ns: int) -> Hardware:
 def save_hardware(
     path: str | os.PathLike[str], hardware: Hardware, record: Mapping[str, object] | None = None
 ) -> None:
-    """Writes a YAML file that `load_hardware` reads, whole or not at all. `record` says how it was made."""
+    """Writes a YAML file for `load_hardware` atomically; `record` documents how it was made."""
 
     def given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: value for key, value in pairs if value not in (None, {}, ())}
@@ -202,7 +202,7 @@ def save_hardware(
 
 
 def device_class(device: torch.device | str) -> str:
-    """Returns the model of a device, or of the current GPU for "cuda": no host name, nothing of this one copy."""
+    """Returns the model name of a device ("cuda": the current GPU), without host name or serial number."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_cpu_model()}, one core per rank"
@@ -218,9 +218,9 @@ def _cpu_model() -> str:
 
 
 def measured_file(device: str) -> Path:
-    """Returns the file in which `dbsp bench` keeps the constants of this machine's "cuda" or "cpu" device.
+    """Returns the file in which `dbsp bench` stores the constants of this machine's "cuda" or "cpu" device.
 
-    Machines with other devices may share the folder: `$XDG_CACHE_HOME/dbsp/hardware`, or ~/.cache/dbsp/hardware.
+    The folder, `$XDG_CACHE_HOME/dbsp/hardware` or ~/.cache/dbsp/hardware, may be shared with other machines.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = re.sub(r"[^a-z0-9]+", "-", device_class(device).lower()).strip("-")
@@ -228,20 +228,20 @@ def measured_file(device: str) -> Path:
 
 
 def hardware_for(machine: str | None, device: str, kernel: str) -> Hardware | None:
-    """Returns the constants that costs on a "cuda" or "cpu" device are predicted by, or None.
+    """Returns the constants for predicting costs on a "cuda" or "cpu" device, or None.
 
     Args:
-        machine: Name or file that a configuration gives. None: this machine's `measured_file`, if there is one.
-            Without it there are no constants: those of other machines are not taken for this one's.
+        machine: Name or file from the configuration. None: this machine's `measured_file` if it exists, else no
+            constants; other machines' constants are never assumed.
         device: Type of the device.
-        kernel: Its name, or "auto"; its constants are taken if the file has them.
+        kernel: Kernel whose constants to use if the file has them, or "auto".
     """
     file = machine if machine is not None else measured_file(device)
     return load_hardware(file).with_kernel(kernel) if machine is not None or os.path.isfile(file) else None
 
 
 def rates_of(machine: str | None, device: torch.device, kernel: str) -> Hardware | None:
-    """Returns `hardware_for`, or else the shipped machine with this very device, if there is one."""
+    """Returns `hardware_for`, or else the shipped machine with exactly this device, or None."""
     hardware = hardware_for(machine, device.type, kernel)
     if hardware is not None or device.type != "cuda":
         return hardware
@@ -251,11 +251,11 @@ def rates_of(machine: str | None, device: torch.device, kernel: str) -> Hardware
 
 
 def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:
-    """Returns what `choose_kernel` is asked for: for "auto" the kernels that were exact on this device, then "auto".
+    """Returns the kernels for `choose_kernel`: for "auto", those exact on this device, fastest first, then "auto".
 
     Args:
-        kernel: Setting of that name. Any other than "auto" is returned as it is, and "auto" if $DBSP_KERNEL is set.
-        machine: See `hardware_for`. What was measured on another device counts for nothing.
+        kernel: The setting. Returned unchanged unless "auto", and also if $DBSP_KERNEL is set.
+        machine: See `hardware_for`. Measurements of another device are ignored.
     """
     if kernel != "auto" or os.environ.get("DBSP_KERNEL"):
         return kernel

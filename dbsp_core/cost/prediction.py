@@ -1,7 +1,7 @@
-"""Bytes and seconds of a plan, counted from blocks in microseconds, and the UxRy that is predicted to be fastest.
+"""Predicts bytes and seconds of a plan, and chooses the UxRy that is predicted to be fastest.
 
-Every rank predicts for itself, from the mask's bits and the constants of one file: all choose the same strategy
-(paper §4.3). Without constants a rule chooses, by the numbers of heads and of ranks per node.
+Every rank predicts from the same mask and constants, so all choose the same strategy (paper §4.3). Without constants,
+a rule chooses by the numbers of heads and of ranks per node.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from dbsp_core.utils.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Tokens of one head that one attention sends. To turn into bytes: times batch, head_dim and element size."""
+    """Tokens of one head that one attention sends; multiply by batch, head_dim and element size for bytes."""
 
-    queries: np.ndarray  # float64[P, P], from source rank (row) to owner (column); outputs go the same way back
-    keys: np.ndarray  # float64[y, P, P], from source rank to those that compute with them, by chunk; values likewise
+    queries: np.ndarray  # float64[P, P], from source rank (row) to owner (column); outputs return the same way
+    keys: np.ndarray  # float64[y, P, P], by chunk, from source rank to the rank that uses them; values likewise
     rows: np.ndarray  # int64[P], rows each rank owns
-    blocks: np.ndarray  # int64[y, P], KV blocks that each rank computes with, by chunk
+    blocks: np.ndarray  # int64[y, P], by chunk, KV blocks that each rank uses
 
     @property
     def dispatch(self) -> np.ndarray:
-        """float64[P, P]: queries, and the first chunk's keys and values, from source rank to owner."""
+        """float64[P, P]: queries and the first chunk's keys and values, from source rank to owner."""
         return self.queries + 2 * self.keys[0]
 
     @property
     def kv_received(self) -> float:
-        """Tokens of K and V that a rank receives from others, mean over ranks."""
+        """Tokens of k and v that a rank receives from others, mean over ranks."""
         return sum(float(sent.sum() - sent.trace()) for sent in 2 * self.keys) / len(self.rows)
 
 
 def traffic_of(plan: Plan, layout: SequenceLayout) -> Traffic:
-    """Counts what a plan sends under `layout`. Raises ValueError when they do not fit each other."""
+    """Counts the tokens that a plan sends under `layout`. Raises ValueError if they do not fit each other."""
     strategy, grid, chunks = plan.strategy, plan.grid, plan.chunks
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise ValueError(
-            f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit a plan of {grid.tokens} "
-            f"tokens on {strategy.world}; give the one the plan was made for"
+            f"expected a sequence layout of {grid.tokens} tokens on {strategy.world} ranks, got {layout.tokens} on "
+            f"{layout.world}; pass the layout that the plan was made for"
         )
     queries = np.zeros((strategy.world, strategy.world))
     keys = np.zeros((chunks.ring, strategy.world, strategy.world))
@@ -67,7 +67,7 @@ def traffic_of(plan: Plan, layout: SequenceLayout) -> Traffic:
 
 
 def copies_by_rank(ranks: np.ndarray, world: int) -> np.ndarray:
-    """Returns float64[world, n]: how many heads put each block on each rank, from ranks int64[heads, n]."""
+    """Counts the heads that put each block on each rank: int64[heads, n] of ranks → float64[world, n]."""
     blocks = ranks.shape[1]
     flat = (ranks * blocks + np.arange(blocks)).ravel()
     return np.bincount(flat, minlength=world * blocks).reshape(world, blocks).astype(np.float64)
@@ -85,7 +85,7 @@ class AttentionShape:
     """Sizes of q, k, v and the output of all ranks, apart from tokens."""
 
     batch: int
-    heads: int  # The plan's; where each batch item has masks of its own, they are the plan's heads and batch is 1
+    heads: int  # the plan's heads; with masks per batch item, B·H, and batch is 1
     head_dim: int
     element_bytes: int = 2
 
@@ -96,13 +96,13 @@ class AttentionShape:
 
     @classmethod
     def from_q(cls, q: torch.Tensor, heads: int) -> AttentionShape:
-        """Returns the shape with this rank's q [B, H, n_local, D] where the plan has `heads` heads, H or B·H."""
+        """Returns the shape for this rank's q [B, H, n_local, D] under a plan of `heads` heads, H or B·H."""
         batch, local_heads, _, head_dim = q.shape
         return cls(batch if heads == local_heads else 1, heads, head_dim, q.element_size())
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of one head, over the batch: of q, k, v or the output, in memory."""
+        """Bytes in memory of one token of one head of q, k, v or the output, over the batch."""
         return self.batch * self.head_dim * self.element_bytes
 
     def sent_bytes(self, comm_dtype: CommDtype) -> int:
@@ -110,17 +110,17 @@ class AttentionShape:
         return self.batch * comm_dtype.token_bytes(self.head_dim, self.element_bytes)
 
     def out_bytes(self, comm_dtype: CommDtype) -> int:
-        """Returns those of the output."""
+        """Returns the bytes of one token of one head of the output in its communication dtype."""
         return self.batch * comm_dtype.out_bytes(self.head_dim, self.element_bytes)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Seconds of one attention on all ranks together: exchanges wait for the slowest."""
+    """Seconds of one attention on all ranks; exchanges wait for the slowest rank."""
 
     exchange_s: float  # Exchanges to owners and back
-    attention_s: float  # From the first kernel's start until the last rank is done with all chunks
-    pack_s: float  # Gathering into exchange buffers and placing from them
+    attention_s: float  # From the first kernel's start until the last rank's end
+    pack_s: float  # Packing and unpacking exchange buffers
     launch_s: float  # Launches outside of chunks
 
     @property
@@ -135,14 +135,14 @@ def predict(
     nodes: Sequence[int] | None = None,
     layout: SequenceLayout | None = None,
 ) -> Prediction:
-    """Predicts by the corrected form of Eq. 4: every rank's real work, real bytes, real packing.
+    """Predicts by the paper's Eq. 4, corrected to use every rank's actual work, bytes and packing.
 
     Args:
-        nodes: The node of each rank. Default: all ranks on one.
-        layout: The layout the plan was made for, which decides what is sent. Default: contiguous.
+        nodes: Node of each rank. None: all ranks on one node.
+        layout: Layout that the plan was made for, which determines the bytes sent. None: contiguous.
 
     Raises:
-        UserError: When plan, shape and nodes don't fit, or network constants are needed but not known.
+        UserError: Plan, shape and nodes do not fit, or needed network constants are unknown.
     """
     strategy, comm_dtype = plan.strategy, plan.comm_dtype
     known = hardware.at_blocks(plan.grid.block_q, plan.grid.block_k)
@@ -150,9 +150,9 @@ def predict(
     layout = layout or SequenceLayout.contiguous(plan.grid.tokens, strategy.world)
     strategy.require_world(len(nodes))
     if shape.heads != plan.heads:
-        raise UserError(f"the plan is for {plan.heads} heads, the shape has {shape.heads}; give the plan's")
+        raise UserError(f"expected a shape with the plan's {plan.heads} heads, got {shape.heads}")
     require_network(hardware, nodes)
-    # 1. Bytes of each exchange to owners and back, float64[P, P].
+    # 1. Bytes of each exchange to owners and back, float64[P, P]
     traffic, sent_bytes = traffic_of(plan, layout), shape.sent_bytes(comm_dtype)
     apart = exchange_q_separately(plan)
     dispatched = [traffic.queries, 2 * traffic.keys[0]] if apart else [traffic.dispatch]
@@ -160,11 +160,11 @@ def predict(
     if comm_dtype.is_int8:
         means = float(mean_bytes(shape.batch, shape.heads, shape.head_dim, 2))
         exchanged.append(np.full((strategy.world, strategy.world), means))
-    # 2. Seconds.
+    # 2. Seconds
     grid = plan.grid
     slots = hardware.row_slots(grid.block_q, grid.block_k, shape.head_dim) if hardware.whole_rows else None
     compute = compute_s(plan, traffic, shape, known, slots)
-    # In a later chunk a rank sends to the few ranks of one ring rank, and receives from those of another.
+    # For later chunks, a rank sends to the ranks of one ring rank and receives from those of another.
     pairwise = replace(known, exchange_latency_s=known.p2p_latency_s, exchange_bytes_per_s=known.p2p_bytes_per_s)
     fetches = [exchange_s(2 * keys * sent_bytes, pairwise, nodes) for keys in traffic.keys[1:]]
     return Prediction(
@@ -176,7 +176,7 @@ def predict(
 
 
 def require_network(hardware: Hardware, nodes: Sequence[int]) -> None:
-    """Raises UserError for ranks on several nodes without the constants of what crosses them."""
+    """Raises UserError for ranks on several nodes without network constants."""
     if len(set(nodes)) > 1 and hardware.constants.network_bytes_per_s is None:
         raise UserError(
             f"{len(nodes)} ranks on {len(set(nodes))} nodes need network constants, which hardware {hardware.name!r} "
@@ -185,11 +185,11 @@ def require_network(hardware: Hardware, nodes: Sequence[int]) -> None:
 
 
 def exchange_s(sent: np.ndarray, known: Constants, nodes: Sequence[int]) -> float:
-    """Seconds of one all-to-all: the busiest rank's bytes, sent or received. NVLink and network work at the same time.
+    """Returns the seconds of one all-to-all by the busiest rank's bytes; NVLink and network overlap.
 
     Args:
-        sent: float64[P, P], bytes from rank (row) to rank (column); what stays on a rank is not sent.
-        nodes: The node of each rank.
+        sent: float64[P, P], bytes from rank (row) to rank (column); the diagonal is ignored.
+        nodes: Node of each rank.
     """
     if len(sent) == 1:
         return 0.0
@@ -205,19 +205,19 @@ def exchange_s(sent: np.ndarray, known: Constants, nodes: Sequence[int]) -> floa
     return max(seconds, known.network_latency_s + busiest(np.where(near, 0, sent)) / known.network_bytes_per_s)
 
 
-MERGE_BYTES = 12  # of memory per output element that a merge touches: two float32 read, one written
+MERGE_BYTES = 12  # per output element: two float32 read, one written
 
 
 def compute_s(
     plan: Plan, traffic: Traffic, shape: AttentionShape, known: Constants, slots: int | None = None
 ) -> np.ndarray:
-    """Returns float64[chunks, P]: launch, blocks, rows, and from the second chunk on the merge.
+    """Returns seconds float64[chunks, P] of launches, blocks, rows, and merges from the second chunk on.
 
-    A rank's work is spread over its chunks as its KV blocks are: only its sum is counted.
+    A rank's work is divided over chunks in proportion to its KV blocks.
 
     Args:
-        slots: Rows that a GPU computes at a time if the kernel computes them whole: none of them ends before its
-            longest row. None: long rows are cut, or the number is not known.
+        slots: Rows that a GPU computes at a time if rows are not cut, so that the longest row bounds the time. None:
+            rows are cut, or the number is unknown.
     """
     grid = plan.grid
     share = traffic.blocks / np.maximum(1, traffic.blocks.sum(axis=0))
@@ -231,17 +231,17 @@ def compute_s(
 
 
 def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> float:
-    """Returns seconds of one active block: two products of 2·Bq·Bk·D FLOP, and the scores' softmax."""
+    """Returns the seconds of one active block: two products of 2·Bq·Bk·D FLOP and the softmax."""
     return block_q * block_k * (4 * head_dim / known.flops_per_s + known.score_s)
 
 
 def attention_s(compute: np.ndarray, fetches: Sequence[float], overlap: float) -> float:
-    """Returns seconds until the last rank is done. A chunk is requested a kernel before the kernel that needs it.
+    """Returns the seconds until the last rank is done; each chunk is requested one kernel ahead.
 
     Args:
         compute: float64[chunks, P], seconds.
         fetches: Seconds of the exchange of each chunk after the first.
-        overlap: Share of the shorter of compute and transfer that hides behind the longer.
+        overlap: Fraction of the shorter of compute and transfer that is hidden behind the longer.
     """
     done = np.zeros(compute.shape[1])
     for kernel_s, fetch_s in zip(compute, [*fetches, 0.0], strict=True):
@@ -251,18 +251,17 @@ def attention_s(compute: np.ndarray, fetches: Sequence[float], overlap: float) -
 
 
 def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: AttentionShape) -> float:
-    """Returns the bytes of the rank that packs and unpacks most.
+    """Returns the bytes packed and unpacked by the busiest rank.
 
-    They are q, k, v and output in its shard, and the same packed at owners. Selected keys are gathered once for each
-    of their readers. int8 is unpacked as it was received, and then read; and keys that are sent less their mean are
-    read once more before.
+    Counts q, k, v and output in its shard and as packed at owners. Selected keys are gathered once per reader. int8 is
+    unpacked unchanged and then read; subtracting the keys' mean reads them once more.
     """
     comm_dtype, token = plan.comm_dtype, shape.token_bytes
     unpacked = traffic.rows * plan.grid.block_q + 2 * traffic.blocks.sum(axis=0) * plan.grid.block_k
     packed = unpacked + traffic.rows * plan.grid.block_q
     first, *further = (2 * keys.sum(axis=1) for keys in traffic.keys)
     in_shard = 2 * shape.heads * layout.shard + first
-    if further:  # a rank that sends one ring rank after another the same keys packs them once
+    if further:  # equal keys for several ring ranks are packed once
         identical = (plan.chunks.keys == ALL) & (np.ptp(further, axis=0) == 0)
         in_shard = in_shard + np.where(identical, further[0], np.sum(further, axis=0))
     total = (in_shard + packed) * token
@@ -272,22 +271,22 @@ def _packed_bytes(plan: Plan, traffic: Traffic, layout: SequenceLayout, shape: A
 
 
 AUTO = "auto"
-"""Leaves the choice of a strategy to `StrategySelector`."""
+"""The strategy is chosen by `StrategySelector`."""
 HYSTERESIS = 0.02
-"""Share of the predicted time that a change of strategy must save: what a change costs is not predicted."""
+"""Fraction of the predicted time that a change of strategy must save, since its cost is not predicted."""
 
 
 def candidates(world: int, grid: BlockGrid, merges: bool = True) -> tuple[Strategy, ...]:
-    """Returns every UxRy of `world` ranks that the grid has KV blocks for; no rings if a kernel cannot merge."""
+    """Returns every UxRy of `world` ranks with a KV block per ring rank; without rings unless the kernel merges."""
     return tuple(s for s in Strategy.all_for(world) if s.ring <= grid.nk and (merges or s.ring == 1))
 
 
 def by_rule(strategies: Sequence[Strategy], heads: int, nodes: Sequence[int]) -> list[Strategy]:
-    """Returns the strategies with the best first, by a rule that needs no constants.
+    """Returns the strategies, best first, by a rule without constants.
 
-    As many ranks as possible share heads, as long as each has one and they are on one node: an all-to-all sends
-    less than a ring, has one kernel launch and no merge, and crosses no network. Rings join nodes. Strategies that
-    share heads beyond a node, or among more ranks than there are heads, come last.
+    As many ranks as possible share heads, up to the number of heads and within a node: an all-to-all sends less than a
+    ring, with one kernel launch, no merge and no network. Rings join nodes. Strategies that share heads across nodes
+    or among more ranks than heads come last.
     """
 
     def order(strategy: Strategy) -> tuple[bool, int]:
@@ -300,19 +299,19 @@ def by_rule(strategies: Sequence[Strategy], heads: int, nodes: Sequence[int]) ->
 
 @dataclass(frozen=True)
 class StrategySelector:
-    """The strategies of one size of video, and what the time of their plans is predicted by."""
+    """The candidate strategies for one video size, with the data to predict their time."""
 
     strategies: tuple[Strategy, ...]
-    hardware: Hardware | None  # Constants that times are predicted by; None: the first strategy `by_rule` is taken
+    hardware: Hardware | None  # None: take the first strategy `by_rule`
     nodes: tuple[int, ...]  # The node of each rank
-    layout: SequenceLayout  # The one layout of the forward pass, which plans of all strategies start from
+    layout: SequenceLayout  # Layout of the forward pass, common to all strategies
 
     def choose(self, make: Callable[[Strategy], Plan], shape: AttentionShape, current: Strategy | None) -> Plan:
-        """Plans the strategies with `make` and returns the fastest plan. `current` is in use; None at first."""
+        """Plans every strategy with `make` and returns the fastest plan; `current` is in use (None at first)."""
         if self.hardware is None:
             return make(by_rule(self.strategies, shape.heads, self.nodes)[0])
         plans = {strategy: make(strategy) for strategy in self.strategies}
-        # Whole nanoseconds: a last bit that differed between ranks could not make them choose differently.
+        # Integer nanoseconds, so that rounding differences between ranks cannot change the choice.
         ns = {
             strategy: round(predict(plan, shape, self.hardware, self.nodes, self.layout).total_s * 1e9)
             for strategy, plan in plans.items()

@@ -1,6 +1,6 @@
 """Costs of several sequences on a machine, and their layouts in bags.
 
-Arithmetic on counts and on constants from a file: every rank that has both computes identical numbers.
+Ranks with equal counts and constants compute identical results.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dbsp_core.sources import DenseSource, MaskRequest, MaskSource
 from dbsp_core.utils.errors import UserError
 
 _FLOPS_PER_S = 1e15
-"""Assumed without a machine's constants, for tokens and blocks alike: only their proportion counts."""
+"""Rate without a machine's constants, for tokens and blocks alike: only the ratio of costs matters."""
 
 
 @dataclass(frozen=True)
 class LayerSize:
-    """A transformer's layer; all layers are the same."""
+    """A layer of a transformer; all layers are equal."""
 
     heads: int
     head_dim: int
-    token_flops: float  # FLOP per token of everything but self-attention's scores and values
+    token_flops: float  # FLOP per token except self-attention's scores and values
     element_bytes: int = 2  # Bytes of a number of q, k and v
     comm_dtype: CommDtype = MODEL  # Communication dtype of q, k, v and the output
 
 
 def sequence_cost(layer: LayerSize, hardware: Hardware | None, block_q: int = 64, block_k: int = 64) -> SequenceCost:
-    """Returns seconds per token and per active block by the machine's constants, or in proportion to FLOP without."""
+    """Returns seconds per token and per active block by the machine's constants, or in proportion to FLOP."""
     if hardware is None:
         return SequenceCost(layer.token_flops / _FLOPS_PER_S, 4 * block_q * block_k * layer.head_dim / _FLOPS_PER_S)
     known = hardware.at_blocks(block_q, block_k)
@@ -44,29 +44,29 @@ def sequence_cost(layer: LayerSize, hardware: Hardware | None, block_q: int = 64
 
 
 WorkOfSizes = dict[MaskRequest, tuple[BlockGrid, np.ndarray]]
-"""By requests of masks: their grid, and int64[H, nq], active blocks of each row."""
+"""By mask request: the grid, and active blocks of each row int64[H, nq]."""
 
 
 @dataclass(frozen=True, eq=False)
 class SequenceWork:
-    """Work of each sequence's attention. No bits: numbers of a mask's rows are all that is kept."""
+    """Work of each sequence's attention, as counts per mask row."""
 
     grids: tuple[BlockGrid, ...]  # The grid of each sequence
-    row_work: tuple[np.ndarray, ...]  # int64[H, nq] of each, active blocks by (head, query block)
+    row_work: tuple[np.ndarray, ...]  # int64[H, nq] each, active blocks by (head, query block)
 
     @classmethod
     def under(
         cls, source: MaskSource, requests: Sequence[MaskRequest], known: WorkOfSizes, density: float = 1.0
     ) -> SequenceWork:
-        """Counts what sequences compute under a source's masks.
+        """Counts the work of sequences under a source's masks.
 
         Args:
-            requests: One for each sequence.
-            known: The work of earlier requests of the same source; new ones are added.
-            density: Assumed of masks that are predicted from queries and keys.
+            requests: One per sequence.
+            known: Cache of work by request, to which new requests are added.
+            density: Assumed density of predicted masks.
 
         Raises:
-            UserError: For a size that the source rejects.
+            UserError: The source rejects a size.
         """
         grids, rows = zip(*(_grid_and_rows(source, request, known, density) for request in requests), strict=True)
         return cls(grids, rows)
@@ -85,7 +85,7 @@ class SequenceWork:
 def _grid_and_rows(
     source: MaskSource, request: MaskRequest, known: WorkOfSizes, density: float
 ) -> tuple[BlockGrid, np.ndarray]:
-    """Returns a request's grid and int64[H, nq]; at least one block in each row of a mask that is not known yet."""
+    """Returns a request's grid and work int64[H, nq], at least one block per row for predicted masks."""
     if isinstance(source, DenseSource) or source.changes == "per_call":
         grid = source.grid(request)
         return grid, np.full((request.heads, grid.nq), max(1, round(grid.nk * density)), dtype=np.int64)
@@ -96,13 +96,13 @@ def _grid_and_rows(
 
 
 def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
-    """Returns the layout of all sequences, of int64[n] tokens, on all ranks, equal to `bag_layout` in each bag."""
+    """Returns the layout of all sequences (int64[n] tokens) on all ranks, equal to `bag_layout` in each bag."""
     rank, local = plan.runs.positions(tokens)
     return SequenceLayout(rank, local, plan.topology.world, int(local.max()) + 1)
 
 
 def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
-    """Returns the layout of a bag's sequences, packed one after another in their order, on the bag's ranks.
+    """Returns the layout of a bag's sequences, concatenated in order, on the bag's ranks.
 
     Raises UserError for a bag without sequences.
 
@@ -111,7 +111,7 @@ def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayo
     """
     sequences, runs = np.flatnonzero(plan.bag == bag), plan.runs
     if not len(sequences):
-        raise UserError(f"bag {bag} of {plan.topology} has no sequences, hence no layout; leave it out")
+        raise UserError(f"bag {bag} of {plan.topology} has no sequences and no layout; skip it")
     in_bag = np.flatnonzero(np.isin(runs.sequence, sequences))
     number = np.searchsorted(sequences, runs.sequence[in_bag])
     rank = runs.rank[in_bag] - plan.topology.first_rank[bag]

@@ -1,1 +1,1 @@
-"""Strategies and sequence layouts: the ranks, and the tokens that each holds outside attention."""
+"""Strategies, and sequence layouts: the tokens that each rank holds outside attention."""

@@ -15,14 +15,14 @@ from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
 from dbsp_core.utils.errors import UserError, in_number, in_short
 
 Streams = Literal["first", "last"] | None
-"""A rank's share of text comes before or after its share of video; None: they are sharded as one stream."""
+"""The stream that comes first on each rank, text or video; None: they are sharded as one stream."""
 LAYOUTS = ("contiguous", "striped")
 """Names of sequence layouts."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ShardSegments:
-    """The segments that shards cut blocks into: runs of one block's tokens that are contiguous on one rank.
+    """Segments: runs of a block's tokens that are contiguous on one rank.
 
     Sorted by (block, offset); every token is in one segment. All fields are int64[F]; `offset` and `local` are the
     first token's positions within the block and on the rank.
@@ -45,16 +45,16 @@ class ShardSegments:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SequenceLayout:
-    """The rank and slot of every token outside attention. A rank's slots without a token are padding.
+    """The rank and slot of every token outside attention; slots without a token are padding.
 
     Attributes:
-        rank: int64[tokens], the rank of each token (by canonical position: text, then video in (t, h, w)).
-        local: int64[tokens], each token's slot on its rank.
+        rank: int64[tokens], rank of each token by canonical position (text, then video in (t, h, w)).
+        local: int64[tokens], slot of each token on its rank.
         world: Number of ranks.
-        shard: Slots of each rank.
+        shard: Slots per rank.
 
     Raises:
-        ValueError: Unless every token has a slot of its own, on one of the ranks.
+        ValueError: Two tokens share a slot, or a slot does not exist.
     """
 
     rank: np.ndarray
@@ -71,21 +71,21 @@ class SequenceLayout:
     def __post_init__(self) -> None:
         inside = (self.rank >= 0) & (self.rank < self.world) & (self.local >= 0) & (self.local < self.shard)
         if not inside.all() or np.bincount(self.rank * self.shard + self.local).max(initial=0) > 1:
-            raise ValueError("a sequence layout must give every token a slot of its own, on one of its ranks")
+            raise ValueError("a sequence layout must give every token a different slot on one of its ranks")
 
     @classmethod
     def from_streams(cls, streams: Sequence[np.ndarray], world: int) -> SequenceLayout:
-        """Cuts each stream into `world` equal shards, the last of them padded; a rank holds its shard of each.
+        """Cuts each stream into `world` equal shards, padded at the end; a rank holds its shard of each stream.
 
         Args:
-            streams: int64 canonical positions, in the order in which each stream is sharded; every token once.
+            streams: int64 canonical positions in sharding order; together they hold every token once.
             world: Number of ranks.
         """
         if world < 1:
             raise UserError(f"a sequence layout needs at least one rank, got {world}")
         tokens = sum(len(stream) for stream in streams)
         if not np.array_equal(np.sort(np.concatenate(streams)), np.arange(tokens)):
-            raise ValueError(f"the streams of a sequence layout must hold each of their {tokens} tokens once")
+            raise ValueError(f"the streams of a sequence layout must hold each of the {tokens} tokens once")
         rank, local = np.full(tokens, -1), np.full(tokens, -1)
         first = 0
         for stream in streams:
@@ -103,17 +103,17 @@ class SequenceLayout:
 
     @classmethod
     def whole_sequences(cls, lengths: Sequence[int], ranks: Sequence[int], world: int) -> SequenceLayout:
-        """Leaves each sequence of a packed grid whole on one rank, as data loaders do; a rank may have none.
+        """Puts each sequence of a packed grid whole on one rank, as data loaders do; a rank may have none.
 
-        A rank holds its sequences in the order given. All ranks have as many slots as the fullest.
+        Sequences keep their order on a rank. All ranks have as many slots as the fullest.
 
         Args:
             lengths: Tokens of each sequence, text included.
-            ranks: The rank of each sequence.
+            ranks: Rank of each sequence.
             world: Number of ranks.
 
         Raises:
-            UserError: For no sequences, different numbers of lengths and ranks, or ranks that do not exist.
+            UserError: No sequences, unequal numbers of lengths and ranks, or ranks out of range.
         """
         if not len(lengths) or len(lengths) != len(ranks) or min(lengths) < 1:
             raise UserError(
@@ -121,7 +121,7 @@ class SequenceLayout:
                 f"{list(lengths)} and ranks {list(ranks)}"
             )
         if not 0 <= min(ranks) <= max(ranks) < world:
-            raise UserError(f"sequences lie on ranks {sorted(set(ranks))}, but there are ranks 0 to {world - 1}")
+            raise UserError(f"ranks of sequences must be 0 to {world - 1}, got {sorted(set(ranks))}")
         held = np.zeros(world, dtype=np.int64)
         local = []
         for length, rank in zip(lengths, ranks, strict=True):
@@ -131,7 +131,7 @@ class SequenceLayout:
 
     @classmethod
     def striped(cls, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-        """Puts block b on ring rank b mod y (up to equal shards), so that profiles average out over the ring."""
+        """Puts block b on ring rank b mod y (up to equal shards), which averages work over the ring."""
         return cls.named("striped", grid, strategy)
 
     @classmethod
@@ -140,28 +140,28 @@ class SequenceLayout:
 
         Args:
             name: "contiguous" or "striped".
-            grid: The blocks that are distributed.
-            strategy: The ranks; only its ring matters for the order.
-            streams: The stream that comes first if text and video are sharded separately, as two-stream frameworks do;
-                the texts of a packed grid are then one stream, and its videos one.
+            grid: The blocks to distribute.
+            strategy: The ranks; only the ring affects the order.
+            streams: The stream that comes first if text and video are sharded separately, as in two-stream frameworks;
+                a packed grid's texts then form one stream and its videos another. None: one stream.
 
         Raises:
-            UserError: For an unknown name.
+            UserError: The name is unknown.
         """
         if name not in LAYOUTS:
             raise UserError(f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUTS)}")
         video = np.delete(np.arange(grid.tokens), [] if streams is None else grid.text_positions)
-        if name == "striped" and strategy.ring > 1:  # a ring of one rank has all tokens, in any order
+        if name == "striped" and strategy.ring > 1:  # without a ring, order does not matter
             video = _in_stripes(video, grid, strategy.ring)
         parts = {None: [video], "first": [grid.text_positions, video], "last": [video, grid.text_positions]}
         return cls.from_streams(parts[streams], strategy.world)
 
     def with_streams(self, text: np.ndarray, streams: Streams) -> SequenceLayout:
-        """Returns the same tokens on each rank, those of text in its first or last slots; as it is for None.
+        """Returns the layout with text moved to each rank's first or last slots.
 
         Args:
-            text: bool[tokens], which tokens are text.
-            streams: The stream that comes first.
+            text: bool[tokens], True for text.
+            streams: The stream that comes first. None: returns the layout unchanged.
         """
         if streams is None:
             return self
@@ -176,20 +176,20 @@ class SequenceLayout:
 
     @cached_property
     def fingerprint(self) -> int:
-        """A number below 2^63 that differs between layouts, for ranks to compare."""
+        """Hash below 2^63, for comparing layouts across ranks."""
         digest = hashlib.blake2b(f"{self.world} {self.shard}".encode(), digest_size=8)
         for part in (self.rank, self.local):
             digest.update(part.astype(np.int64).tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
 
     def tokens_at(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (canonical position, slot) of the tokens that `rank` holds, int64[n] each, by slot."""
+        """Returns canonical positions and slots of the tokens on `rank`, int64[n] each, ordered by slot."""
         here = np.flatnonzero(self.rank == rank)
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]
 
     def segments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
-        """Returns the segments of an axis's blocks, whose tokens are in order `token_permutation`, int64[tokens]."""
+        """Returns the segments of an axis's blocks of tokens in order `token_permutation` int64[tokens]."""
         rank, local, block = self.rank, self.local, axis.block_of
         if token_permutation is not None:
             rank, local = rank[token_permutation], local[token_permutation]
@@ -199,7 +199,7 @@ class SequenceLayout:
         return ShardSegments(block[first], first - axis.starts[block[first]], rank[first], local[first], length)
 
     def block_segments(self, grid: BlockGrid, order: Order) -> tuple[ShardSegments, ShardSegments]:
-        """Returns the segments of a grid's query blocks and of its KV blocks in one token order; computed once."""
+        """Returns the segments of a grid's query blocks and KV blocks in a token order; cached."""
         key = grid, order
         if key not in self._segments:
             permutation = grid.token_permutation(order)
@@ -208,7 +208,7 @@ class SequenceLayout:
 
 
 def _in_stripes(tokens: np.ndarray, grid: BlockGrid, ring: int) -> np.ndarray:
-    """Orders tokens by stripe, their block's number modulo the ring; within a stripe they keep the blocks' order."""
+    """Sorts tokens by stripe (block index modulo ring), keeping the order of blocks within a stripe."""
     axis = grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
     in_order = grid.token_permutation(grid.common_order or CANONICAL)
     kept = np.isin(in_order, tokens)

@@ -13,14 +13,14 @@ _PATTERN = re.compile(r"U(\d{1,9})R(\d{1,9})", re.IGNORECASE)
 
 @dataclass(frozen=True, order=True)
 class Strategy:
-    """UxRy, x·y ranks: rank = ring_rank · x + ulysses_rank, so the ranks of a Ulysses group are neighbours.
+    """UxRy over x·y ranks: rank = ring_rank · x + ulysses_rank, so the ranks of a Ulysses group are adjacent.
 
     Attributes:
         ulysses: x, ranks among which heads are divided.
         ring: y, ranks among which each head's query blocks are divided.
 
     Raises:
-        UserError: For a degree below 1.
+        UserError: A degree is below 1.
     """
 
     ulysses: int
@@ -32,12 +32,12 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str | Strategy) -> Strategy:
-        """Reads "U4R2" (any case). Raises UserError when `text` is not of that form."""
+        """Parses "U4R2" (any case). Raises UserError for other text."""
         if isinstance(text, Strategy):
             return text
         if not isinstance(text, str) or text.strip().lower() == "auto":
             got = "'auto' is a setting of sessions" if isinstance(text, str) else f"got {_shortly(text)}"
-            raise UserError(f"a strategy is needed here, of the form UxRy, for example U4R2 for 8 GPUs; {got}")
+            raise UserError(f"expected a strategy of the form UxRy, for example U4R2 for 8 GPUs; {got}")
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise UserError(f"strategy {in_short(text)} is not of the form UxRy, for example U4R2 for 8 GPUs")
@@ -45,7 +45,7 @@ class Strategy:
 
     @classmethod
     def all_for(cls, world: int) -> tuple[Strategy, ...]:
-        """Returns every UxRy with x·y = world, only Ulysses first."""
+        """Returns every UxRy with x·y = world, from pure Ulysses to pure ring."""
         if world < 1:
             raise UserError(f"the number of GPUs must be at least 1, got {world}")
         return tuple(cls(x, world // x) for x in range(world, 0, -1) if world % x == 0)
@@ -59,7 +59,7 @@ class Strategy:
         if self.world != world:
             choices = ", ".join(str(s) for s in Strategy.all_for(world))
             raise UserError(
-                f"strategy {self} needs {self.ulysses}·{self.ring} = {self.world} GPUs but there are {world}; "
+                f"strategy {self} needs {self.ulysses}·{self.ring} = {self.world} GPUs , got {world}; "
                 f"use one of {choices}"
             )
 

@@ -1,1 +1,1 @@
-"""Block masks: which blocks of keys each block of queries attends to."""
+"""Block masks: the key blocks that each query block attends to."""

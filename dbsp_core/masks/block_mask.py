@@ -1,4 +1,4 @@
-"""The bits of a mask on its grid, and what attention under it adds: absent keys, and a model's branch."""
+"""`BlockMask`: bits on a block grid, with optional absent keys and a branch that the model adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dbsp_core.utils.errors import UserError
 
 Value = TypeVar("Value")
 
-AT_ONCE = 2**20  # bits that are fingerprinted together
+AT_ONCE = 2**20  # bits fingerprinted at a time
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,18 +26,18 @@ class BlockMask:
     """The (query block, key block) pairs that each head computes.
 
     Attributes:
-        bits: bool[H, nq, nk], a tensor on any device or a numpy array, which is copied; True is an active block. Rows
-            may be empty. On a packed grid bool[H · pairs]: one sequence's [H, nq, nk] after another, and nothing
-            between sequences. Counts are renewed once a tensor has been set in place; plans are not.
+        bits: bool[H, nq, nk], a tensor on any device or a numpy array (copied); True is an active block. Rows may be
+            empty. On a packed grid bool[H · pairs], the [H, nq, nk] of each sequence concatenated. Counts follow
+            in-place changes of a tensor; plans do not.
         grid: The blocks.
-        branch: What the model adds to the output, or None.
-        absent: float32[H, nq] or None: keys of known score and zero value that a row attends to besides its blocks, as
-            the natural log of their sum of exp(score); −inf for a row without any. A checkpoint's zero padding, or a
-            sink: a learned score in each head.
+        branch: Branch that the model adds to the output, or None.
+        absent: float32[H, nq] or None: log-sum-exp (natural log) of the scores of keys with zero value that each row
+            attends to besides its blocks; −inf for none. Such keys are a checkpoint's zero padding, or a sink (a
+            learned score per head).
         heads: H.
 
     Raises:
-        UserError: If the bits are not bool or their shape does not fit the grid.
+        UserError: The bits are not bool, or their shape does not fit the grid.
     """
 
     bits: torch.Tensor
@@ -46,7 +46,7 @@ class BlockMask:
     absent: torch.Tensor | None = None
     heads: int = field(init=False)
     _derived: dict[str, tuple[int, Any]] = field(default_factory=dict, init=False)
-    """Results by name, each with the version of the bits that it was computed from."""
+    """Cached results by name, with the version of the bits."""
 
     def __post_init__(self) -> None:
         bits, grid = self.bits, self.grid
@@ -54,7 +54,7 @@ class BlockMask:
             bits = torch.from_numpy(bits.copy())
         elif not isinstance(bits, torch.Tensor):
             bits = torch.as_tensor(bits, device="cpu")
-        if bits.is_inference():  # such tensors do not count changes in `_version`
+        if bits.is_inference():  # inference tensors do not update `_version`
             with torch.inference_mode(False):
                 bits = bits.clone()
         if bits.dtype != torch.bool:
@@ -80,37 +80,35 @@ class BlockMask:
 
     def __repr__(self) -> str:
         grid, device = self.grid, self.bits.device
-        dense = f"density {self.density:.3f}" if device.type == "cpu" else f"on {device}"  # reading would wait for it
+        dense = f"density {self.density:.3f}" if device.type == "cpu" else f"on {device}"  # avoid synchronizing
         packed = f", {len(grid.packed_from)} sequences packed" if grid.packed_from else ""
         size = f"{self.heads} heads of {grid.nq} × {grid.nk} blocks"
         return f"<{type(self).__name__} of {size}{packed}, {grid.tokens} tokens, {dense}>"
 
     @classmethod
     def dense(cls, heads: int, grid: BlockGrid) -> BlockMask:
-        """Returns every block of every head, within each sequence of a packed grid."""
+        """Returns a mask with all blocks active, within each sequence of a packed grid."""
         return cls(torch.ones(_shape(grid, heads), dtype=torch.bool, device="cpu"), grid)
 
     @classmethod
     def packed(cls, masks: Sequence[BlockMask]) -> BlockMask:
-        """Packs the masks of several sequences into one, in which no sequence attends to another.
-
-        It is on a GPU if one of the masks is.
+        """Packs the masks of several sequences into one (on a GPU if any mask is), without attention between them.
 
         Raises:
-            UserError: For no masks, different numbers of heads or block sizes, or a branch.
+            UserError: No masks, different numbers of heads or block sizes, or a branch.
         """
         if not masks:
             raise UserError("BlockMask.packed needs at least one sequence's mask, got none")
         heads = sorted({mask.heads for mask in masks})
         if len(heads) > 1:
             raise UserError(
-                "sequences that are packed need equal numbers of heads, got masks of "
-                f"{' and '.join(map(str, heads))}; give masks of one model"
+                "packed sequences need equal numbers of heads, got masks of "
+                f"{' and '.join(map(str, heads))}; pass masks of one model"
             )
         branch = next((mask.branch for mask in masks if mask.branch is not None), None)
         if branch is not None:
             raise UserError(
-                f"a {branch.name} is of one sequence and is not packed; give the mask source {branch.without}"
+                f"a {branch.name} is not supported in packed sequences; set {branch.without} in the mask source"
             )
         grid = BlockGrid.packed([mask.grid for mask in masks])
         if len(grid.sequences) == 1:
@@ -125,7 +123,7 @@ class BlockMask:
 
     @cached_property
     def parts(self) -> tuple[BlockMask, ...]:
-        """The masks of the sequences, views of these bits; a plain mask has itself."""
+        """The masks of the sequences as views of these bits, or this mask if not packed."""
         if not self.grid.packed_from:
             return (self,)
         grids = self.grid.sequences
@@ -136,11 +134,11 @@ class BlockMask:
 
     @property
     def density(self) -> float:
-        """Share of active blocks, counting those within sequences."""
+        """Fraction of active blocks, within sequences."""
         return int(self.bits.sum()) / self.bits.numel()
 
     def square(self, heads: int | slice | np.ndarray = slice(None)) -> torch.Tensor:
-        """Returns bool[..., nq, nk] of some heads, False between sequences, to show or check a mask."""
+        """Returns bool[..., nq, nk] of some heads, False between sequences, for display and tests."""
         if not self.grid.packed_from:
             return self.bits[heads]
         chosen = [part.bits[heads] for part in self.parts]
@@ -156,7 +154,7 @@ class BlockMask:
 
     @property
     def fingerprint(self) -> int:
-        """A number below 2^63 that differs between masks, for ranks to compare."""
+        """Hash below 2^63, for comparing masks across ranks."""
 
         def compute() -> int:
             branch = "" if self.branch is None else self.branch.name
@@ -175,7 +173,7 @@ class BlockMask:
         return self._of_bits("counts", lambda: MaskCounts(*(part.bits for part in self.parts)))
 
     def _of_bits(self, name: str, make: Callable[[], Value]) -> Value:
-        """Returns a result that was computed before, or computes it if the bits have been set in place since."""
+        """Returns a cached result, recomputed if the bits have changed in place."""
         version, known = self.bits._version, self._derived.get(name)
         if known is None or known[0] != version:
             known = self._derived[name] = version, make()
@@ -185,21 +183,20 @@ class BlockMask:
 def require_mask(mask: object) -> None:
     """Raises UserError unless the argument is a BlockMask."""
     if not isinstance(mask, BlockMask):
-        fix = "the mask comes first, then the strategy"
+        fix = "pass the mask first, then the strategy"
         if isinstance(mask, (torch.Tensor, np.ndarray)):
             fix = "make one of these bits: BlockMask(bits, BlockGrid.uniform(tokens, block=64))"
         raise UserError(f"mask must be a BlockMask, got a {type(mask).__name__}; {fix}")
 
 
 def _shape(grid: BlockGrid, heads: int) -> tuple[int, ...]:
-    """Returns the shape of a mask's bits."""
     return (heads * grid.pairs,) if grid.packed_from else (heads, grid.nq, grid.nk)
 
 
 def row_positions(grid: BlockGrid, heads: int, head: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """Returns the positions of rows, given by head and query block, in a mask's `row_bits`; all int64[n].
+    """Returns the positions of rows (head, query block) in a mask's `row_bits`; all int64[n].
 
-    A position is a row's number, or in a packed mask its first bit.
+    A position is the row's index, or the index of its first bit in a packed mask.
     """
     if not grid.packed_from:
         return head * grid.nq + block

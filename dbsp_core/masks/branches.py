@@ -1,4 +1,4 @@
-"""Branches that models add to the output of sparse attention: VSA's coarse one, and SLA's linear one."""
+"""Branches that models add to sparse attention: VSA's coarse branch and SLA's linear branch."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from typing import ClassVar, Protocol
 import torch
 
 ELEMENTS_AT_ONCE = 1 << 24
-"""Elements of q, k or v in float32 at a time: enough to be fast, few enough for memory."""
+"""Elements of q, k or v converted to float32 at a time, to limit memory."""
 
 FeatureMap = Callable[[torch.Tensor], torch.Tensor]
-"""Takes q or k [..., D] to what is at least 0, of the same shape."""
+"""Maps q or k [..., D] to non-negative features of the same shape."""
 
 
 class Branch(Protocol):
-    """Belongs to one call: what is added to this rank's output of sparse attention.
+    """Added to this rank's output of sparse attention in one call.
 
     Attributes:
         name: Its name in messages.
-        without: The mask source's setting that leaves it out.
+        without: The mask source's setting that disables it.
     """
 
     name: ClassVar[str]
     without: ClassVar[str]
 
     def add_to(self, out: torch.Tensor) -> None:
-        """Adds it to the local output, [B, H, n_local, D] or [1, B · H, n_local, D], in place; nothing at padding."""
+        """Adds to the local output in place, [B, H, n_local, D] or [1, B · H, n_local, D], except at padding."""
         ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CoarseBranch:
-    """Attention over pooled tokens, which is multiplied by a gate and added to the local output.
+    """Attention over pooled tokens, multiplied by a gate.
 
     (Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention, arXiv 2505.13389, 2025, Eq. 3.)
     """
 
-    coarse: torch.Tensor  # float32[B · H, n, D], of the n query blocks of which this rank has tokens
-    block: torch.Tensor  # int64[n_local], each slot's among them
-    real: torch.Tensor  # bool[n_local], whether there is a token
+    coarse: torch.Tensor  # float32[B · H, n, D], for the n query blocks with tokens on this rank
+    block: torch.Tensor  # int64[n_local], index of each slot's block
+    real: torch.Tensor  # bool[n_local], False at padding
     gate: torch.Tensor  # [B, H, n_local, D]
     name: ClassVar[str] = "coarse branch"
     without: ClassVar[str] = "coarse: false"
 
     def add_to(self, out: torch.Tensor) -> None:
-        """Adds it to the local output, [B, H, n_local, D] or [1, B · H, n_local, D]."""
-        if not self.coarse.shape[1]:  # a rank of padding alone
+        """Adds the branch to the local output [B, H, n_local, D] or [1, B · H, n_local, D]."""
+        if not self.coarse.shape[1]:  # only padding on this rank
             return
         gate, coarse = (tensor.reshape(*out.shape[:2], *tensor.shape[-2:]) for tensor in (self.gate, self.coarse))
         added = gate * coarse.index_select(2, self.block)
@@ -56,24 +56,22 @@ class CoarseBranch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LinearBranch:
-    """Attention to all tokens without a softmax: φ(q) Σ φ(k)ᵀv / (φ(q) Σ φ(k)ᵀ + 1e-5), projected, for each head.
+    """Linear attention to all tokens, projected per head: φ(q) Σ φ(k)ᵀv / (φ(q) Σ φ(k)ᵀ + 1e-5).
 
     (Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, arXiv
-    2509.24006, 2025; the small number is that of its code.)
+    2509.24006, 2025; the epsilon is from its code.)
     """
 
     q: torch.Tensor  # [B, H, n_local, D]
     sums: torch.Tensor  # [B, H, D, D + 1], at least float32: Σ φ(k)ᵀ[v, 1] over the tokens of all ranks
-    projection: (
-        torch.Tensor
-    )  # [D + 1, D], of that dtype: what the projection makes of zeros, then of each channel alone
-    real: torch.Tensor  # bool[n_local], whether there is a token
+    projection: torch.Tensor  # [D + 1, D], same dtype: projection of zeros, then of each unit channel
+    real: torch.Tensor  # bool[n_local], False at padding
     feature: FeatureMap
     name: ClassVar[str] = "linear branch"
     without: ClassVar[str] = "linear: false"
 
     def add_to(self, out: torch.Tensor) -> None:
-        """Adds it to the local output, [B, H, n_local, D] or [1, B · H, n_local, D]."""
+        """Adds the branch to the local output [B, H, n_local, D] or [1, B · H, n_local, D]."""
         q, sums = self.q.reshape(out.shape), self.sums.reshape(*out.shape[:2], *self.sums.shape[-2:])
         bias, weight = self.projection[0], self.projection[1:] - self.projection[0]
         for heads in heads_at_once(q):
@@ -84,7 +82,7 @@ class LinearBranch:
 
 
 def heads_at_once(tokens: torch.Tensor) -> list[slice]:
-    """Returns the heads of [B, H, n, D], so many at a time that they have `ELEMENTS_AT_ONCE` elements."""
+    """Returns slices of the heads of [B, H, n, D] with about `ELEMENTS_AT_ONCE` elements each."""
     batch, heads, count, head_dim = tokens.shape
     together = max(1, ELEMENTS_AT_ONCE // max(1, batch * count * head_dim))
     return [slice(first, first + together) for first in range(0, heads, together)]

@@ -1,4 +1,4 @@
-"""Block grids: tokens of text and video in token order, cut into blocks of queries and of keys."""
+"""Block grids: text and video tokens in token order, cut into query blocks and key blocks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 CANONICAL = "thw"
 AXIS_ORDERS = tuple("".join(axes) for axes in itertools.permutations(CANONICAL))
-"""The six orders of frames, rows and columns, slowest first (PAROAttention, §3.2): in "hwt" time runs fastest."""
+"""The six orders of frames, rows and columns, slowest first (PAROAttention, §3.2): "hwt" has time innermost."""
 
 _TILES = re.compile(r"tile:([1-9]\d{0,8})x([1-9]\d{0,8})x([1-9]\d{0,8})")
 
 
 def require_order(order: str) -> None:
-    """Raises UserError for anything but one of AXIS_ORDERS or "tile:TxHxW"."""
+    """Raises UserError unless `order` is in AXIS_ORDERS or "tile:TxHxW"."""
     if order not in AXIS_ORDERS and not _TILES.fullmatch(order):
         raise UserError(
             f"unknown token order {order!r}; use one of {', '.join(AXIS_ORDERS)}, or tiles such as 'tile:4x4x4' "
@@ -39,8 +39,8 @@ def require_order(order: str) -> None:
 def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
     """Returns read-only int64[t·h·w]: the (t, h, w) position of each video token in `order`.
 
-    Order "tile:TxHxW" (Sliding Tile Attention) is tile after tile in (t, h, w) order, and so within each tile; tiles
-    at the far sides are smaller. Raises UserError for an unknown order.
+    Order "tile:TxHxW" (Sliding Tile Attention) sorts tiles by (t, h, w), and tokens within a tile likewise; tiles at the
+    border may be smaller. Raises UserError for an unknown order.
     """
     require_order(order)
     tiles = _TILES.fullmatch(order)
@@ -56,7 +56,7 @@ def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
 
 
 def tile_lengths(order: str, thw: tuple[int, int, int]) -> np.ndarray:
-    """Returns int64[tiles]: tokens of each tile of a video in order "tile:TxHxW"; UserError for other orders."""
+    """Returns the tokens of each tile, int64[tiles], for order "tile:TxHxW". Raises UserError for other orders."""
     tiles = _TILES.fullmatch(order)
     if tiles is None:
         raise UserError(f"blocks of whole tiles need an order such as 'tile:4x4x4', got {order!r}")
@@ -66,15 +66,15 @@ def tile_lengths(order: str, thw: tuple[int, int, int]) -> np.ndarray:
 
 
 class Video(NamedTuple):
-    """A video or an image as attention sees it, with the text of its sequence."""
+    """Token grid of a video or image, with the text of its sequence."""
 
-    thw: tuple[int, int, int]  # frames, rows and columns of its token grid; an image has one frame
-    text: int = 0  # tokens of text in the same sequence
-    text_runs: tuple[int, ...] = ()  # their number in each run of one kind (text, audio, reference images)
+    thw: tuple[int, int, int]  # frames (1 for an image), rows and columns of tokens
+    text: int = 0  # text tokens in the same sequence
+    text_runs: tuple[int, ...] = ()  # tokens of each run of one kind (text, audio, reference images)
 
     @property
     def grid_tokens(self) -> int:
-        """Tokens of the video alone."""
+        """Tokens of the video."""
         frames, height, width = self.thw
         return frames * height * width
 
@@ -85,7 +85,7 @@ class Video(NamedTuple):
 
 
 Order = str | tuple[str, ...]
-"""A token order, one of `AXIS_ORDERS` or "tile:TxHxW"; in a packed grid one for each sequence."""
+"""A token order: one of `AXIS_ORDERS` or "tile:TxHxW"; for a packed grid, one per sequence."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,8 +94,8 @@ class BlockAxis:
 
     starts: np.ndarray  # int64[n], token-order position of each block's first token
     lengths: np.ndarray  # int64[n], tokens in each block
-    block: int  # The block size; the last block of text or video may be shorter
-    bounds: np.ndarray  # int64[S + 1], the first block of each sequence, and the number of blocks
+    block: int  # block size; the last block of text or video may be shorter
+    bounds: np.ndarray  # int64[S + 1], first block of each sequence, then the number of blocks
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -115,24 +115,24 @@ class BlockAxis:
 class BlockGrid:
     """Tokens in token order (text first, then video) cut into blocks of at most `block_q` queries or `block_k` keys.
 
-    No block holds both text and video. The last block of either may be short. In a packed grid sequences follow one
-    another, each with its text first: no block holds tokens of two.
+    Blocks do not mix text and video; the last block of either may be short. A packed grid concatenates sequences, each
+    with its text first; blocks do not mix sequences.
 
     Attributes:
         tokens: Text and video together.
         text_tokens: Text of all sequences.
         block_q: Tokens per query block.
         block_k: Tokens per key block.
-        thw: Frames, rows and columns of the video's token grid; needed for orders other than "thw". None in a packed
-            grid, whose sequences have their own.
-        orders: The order of video tokens (see `dbsp_core.masks.grid`), one for all heads or one per head.
-        packed_from: The sequences of a packed grid, which `packed` makes; see `sequences`.
-        whole_tiles: True if no block holds video tokens of two tiles, so that those at the far sides are short; needs
-            one order of tiles for all heads.
-        text_runs: Tokens of each run of text; no block holds tokens of two. Empty: the text is one run.
+        thw: Frames, rows and columns of the video's token grid, required for orders other than "thw". None in a packed
+            grid.
+        orders: Order of video tokens (`Order`), one for all heads or one per head.
+        packed_from: The sequences of a packed grid, made by `packed`; see `sequences`.
+        whole_tiles: True if blocks do not mix tiles, so that blocks of border tiles are short; requires one tile order
+            for all heads.
+        text_runs: Tokens of each run of text; blocks do not mix runs. Empty: one run.
 
     Raises:
-        UserError: For sizes that make no grid, or orders that do not fit.
+        UserError: The sizes are invalid, or the orders do not fit.
     """
 
     tokens: int
@@ -150,7 +150,7 @@ class BlockGrid:
             sizes = self.tokens, self.text_tokens, self.block_q, self.block_k, self.thw, self.orders
             if sizes != _packed_sizes(self.packed_from):
                 raise UserError(
-                    "a packed grid's sizes, thw and orders are those of its sequences; change these, and pack them "
+                    "a packed grid takes sizes, thw and orders from its sequences; change the sequences and pack them "
                     "again with BlockGrid.packed"
                 )
             return
@@ -166,7 +166,7 @@ class BlockGrid:
             raise UserError(f"orders must not be empty; leave it out for {CANONICAL!r}")
         for order in set(self.orders):
             if not isinstance(order, str):
-                raise UserError(f"orders of one sequence are names, got {order}; pack sequences with BlockGrid.packed")
+                raise UserError(f"orders must be names, got {order}; pack sequences with BlockGrid.packed")
             require_order(order)
         if self.whole_tiles and (self.thw is None or len(set(self.orders)) > 1):
             raise UserError("blocks of whole tiles need thw, and one order of tiles for all heads")
@@ -182,15 +182,15 @@ class BlockGrid:
 
     @classmethod
     def uniform(cls, tokens: int, block: int = 64, text_tokens: int = 0) -> BlockGrid:
-        """Returns a grid of blocks of one size; `tokens` counts text and video."""
+        """Returns a grid with equal block_q and block_k; `tokens` counts text and video."""
         return cls(tokens, text_tokens, block, block)
 
     @classmethod
     def packed(cls, grids: Sequence[BlockGrid]) -> BlockGrid:
-        """Packs sequences, each in blocks of its own, one after another; packed grids count as their sequences.
+        """Concatenates the grids of sequences, without mixing blocks; packed grids are flattened.
 
         Raises:
-            UserError: For no sequences, different block sizes, or token orders for different numbers of heads.
+            UserError: No sequences, different block sizes, or token orders for different numbers of heads.
         """
         sequences = tuple(sequence for grid in grids for sequence in grid.sequences)
         if not sequences:
@@ -198,24 +198,24 @@ class BlockGrid:
         sizes = sorted({(grid.block_q, grid.block_k) for grid in sequences})
         if len(sizes) > 1:
             raise UserError(
-                "sequences that are packed need equal block sizes, got "
-                f"{' and '.join(f'{q}×{k}' for q, k in sizes)}; give all their mask sources one block_q and block_k"
+                "packed sequences need equal block sizes, got "
+                f"{' and '.join(f'{q}×{k}' for q, k in sizes)}; set one block_q and block_k for all their mask sources"
             )
         return sequences[0] if len(sequences) == 1 else cls(*_packed_sizes(sequences), sequences)
 
     @property
     def sequences(self) -> tuple[BlockGrid, ...]:
-        """The grids of the packed sequences; a plain grid has itself."""
+        """The grids of the packed sequences, or this grid if not packed."""
         return self.packed_from or (self,)
 
     @cached_property
     def token_bounds(self) -> np.ndarray:
-        """int64[S + 1]: the first token of each sequence, and the number of tokens."""
+        """int64[S + 1]: first token of each sequence, then the number of tokens."""
         return np.cumsum([0, *(grid.tokens for grid in self.sequences)])
 
     @cached_property
     def text_positions(self) -> np.ndarray:
-        """int64[text_tokens]: canonical positions of the text."""
+        """int64[text_tokens]: canonical positions of text."""
         starts = zip(self.token_bounds, self.sequences, strict=False)
         return np.concatenate([first + np.arange(grid.text_tokens) for first, grid in starts])
 
@@ -239,16 +239,16 @@ class BlockGrid:
 
     @cached_property
     def pairs(self) -> int:
-        """Number of (query block, key block) pairs of a head: the sum of nq · nk over sequences."""
+        """Number of (query block, key block) pairs per head: Σ nq · nk over sequences."""
         return sum(grid.nq * grid.nk for grid in self.sequences)
 
     @cached_property
     def only_last_is_short(self) -> bool:
-        """True if only the last query block and the last key block may have fewer tokens than others."""
+        """True if all query and key blocks but the last are full."""
         return all(bool((axis.lengths[:-1] == axis.block).all()) for axis in (self.q_axis, self.k_axis))
 
     def with_orders(self, orders: Sequence[Order]) -> BlockGrid:
-        """Returns the same tokens in other orders, one for all heads or one per head."""
+        """Returns the grid with other token orders, one for all heads or one per head."""
         if not self.packed_from:
             return replace(self, orders=tuple(orders))
         sequences = []
@@ -261,15 +261,15 @@ class BlockGrid:
 
     @property
     def common_order(self) -> Order | None:
-        """The order of all heads, or None where they differ."""
+        """The token order of all heads, or None if heads differ."""
         return self.orders[0] if len(set(self.orders)) == 1 else None
 
     def order_of(self, head: int) -> Order:
-        """Returns the order of one head."""
+        """Returns the token order of a head."""
         return self.orders[head if len(self.orders) > 1 else 0]
 
     def order_groups(self, heads: int) -> list[tuple[Order, np.ndarray]]:
-        """Returns (order, int64 heads that have it) for every order, by the first head that has it."""
+        """Returns (order, int64 heads with this order) for every order, sorted by first head."""
         if self.common_order is not None:
             return [(self.common_order, np.arange(heads))]
         having: dict[Order, list[int]] = {}
@@ -278,7 +278,7 @@ class BlockGrid:
         return [(order, np.array(numbers)) for order, numbers in having.items()]
 
     def token_permutation(self, order: Order) -> np.ndarray:
-        """Returns int64[tokens]: canonical position (text, then video in (t, h, w)) of each token in `order`."""
+        """Returns the canonical position (text, then video in (t, h, w)) of each token in `order`, int64[tokens]."""
         if isinstance(order, str):
             if order == CANONICAL or self.thw is None:
                 return np.arange(self.tokens)
@@ -287,7 +287,7 @@ class BlockGrid:
         return np.concatenate([first + grid.token_permutation(sequence_order) for first, grid, sequence_order in each])
 
     def make_text_dense(self, bits: np.ndarray | torch.Tensor) -> None:
-        """Sets all rows and columns of text in bool[..., nq, nk], within each sequence."""
+        """Sets all rows and columns of text in bool[..., nq, nk] within each sequence, in place."""
         q_bounds, k_bounds = self.q_axis.bounds, self.k_axis.bounds
         for position, grid in enumerate(self.sequences):
             (q, k), ends = (q_bounds[position], k_bounds[position]), (q_bounds[position + 1], k_bounds[position + 1])
@@ -296,7 +296,7 @@ class BlockGrid:
             within[..., :text_q, :], within[..., :text_k] = True, True
 
     def _segments(self) -> list[int]:
-        """Returns the tokens of the runs that are cut into blocks: text, then the video or each of its tiles."""
+        """Returns the tokens of each run that is cut into blocks: text, then the video or its tiles."""
         if not self.whole_tiles or self.thw is None:
             return [*self._runs, self.tokens - self.text_tokens]
         return [*self._runs, *tile_lengths(str(self.orders[0]), self.thw).tolist()]
@@ -319,12 +319,12 @@ class BlockGrid:
 def _packed_sizes(
     sequences: tuple[BlockGrid, ...],
 ) -> tuple[int, int, int, int, None, tuple[Order, ...]]:
-    """Returns the fields of a grid packed from sequences with one block size. Raises UserError where heads differ."""
+    """Returns the fields of a grid packed from sequences of one block size. Raises UserError if heads differ."""
     heads = sorted({len(grid.orders) for grid in sequences} - {1})
     if len(heads) > 1:
         raise UserError(
-            "sequences that are packed need equal numbers of heads, but have token orders for "
-            f"{' and '.join(map(str, heads))}; give masks of one model"
+            "packed sequences need equal numbers of heads, got token orders for "
+            f"{' and '.join(map(str, heads))}; pass masks of one model"
         )
     orders: tuple[Order, ...] = (CANONICAL,)
     if any(set(grid.orders) != {CANONICAL} for grid in sequences):

@@ -1,4 +1,4 @@
-"""Counts of a mask's active blocks, computed on the device where the bits are; planners and reports read them."""
+"""Counts of a mask's active blocks, computed on the device of the bits."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 
 from dbsp_kernels.segments import to_device
 
-BITS_AT_ONCE = 2**26  # bits that are widened together on a GPU: 128 MiB
+BITS_AT_ONCE = 2**26  # bits converted at a time on a GPU: 128 MiB
 
 
 class RowCounts:
-    """Active blocks of each row of a mask, of parts bool[H, nq, nk], one for each sequence.
+    """Active blocks per row of a mask's parts bool[H, nq, nk], one part per sequence.
 
-    They are being copied to the host: nothing waits before `rows` is read, and the bits may be dropped at once.
+    The copy to the host is asynchronous: only `rows` waits, and the bits may be freed at once.
     """
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self._copied: torch.cuda.Event | None = None
         if not parts[0].is_cuda:
             widest = max(part.shape[2] for part in parts)
-            narrow = np.uint16 if widest < 2**16 else np.int64  # the narrower, the faster
+            narrow = np.uint16 if widest < 2**16 else np.int64  # narrower is faster
             bits = [part.numpy().view(np.uint8) for part in parts]
             self._host = np.concatenate([np.add.reduce(part, axis=2, dtype=narrow) for part in bits], axis=1)
             return
@@ -34,14 +34,14 @@ class RowCounts:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """int64[H, nq]. Waits for the copy to the host, which began when the object was made."""
+        """int64[H, nq]; waits for the copy to the host."""
         if self._copied is not None:
             self._copied.synchronize()
         return self._host.astype(np.int64)
 
 
 class MaskCounts:
-    """Counts of the bits of a mask, of parts bool[H, nq, nk], one for each sequence; each is computed once."""
+    """Counts of a mask's parts bool[H, nq, nk], one part per sequence, cached."""
 
     def __init__(self, *parts: torch.Tensor) -> None:
         self._parts = parts
@@ -49,14 +49,14 @@ class MaskCounts:
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """int64[H, nq]: active blocks per (head, query block), the work of each row."""
+        """int64[H, nq]: active blocks of each row (head, query block)."""
         return RowCounts(*self._parts).rows
 
     def columns_by_rank(self, q_owner: np.ndarray, world: int) -> np.ndarray:
-        """Counts each rank's rows that need each (head, KV block): int32[world, H, nk], from rows' ranks int64[H, nq].
+        """Counts each rank's rows that need each (head, KV block): owners int64[H, nq] → int32[world, H, nk].
 
-        The latest is remembered. Some 20 ms for 40 heads of 1182 × 1182 blocks whose ranks own runs of rows, on one
-        core.
+        Caches the latest result. Takes about 20 ms on one core for 40 heads of 1182 × 1182 blocks whose ranks own runs
+        of rows.
         """
         known = self._by_rank
         if known is not None and len(known[1]) == world and np.array_equal(known[0], q_owner):
@@ -75,22 +75,22 @@ class MaskCounts:
 
 
 def _columns_by_rank(bits: np.ndarray, q_owner: np.ndarray, world: int) -> np.ndarray:
-    """Returns int32[world, H, nk] of one part, from bits bool[H, nq, nk] and q_owner int64[H, nq]."""
+    """Counts one part: bits bool[H, nq, nk], q_owner int64[H, nq] → int32[world, H, nk]."""
     counts = np.zeros((world, len(bits), bits.shape[2]), dtype=np.int32)
     for head, (rows, owner) in enumerate(zip(bits.view(np.uint8), q_owner, strict=True)):
-        if (np.diff(owner) < 0).any():  # rows by their rank
+        if (np.diff(owner) < 0).any():  # sort rows by rank
             order = np.argsort(owner.astype(np.uint16), kind="stable")
             rows, owner = rows[order], owner[order]
         first = np.flatnonzero(np.diff(owner, prepend=-1))
         for start, stop in zip(first, np.append(first[1:], len(owner)), strict=True):
-            for begin in range(start, stop, 255):  # as many bytes as a byte can count: the narrower, the faster
+            for begin in range(start, stop, 255):  # as many as uint8 can count: narrower is faster
                 some = rows[begin : min(stop, begin + 255)]
                 counts[owner[start], head] += np.add.reduce(some, axis=0, dtype=np.uint8)
     return counts
 
 
 def _columns_on_device(part: torch.Tensor, q_owner: torch.Tensor, world: int) -> torch.Tensor:
-    """Returns int32[world, H, nk] of one part, computed on the device of bits and q_owner, a few heads at a time."""
+    """Counts one part → int32[world, H, nk] on the device of bits and q_owner, a few heads at a time."""
     exact = torch.float16 if max(part.shape[1:]) <= 2**11 else torch.float32
     ranks, counts, head = torch.arange(world, device=q_owner.device)[:, None], [], 0
     for some in part.split(max(1, BITS_AT_ONCE // max(1, part[0].numel()))):

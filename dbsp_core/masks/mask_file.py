@@ -18,23 +18,23 @@ from dbsp_core.utils.files import require_file, user_path
 
 
 def block_counts(grid: BlockGrid) -> tuple[int, int]:
-    """Returns (nq, nk), computed without the grid's arrays, as a file's numbers may be absurd."""
+    """Returns (nq, nk) without building the grid's arrays, since a file's sizes may be absurd."""
     segments = grid.text_tokens, grid.tokens - grid.text_tokens
     nq, nk = (sum(-(-segment // block) for segment in segments) for block in (grid.block_q, grid.block_k))
     return nq, nk
 
 
 def mask_values(bits: torch.Tensor, packed: bool) -> np.ndarray:
-    """Returns the values in a file of bool[H, nq, nk]: uint8[H, nq, nk], or [H, nq, ⌈nk / 8⌉].
+    """Converts bool[H, nq, nk] to a file's uint8[H, nq, nk], or uint8[H, nq, ⌈nk / 8⌉] if `packed`.
 
-    `packed`: eight blocks of a row in a byte, the first of which is the most significant bit.
+    Packed bytes hold eight blocks of a row, the first in the most significant bit.
     """
     values = bits.cpu().numpy()
     return np.packbits(values, axis=-1) if packed else values.astype(np.uint8)
 
 
 def mask_bits(values: np.ndarray, nk: int, packed: bool) -> torch.Tensor:
-    """Returns the bits of a mask from `mask_values`. Bits beyond a row's last block are ignored."""
+    """Inverts `mask_values`, ignoring bits beyond a row's last block."""
     return torch.from_numpy(np.unpackbits(values, axis=-1, count=nk) if packed else values).bool()
 
 
@@ -45,21 +45,21 @@ SIZES = ("tokens", "text_tokens", "block_q", "block_k")
 
 
 class MaskFile:
-    """A safetensors file with one tensor of masks; docs/mask-files.md describes it.
+    """A safetensors file of masks, read one layer at a time; see docs/mask-files.md.
 
-    The tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for every layer), [L, H, nq, nk] or, with step
-    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks in a byte. Masks are read one layer at a time.
+    Its tensor is `mask`, uint8 0/1 of shape [H, nq, nk] (one mask for all layers), [L, H, nq, nk] or, with step
+    groups, [S, L, H, nq, nk]; or `packed`, the same with eight blocks per byte.
 
     Attributes:
-        grid: The grid of every mask, apart from token orders.
-        groups: The step groups; None where masks hold for all steps.
+        grid: Grid of all masks, apart from token orders.
+        groups: The step groups; None: masks hold for all steps.
         packed: True if a byte has eight blocks.
         heads: Number of heads.
-        layers: Number of layers; 1 when all have the same mask.
-        per_layer: False where all layers have the same mask.
+        layers: Number of layers; 1 if all layers share a mask.
+        per_layer: False if all layers share a mask.
 
     Raises:
-        UserError: For a file that is no mask file; names the file and the fix.
+        UserError: The file is not a valid mask file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -70,7 +70,7 @@ class MaskFile:
                 names, metadata = list(file.keys()), file.metadata() or {}
                 views = {name: file.get_slice(name) for name in ("mask", "packed", "orders") if name in names}
                 kinds = {name: (view.get_dtype(), tuple(view.get_shape())) for name, view in views.items()}
-                if kinds.get("orders", ("U8",))[0] != "U8":  # numpy lacks types that a file may have
+                if kinds.get("orders", ("U8",))[0] != "U8":  # dtypes that numpy lacks
                     raise self._error(f"tensor 'orders' is {kinds['orders'][0]} and must be uint8 (U8)")
                 order_index = file.get_tensor("orders") if "orders" in names else np.zeros(1, dtype=np.uint8)
         except (SafetensorError, OSError, TypeError) as error:
@@ -117,7 +117,7 @@ class MaskFile:
             raise self._error(f"bad metadata: {error}") from error.__cause__
 
     def _checked_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the shape if it fits the metadata: groups, layers, heads and blocks."""
+        """Checks that the shape fits the metadata (groups, layers, heads, blocks), and returns it."""
         usual = (5,) if self.groups else (3, 4)
         if dtype != "U8" or len(shape) not in usual or 0 in shape:
             leading = "[groups, layers, " if self.groups else "[layers, "
@@ -136,10 +136,10 @@ class MaskFile:
         return shape
 
     def _order_table(self, names: list[str], table: np.ndarray) -> np.ndarray:
-        """Returns str[groups, layers, heads], the token order of each head, after checking them."""
+        """Checks and returns the token order of each head, str[groups, layers, heads]."""
         shape = (*self._leading, self.heads)
         fits = table.shape in {shape[start:] for start in range(len(shape))} or table.shape == (1,) == (len(names),)
-        if not fits or table.dtype != np.uint8 or len(names) > 256 or table.max() >= len(names):  # a byte numbers 256
+        if not fits or table.dtype != np.uint8 or len(names) > 256 or table.max() >= len(names):  # uint8 indices
             raise self._error(
                 f"bad token orders: tensor 'orders' must be uint8 of shape {list(shape)} (or the last dimensions of "
                 f"it) and count metadata orders, which has {in_short(names)}"
@@ -151,28 +151,28 @@ class MaskFile:
         return np.array(names)[np.broadcast_to(table, shape)]
 
     def orders(self, layer: int, group: int = 0) -> Orders:
-        """Returns the token order of each head, or one for all heads."""
+        """Returns the token order of each head, or one order if all heads share it."""
         return one_or_each(self._orders[self._position(layer, group)].tolist())
 
     def _position(self, layer: int, group: int) -> tuple[int, ...]:
         return (group, layer)[-len(self._leading) :] if self._leading else ()
 
     def layer(self, index: int, group: int = 0) -> BlockMask:
-        """Returns the mask of one layer in a step group; the layer is ignored where all have the same mask.
+        """Returns the mask of a layer in a step group; `index` is ignored if all layers share a mask.
 
-        Raises UserError for a layer or group that the file lacks, or values other than 0 and 1.
+        Raises UserError for a missing layer or group, or values other than 0 and 1.
         """
         if self.per_layer and not 0 <= index < self.layers:
-            raise UserError(f"mask file {self.path} has {self.layers} layers, there is no layer {index}")
+            raise UserError(f"mask file {self.path} has {self.layers} layers, got index {index}")
         if not 0 <= group < len(self.groups or (0,)):
-            raise UserError(f"mask file {self.path} has {len(self.groups or (0,))} step groups, not {group + 1}")
+            raise UserError(f"mask file {self.path} has {len(self.groups or (0,))} step groups, got no. {group + 1}")
         position = self._position(index, group)
         try:
             with safe_open(self.path, framework="numpy") as file:
                 view = file.get_slice(self._tensor)
                 values = view[position] if position else view[:]
         except (SafetensorError, OSError) as error:
-            raise UserError(f"mask file {self.path} cannot be read any more ({error})") from error
+            raise UserError(f"mask file {self.path} can no longer be read ({error})") from error
         if not self.packed and int(values.max()) > 1:
             raise self._error(f"values must be 0 or 1, found {int(values.max())}")
         bits = mask_bits(values, block_counts(self.grid)[1], self.packed)
@@ -180,11 +180,11 @@ class MaskFile:
 
 
 def one_or_each(orders: Sequence[Order]) -> Orders:
-    """Returns one order if all heads have the same, otherwise one per head."""
+    """Returns one order if all heads share it, otherwise one per head."""
     return (orders[0],) if len(set(orders)) == 1 else tuple(orders)
 
 
 def _whole_number(key: str, text: str) -> int:
     if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", text, re.ASCII):
-        raise UserError(f"{key} has {in_short(text)}, which is not a whole number of at most 18 digits")
+        raise UserError(f"{key} must be a whole number of at most 18 digits, got {in_short(text)}")
     return int(text)

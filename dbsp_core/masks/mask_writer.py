@@ -20,14 +20,14 @@ from dbsp_core.utils.files import user_path, write_atomically
 
 @dataclass(frozen=True)
 class ByteTensor:
-    """A uint8 tensor that is written piece by piece, in row-major order."""
+    """A uint8 tensor written in pieces, in row-major order."""
 
     shape: tuple[int, ...]
     pieces: Iterable[bytes]
 
 
 def safetensors_pieces(tensors: Mapping[str, ByteTensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    """Yields the content of a safetensors file. Raises ValueError when a tensor's pieces don't add up to its shape."""
+    """Yields the content of a safetensors file. Raises ValueError if a tensor's pieces do not add up to its shape."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -47,17 +47,17 @@ def safetensors_pieces(tensors: Mapping[str, ByteTensor], metadata: Mapping[str,
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """The description of the masks in a file. Raises UserError for packed sequences, and orders that don't fit."""
+    """Describes the masks in a file. Raises UserError for packed sequences, and for orders that do not fit."""
 
     grid: BlockGrid  # of every mask, apart from token orders
     heads: int
     layers: int | None = None  # None: one mask for every layer
     groups: StepGroups | None = None
-    orders: tuple[Orders, ...] = ((CANONICAL,),)  # of each mask, by group and layer; a single element is for all
+    orders: tuple[Orders, ...] = ((CANONICAL,),)  # per mask, by group and layer; one element: for all masks
 
     def __post_init__(self) -> None:
         if self.grid.packed_from:
-            raise UserError("mask files are of one sequence; save each of `mask.parts` to a file of its own")
+            raise UserError("a mask file holds one sequence, got a packed mask; save each of `mask.parts`")
         for orders in set(self.orders):
             self.grid.with_orders(orders)
 
@@ -68,7 +68,7 @@ class MaskLayout:
         return groups + layers
 
     def metadata(self) -> tuple[dict[str, str], ByteTensor | None]:
-        """Returns the file's metadata, and its tensor `orders` where heads or layers differ."""
+        """Returns the file's metadata, and its tensor `orders` if heads or layers differ."""
         texts = {key: str(getattr(self.grid, key)) for key in SIZES}
         if self.grid.thw is not None:
             texts["thw"] = ",".join(map(str, self.grid.thw))
@@ -85,9 +85,9 @@ class MaskLayout:
 
 
 def write_masks(path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool) -> int:
-    """Writes a mask file with one mask in memory at a time, whole or not at all, and returns its size in bytes.
+    """Writes a mask file atomically, with one mask in memory at a time; returns its size in bytes.
 
-    `masks` are the bits of a `BlockMask` each, by group and layer.
+    `masks` yields `BlockMask.bits` by group and layer.
     """
     return write_atomically(path, _mask_file_pieces(layout, masks, packed))
 
@@ -107,16 +107,16 @@ def save_mask(
     groups: StepGroups | str | None = None,
     packed: bool = False,
 ) -> None:
-    """Writes a mask file, whole or not at all.
+    """Writes a mask file atomically.
 
     Args:
         path: The file, usually `NAME.safetensors`.
         masks: One mask for all layers, a list with one mask per layer, or with `groups` a list of such lists.
-        groups: The step groups, such as "5-9,10-24,25-49": steps before the first are dense.
-        packed: True to store eight blocks in a byte.
+        groups: Step groups, such as "5-9,10-24,25-49"; steps before the first are dense.
+        packed: True to store eight blocks per byte.
 
     Raises:
-        UserError: If masks don't fit together.
+        UserError: The masks do not fit together.
     """
     groups = StepGroups.parse(groups) if isinstance(groups, str) else groups
     items: list[BlockMask | Sequence[BlockMask]] = [masks] if isinstance(masks, BlockMask) else list(masks)
@@ -136,12 +136,12 @@ def save_mask(
     if besides is None and any(mask.absent is not None for mask in flat):
         besides = "mask's absent keys"
     if besides is not None:
-        raise UserError(f"a mask file has no {besides}; save a mask without: BlockMask(mask.bits, mask.grid)")
+        raise UserError(f"a mask file cannot store a {besides}; save BlockMask(mask.bits, mask.grid) instead")
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
     write_masks(user_path(path), layout, (mask.bits for mask in flat), packed)
 
 
 def mask_file_bytes(mask: BlockMask) -> bytes:
-    """Returns the content of a packed mask file with one mask for all layers, without a branch."""
+    """Returns the content of a packed mask file with one mask for all layers; drops the branch."""
     layout = MaskLayout(mask.grid.with_orders((CANONICAL,)), mask.heads, orders=(mask.grid.orders,))
     return b"".join(_mask_file_pieces(layout, [mask.bits], packed=True))

@@ -1,4 +1,4 @@
-"""Denoising steps: which are dense, which share a mask, and how a framework's passes are counted."""
+"""Denoising steps: dense steps, step groups that share a mask, and counting a framework's passes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _RANGE = re.compile(r"\s*(\d{1,9})(?:(-)(\d{0,9}))?\s*")
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Consecutive runs of denoising steps, not empty and in order. Steps before the first group are dense."""
+    """Consecutive non-empty runs of denoising steps. Steps before the first group are dense."""
 
     starts: tuple[int, ...]  # First step of each group, ascending
-    end: int | None = None  # One past the last group's last step; None if it has no end
+    end: int | None = None  # One past the last group's last step; None: open
 
     def __post_init__(self) -> None:
         bounds = self.starts if self.end is None else (*self.starts, self.end)
@@ -31,9 +31,9 @@ class StepGroups:
 
     @classmethod
     def parse(cls, text: str) -> StepGroups:
-        """Reads "5-9,10-24,25-49": first and last step of each group; the last group may be open, "25-".
+        """Parses "5-9,10-24,25-49", first and last step of each group; the last group may be open, "25-".
 
-        Raises UserError for anything else, and for groups with gaps between them.
+        Raises UserError for other text, and for gaps between groups.
         """
         starts, end = [], None
         for index, part in enumerate(text.split(",")):
@@ -60,7 +60,7 @@ class StepGroups:
         return ",".join(f"{a}-{'' if b is None else b - 1}" for a, b in zip(self.starts, ends, strict=True))
 
     def find(self, step: int) -> int | None:
-        """Returns the group of a step; None for a dense step before the first. Raises UserError beyond the last."""
+        """Returns the group of a step; None for a dense step before the first. Raises UserError after the last."""
         if self.end is not None and step >= self.end:
             raise UserError(
                 f"has masks for steps {self.starts[0]} to {self.end - 1} (groups {self}), none for step {step}"
@@ -68,51 +68,51 @@ class StepGroups:
         return None if step < self.starts[0] else bisect_right(self.starts, step) - 1
 
 
-MOST_PASSES = 4  # passes of one denoising step that are distinguished: guidance has two or three
+MOST_PASSES = 4  # passes distinguished within a denoising step; guidance has two or three
 
 
 @dataclass(frozen=True)
 class DenoisingStep:
-    """A step of the denoising and a CFG pass of the step, both counted from 0."""
+    """A denoising step and a CFG pass within it, both counted from 0."""
 
     step: int = 0
     cfg_branch: int = 0
-    generation: int = field(default=0, compare=False, repr=False)  # equal moments of two generations compare equal
+    generation: int = field(default=0, compare=False, repr=False)  # ignored in comparisons
 
 
 class Progress(NamedTuple):
-    """The progress of a denoising, as far as its framework knows it."""
+    """The progress of a denoising as reported by its framework."""
 
     generation: object = None  # a different object for each generation
-    step_index: int | None = None  # grows by one each step; None before a generation's first step is over, or unknown
-    first_index: int | None = None  # the index of step 0; None: a generation's first pass is in step 0
+    step_index: int | None = None  # +1 per step; None during the first step, or if unknown
+    first_index: int | None = None  # index of step 0; None: that of a generation's first pass
 
 
 @dataclass
 class StepClock:
-    """Counts the steps and CFG passes of one generation after another.
+    """Counts the steps and CFG passes of successive generations.
 
-    If the framework gives an index, it decides. Otherwise timesteps fall from step to step and rise with a new
-    denoising. If a timestep is repeated, as some schedulers do (Heun), the next step begins with a CFG pass
-    that this one has had; if the framework does not name the pass, each counts as another one of the same step, up to
-    `MOST_PASSES`. More are passes of further generations of one step, which begin with the first pass again.
-    Timesteps that become equal by rounding to bfloat16 cannot be distinguished without an index.
+    Uses the framework's step index if there is one. Otherwise a lower timestep is a new step and a higher one a new
+    generation. At an equal timestep (repeated by schedulers such as Heun's) a CFG pass that the step has already had
+    begins the next step. If the framework does not name passes, each is another pass of the step, up to `MOST_PASSES`;
+    further ones belong to new one-step generations. Timesteps equal after rounding to bfloat16 cannot be
+    distinguished.
     """
 
-    progress: Callable[[], Progress] = Progress  # returns the framework's progress
-    shared: bool = False  # True if several transformers of a generation advance it, each at every forward pass
+    progress: Callable[[], Progress] = Progress  # queries the framework
+    shared: bool = False  # True if several transformers advance it, each at every forward pass
     now: DenoisingStep = field(default_factory=DenoisingStep)
     _generation: object = None
-    _generations: int = 1  # number of generations so far
+    _generations: int = 1  # generations so far
     _timestep: float | None = None
     _index: int | None = None
     _first_index: int = 0  # index of step 0
     _branches: set[int] = field(default_factory=set)  # CFG passes of the current step
 
     def advance(self, timestep: Callable[[], float] | float, cfg_branch: int | None = None) -> DenoisingStep:
-        """Counts a forward pass and returns its step. A `timestep` that is a function is called only without index."""
+        """Counts a forward pass and returns its step. A callable `timestep` is called only if there is no index."""
         progress = self.progress()
-        if progress.generation is not self._generation:  # the last one may have failed at this one's first step
+        if progress.generation is not self._generation:  # the previous generation may have failed at the same step
             self._generation, self._timestep, self.now = progress.generation, None, DenoisingStep()
             self._begin_generation()
         if progress.step_index is None:
@@ -122,14 +122,14 @@ class StepClock:
         if step != self.now.step:
             self._branches = set()
         elif len(self._branches) >= MOST_PASSES if cfg_branch is None else cfg_branch in self._branches:
-            self._branches, self._generations = set(), self._generations + 1  # another one of this step alone
+            self._branches, self._generations = set(), self._generations + 1  # another generation of one step
         branch = len(self._branches) if cfg_branch is None else cfg_branch
         self.now = DenoisingStep(step, branch, self._generations)
         self._branches.add(branch)
         return self.now
 
     def _by_index(self, index: int, first_index: int | None) -> int:
-        if self._index is None:  # a scheduler has none until its first step is over
+        if self._index is None:  # schedulers have no index during the first step
             self._first_index = index - (self.now.step + 1 if self._branches else 0)
         elif index < self._index:
             self._begin_generation()
@@ -151,17 +151,16 @@ class StepClock:
         self._generations += 1
 
 
-MOST_VALUES = 1 << 16  # values of a schedule that are copied to the host, at most
+MOST_VALUES = 1 << 16  # most values of a schedule to copy to the host
 _schedules: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Each schedule's version and values. A scheduler makes a new one for each generation."""
+"""Version and values of each schedule; schedulers make a new tensor per generation."""
 
 
 def first_value(values: torch.Tensor | float) -> float:
-    """Returns the first element.
+    """Returns the first element of `values`.
 
-    A view, such as `timesteps[i].expand(batch)`, is looked up in a copy of all that it is a view of. So a schedule is
-    read once, and waits for its device once, however many of its elements are asked for. In inference mode tensors do
-    not say what they are views of: there each is read by itself.
+    A view such as `timesteps[i].expand(batch)` is looked up in a cached host copy of its base, so reading a whole
+    schedule synchronizes with the device once. In inference mode views have no base and are read one by one.
     """
     if not isinstance(values, torch.Tensor):
         return float(values)
@@ -179,16 +178,16 @@ def first_value(values: torch.Tensor | float) -> float:
 
 @dataclass(frozen=True)
 class DenseSchedule:
-    """The denoising steps and layers, at either end, whose attention stays dense.
+    """Denoising steps and layers that keep dense attention.
 
     Attributes:
         first_steps: Denoising steps at the beginning.
-        last_steps: Denoising steps at the end, if the pipeline or engine gives the number of steps.
+        last_steps: Denoising steps at the end, if the pipeline or engine provides the number of steps.
         first_layers: Layers at the beginning.
         last_layers: Layers at the end.
 
     Raises:
-        SettingError: For negative numbers.
+        SettingError: A number is negative.
     """
 
     first_steps: int = 0
@@ -206,7 +205,7 @@ class DenseSchedule:
         return self.first_steps > 0 or self.last_steps > 0
 
     def is_dense(self, layer: int, layers: int, step: int, steps: int | None) -> bool:
-        """Returns True if a layer is dense at a step of `steps`; UserError if that number is needed, but None."""
+        """Returns True if a layer is dense at a step of `steps`. Raises UserError if `steps` is needed but None."""
         if layer < self.first_layers or layer >= layers - self.last_layers or step < self.first_steps:
             return True
         if self.last_steps == 0:
@@ -214,15 +213,15 @@ class DenseSchedule:
         if steps is None:
             raise UserError(
                 "dense_schedule.last_steps needs the number of denoising steps, which this pipeline or engine does "
-                "not give; attach db-SP to the pipeline that you call, or leave last_steps at 0"
+                "not provide; enable db-SP on the pipeline that you call, or leave last_steps at 0"
             )
         return step >= steps - self.last_steps
 
     def message(self, steps: int | None) -> str | None:
-        """Says that a denoising of so many steps leaves nothing to sparse attention; None where it does, or may."""
+        """Returns a warning if all steps are dense, else None."""
         if steps is None or self.first_steps + self.last_steps < steps:
             return None
         return (
             f"dense_schedule makes all {steps} steps dense (first_steps {self.first_steps}, last_steps "
-            f"{self.last_steps}): nothing will be gained; lower them, or take more steps (generate.steps)"
+            f"{self.last_steps}), so db-SP cannot speed up attention; lower them, or raise generate.steps"
         )

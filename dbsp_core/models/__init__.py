@@ -1,1 +1,1 @@
-"""The models that db-SP knows: their sizes, what distinguishes them, and the videos they make."""
+"""Known models: their sizes, signatures and default videos."""

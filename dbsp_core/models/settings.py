@@ -1,4 +1,4 @@
-"""Settings of a generation: prompt, size, steps and the like of the video, and the dtype of the weights."""
+"""`generate` settings: prompt, size, steps and so on of a video, and the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from dbsp_core.utils.errors import SettingError, require_value
 from dbsp_core.utils.schema import read_path, require_choice
 
-TOKEN_PIXELS = 16  # height and width of a token: 8 of the VAE times 2 of the patch, in most models
+TOKEN_PIXELS = 16  # pixels per token side: VAE factor 8 times patch size 2 in most models
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 _LARGEST_SIDE = 1 << 16
@@ -23,7 +23,7 @@ _RANGES = {
     "guidance_scale_2": (0, 10_000),
     "flow_shift": (0, 10_000),
 }
-"""Least and most of each number: more than anybody makes, and little enough for every library to count with."""
+"""Range of each number: beyond any real use, and within every library's integer range."""
 
 
 def side_message(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
@@ -38,25 +38,23 @@ def side_message(pixels: int, token: int = TOKEN_PIXELS) -> str | None:
 
 @dataclass(frozen=True)
 class GenerateSettings:
-    """One video to generate; None means the checkpoint's usual value.
-
-    Raises SettingError for numbers that no model takes.
+    """One video to generate; None: the checkpoint's default. Raises SettingError for numbers out of range.
 
     Attributes:
-        prompt: What the video shows, maybe empty.
+        prompt: What the video should show; may be empty.
         negative_prompt: What the video should not show.
         height: Pixels, a multiple of 16 (32 for Wan2.2 TI2V).
-        width: The same.
+        width: As height.
         num_frames: 4k + 1 for Wan, 8k + 1 for CogVideoX.
         steps: Number of denoising steps.
-        guidance_scale: Scale of classifier-free guidance; at most 1: no guidance, half the work.
+        guidance_scale: Scale of classifier-free guidance; at most 1: no guidance and half the work.
         flow_shift: Shift of a flow-matching scheduler.
-        seed: Seed of the noise (42), for the same video on any number of ranks.
+        seed: Seed of the noise (default 42); gives the same video on any number of ranks.
         fps: Frames per second of the mp4 file.
-        guidance_scale_2: Guidance scale of Wan2.2's second transformer. None: guidance_scale, if that is given.
+        guidance_scale_2: Guidance scale of Wan2.2's second transformer. None: guidance_scale, if set.
         image: File of the first frame, for image-to-video; scaled and cropped to the video's size.
-        last_image: File of the last frame: required by VACE, optional for image-to-video outside xDiT.
-        dtype: dtype of the weights. `auto`: bfloat16 on an accelerator, else float32.
+        last_image: File of the last frame: required by VACE, optional for image-to-video except in xDiT.
+        dtype: Dtype of the weights. `auto`: bfloat16 on an accelerator, else float32.
     """
 
     prompt: str | None = None
@@ -86,14 +84,16 @@ class GenerateSettings:
         require_choice("dtype", self.dtype, DTYPES, "generate.")
 
     def filled(self, usual: GenerateSettings | None) -> GenerateSettings:
-        """Returns a copy in which all but prompt and images is set, from the model's `usual` video if that is known.
+        """Returns a copy with all settings but prompt and images filled in from the model's `usual` video, if known.
 
-        flow_shift stays None if the model's scheduler has its own. Raises SettingError for an unknown size.
+        flow_shift stays None if the model's scheduler sets it. Raises SettingError if the size is unknown.
         """
         usual = usual or GenerateSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
         usual = replace(usual, seed=42 if usual.seed is None else usual.seed)
         missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
-        if self.guidance_scale is not None and "guidance_scale_2" in missing:  # a given scale is for all steps
+        if (
+            self.guidance_scale is not None and "guidance_scale_2" in missing
+        ):  # guidance_scale applies to both transformers
             missing.remove("guidance_scale_2")
         values: dict[str, Any] = {name: getattr(usual, name) for name in missing}
         full = replace(self, **values)
@@ -108,7 +108,7 @@ class GenerateSettings:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype in which a checkpoint is loaded."""
+        """The dtype for loading a checkpoint."""
         if self.dtype == "auto":
             return torch.bfloat16 if torch.accelerator.is_available() else torch.float32
         dtype: torch.dtype = getattr(torch, self.dtype)

@@ -1,4 +1,4 @@
-"""Features that distinguish models: diffusers' pipeline class and its output, the transformer's sizes, the variant."""
+"""Model signatures: diffusers' pipeline class, the transformer's sizes, and the variant."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dbsp_core.models.settings import TOKEN_PIXELS
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Common properties of the models of one of diffusers' pipeline classes."""
+    """Properties of a diffusers pipeline class."""
 
-    title: str  # its name in messages
-    frame_stride: int  # by how many frames videos get longer: CogVideoX decodes two latent frames of 4 at a time
-    text_tokens: int  # text tokens in self-attention's sequence
-    text_varies: bool = False  # True if their number is the prompt's own; `text_tokens` is then a usual one
-    images: tuple[int, int] = (0, 0)  # fewest and most that a video is made from: its first frame, and its last
+    title: str  # name in messages
+    frame_stride: int  # step of valid frame counts: CogVideoX decodes two latent frames of 4 at a time
+    text_tokens: int  # text tokens in self-attention
+    text_varies: bool = False  # True if the number depends on the prompt; `text_tokens` is then typical
+    images: tuple[int, int] = (0, 0)  # fewest and most input images (first frame, last frame)
     from_image: str | None = None  # diffusers' class for the same checkpoint that starts from an image
     from_video: str | None = None  # diffusers' class for the same checkpoint that starts from a video
     float32_vae: bool = True  # True if diffusers' examples load the VAE in float32, other parts in bfloat16
-    vae_frames: int = 4  # frames of a latent frame, after the first
-    sound: bool = False  # True if it makes sound with the video
-    passes: int = 2  # forward passes of a step under guidance; 1: the scale is an input of the transformer
+    vae_frames: int = 4  # frames per latent frame after the first
+    sound: bool = False  # True if it generates sound
+    passes: int = 2  # forward passes per step with guidance; 1: the scale is an input of the transformer
 
     def frames_message(self, frames: int) -> str | None:
-        """Returns the error message about a number of frames that such a pipeline would change or reject, or None."""
+        """Returns the error message for a number of frames that the pipeline would change or reject, or None."""
         if frames > 0 and (frames - 1) % self.frame_stride == 0:
             return None
         less = max(0, (frames - 1) // self.frame_stride) * self.frame_stride + 1
@@ -46,7 +46,7 @@ PIPELINES = {
         "HunyuanVideo text-to-video", 4, 256, text_varies=True, float32_vae=False, passes=1
     ),
     "HunyuanVideo15Pipeline": Pipeline("HunyuanVideo-1.5 text-to-video", 4, 256, text_varies=True, float32_vae=False),
-    # Guidance, perturbed attention, and video and audio apart: two passes in one batch, and two more.
+    # Two guidance passes in one batch, one with perturbed attention, one with video and audio apart.
     "LTX2Pipeline": Pipeline(
         "LTX-2",
         8,
@@ -59,7 +59,7 @@ PIPELINES = {
         sound=True,
     ),
 }
-"""Pipelines by the name of diffusers' class."""
+"""Pipelines by diffusers class name."""
 
 
 def token_grid(
@@ -70,19 +70,19 @@ def token_grid(
     token_pixels: int = TOKEN_PIXELS,
     vae_frames: int = 4,
 ) -> tuple[int, int, int]:
-    """Returns the frames, rows and columns of the tokens of a video, whose size is given in frames and pixels."""
+    """Returns the frames, rows and columns of tokens of a video of this size in frames and pixels."""
     latent_frames = (num_frames - 1) // vae_frames + 1
     return -(-latent_frames // patch_frames), height // token_pixels, width // token_pixels
 
 
 Variant = Literal["", "two", "ti2v"]
-"""Feature that distinguishes pipelines of one class and size: nothing, two alternating transformers (Wan2.2 A14B), or
-a timestep for each token, from text alone or from an image and text (Wan2.2 TI2V)."""
+"""Distinguishes pipelines of one class and size: "two" alternating transformers (Wan2.2 A14B), "ti2v" with a timestep
+per token (Wan2.2 TI2V), or neither."""
 
 
 @dataclass(frozen=True)
 class ModelSignature:
-    """Features that distinguish models: diffusers' pipeline class, the transformer's sizes, and the variant."""
+    """Identifies a model: diffusers' pipeline class, the transformer's sizes, and the variant."""
 
     pipeline: str
     sizes: tuple[int, int, int, int]  # (layers, heads, head_dim, patch_frames), see `ModelSpec`
@@ -90,24 +90,24 @@ class ModelSignature:
 
     @property
     def images(self) -> tuple[int, int]:
-        """The fewest and the most images that a video is made from: its first frame, and its last."""
+        """Fewest and most input images (first frame, last frame)."""
         if self.variant == "ti2v":
             return 0, 1
         return PIPELINES[self.pipeline].images if self.pipeline in PIPELINES else (0, 0)
 
     def images_message(self, count: int) -> str | None:
-        """Says what is wrong with a number of images; None: nothing."""
+        """Returns the error message for a number of images, or None."""
         least, most = self.images
         if least <= count <= most:
             return None
         if most == 0:
-            return "makes videos from text alone; leave the image out"
+            return "generates from text only; leave the image out"
         number = most if least == most else f"{least} to {most}"
         return f"takes {number} images, the first frame and then the last, got {count}; give each with --image FILE"
 
 
 def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:
-    """Returns the variant of a pipeline with one transformer or `two`, whose model_index.json is `index`."""
+    """Returns the variant of a pipeline with one or `two` transformers and this model_index.json."""
     return "ti2v" if index.get("expand_timesteps") else "two" if two else ""
 
 
@@ -115,13 +115,13 @@ def model_signature(pipeline: str, config: Mapping[str, Any], variant: Variant =
     """Returns the signature of a transformer.
 
     Args:
-        pipeline: Its pipeline's class name.
-        config: The transformer's configuration, a mapping as diffusers keeps it, or as in config.json.
+        pipeline: Class name of its pipeline.
+        config: The transformer's configuration, as in diffusers or config.json.
     """
     patch = config.get("patch_size")
     frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
     names = ("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim")
     layers, single_layers, heads, head_dim = (int(config.get(name) or 0) for name in names)
-    if variant == "ti2v":  # one checkpoint, in either pipeline
+    if variant == "ti2v":  # same checkpoint in both pipelines
         pipeline = "WanPipeline"
     return ModelSignature(pipeline, (layers + single_layers, heads, head_dim, int(frames)), variant)

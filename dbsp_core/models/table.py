@@ -1,4 +1,4 @@
-"""The models that db-SP has settings for, their sizes and usual videos, and which of them a name or folder means."""
+"""Table of known models with sizes and default videos, and lookup by name or folder."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from dbsp_core.utils.files import read_text
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A published video diffusion transformer, with the settings of its model card."""
+    """A published video diffusion transformer, with its model card's settings."""
 
-    name: str  # short name, also of its files in configs/
+    name: str  # short name, also used in configs/
     hub: str  # repository on Hugging Face
-    aliases: tuple[str, ...]  # other names, of other repositories or in xfuser's registry
-    pipeline: str  # name of diffusers' class
-    layers: int  # self-attention layers, without VACE's few for the control video
+    aliases: tuple[str, ...]  # other names: repositories, xfuser's registry
+    pipeline: str  # diffusers class
+    layers: int  # self-attention layers, excluding VACE's for the control video
     heads: int
     head_dim: int
-    patch_frames: int  # latent frames that make one token (patch_size_t)
-    ffn: int  # width of the MLP; 1.5 times as wide where a gate makes three matrices of its two
-    cross_text: int  # text tokens that cross-attention looks at; 0: there is none
-    parameters: int  # of all transformers and the text encoder together, as published
-    video: GenerateSettings  # its usual video, without prompt and seed; flow_shift where the scheduler has one
-    paper_thw: tuple[int, int, int] | None = None  # token grid that times are predicted for, if not the usual video's
+    patch_frames: int  # latent frames per token (patch_size_t)
+    ffn: int  # width of the MLP; 1.5 times that for gated MLPs (three matrices)
+    cross_text: int  # text tokens of cross-attention; 0: none
+    parameters: int  # of all transformers and the text encoder, as published
+    video: GenerateSettings  # default video, without prompt and seed; with flow_shift if the scheduler uses it
+    paper_thw: tuple[int, int, int] | None = None  # token grid for predicted times, if not the default video's
     variant: Variant = ""
     token_pixels: int = TOKEN_PIXELS  # height and width of a token
-    hidden: int | None = None  # width of the stream between layers, if not heads times head_dim
-    other_tokens: int = 0  # tokens of text in self-attention, of pipelines not in `PIPELINES`
-    # F, L, f, l: F + f·k frames make L + l·k latents. None: by the pipeline's `vae_frames`
+    hidden: int | None = None  # hidden size, if not heads times head_dim
+    other_tokens: int = 0  # text tokens in self-attention, for pipelines not in `PIPELINES`
+    # (F, L, f, l): F + f·k frames make L + l·k latents. None: by the pipeline's `vae_frames`
     frame_groups: tuple[int, int, int, int] | None = None
-    sound_tokens: float = 0.0  # tokens of each of two channels of sound in self-attention, for a frame
-    mask: str = "subblock"  # whose shipped configuration `enable(pipe)` takes, configs/NAME-MASK.yaml
+    sound_tokens: float = 0.0  # sound tokens per frame and channel (of two) in self-attention
+    mask: str = "subblock"  # `enable(pipe)` loads configs/NAME-MASK.yaml
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ class ModelSpec:
 
     @property
     def text_tokens(self) -> int:
-        """Tokens of text and sound that are part of self-attention's sequence."""
+        """Text and sound tokens in self-attention."""
         if self.pipeline in PIPELINES:
             return PIPELINES[self.pipeline].text_tokens
         return self.other_tokens + 2 * round(self.sound_tokens * (self.video.num_frames or 0))
@@ -84,7 +84,7 @@ _WAN_NEGATIVE = (
     "poorly drawn faces, deformed, disfigured, misshapen limbs, fused fingers, still picture, messy background, three "
     "legs, many people in the background, walking backwards"
 )
-"""The negative prompt of Wan's model card and of the example in diffusers' WanPipeline."""
+"""Negative prompt of Wan's model card and of the example in diffusers' WanPipeline."""
 
 _WAN_14B = ModelSpec(
     name="wan2.1-t2v-14b",
@@ -105,7 +105,7 @@ _WAN_14B = ModelSpec(
 
 
 def _like(base: ModelSpec, name: str, hub: str, aliases: tuple[str, ...] = (), **changes: Any) -> ModelSpec:
-    """Returns a model like `base`; `video` has the settings that differ in its usual video."""
+    """Returns `base` with changes; `video` holds changes of its default video."""
     video = replace(base.video, **changes.pop("video", {}))
     return replace(base, name=name, hub=hub, aliases=aliases, video=video, **changes)
 
@@ -196,7 +196,7 @@ _HUNYUAN = ModelSpec(
     hub="hunyuanvideo-community/HunyuanVideo",
     aliases=("tencent/HunyuanVideo",),
     pipeline="HunyuanVideoPipeline",
-    layers=60,  # 20 with two streams, 40 with one; each token meets as many weights in either
+    layers=60,  # 20 with two streams, 40 with one, with equally many weights per token
     heads=24,
     head_dim=128,
     patch_frames=1,
@@ -226,7 +226,7 @@ _LTX_2 = ModelSpec(
     heads=32,
     head_dim=128,
     patch_frames=1,
-    ffn=16384,  # of the video; the audio's few tokens are left out
+    ffn=16384,  # of the video; ignores the few audio tokens
     cross_text=1024,
     parameters=18_876_174_592 + 11_766_034_176,
     video=GenerateSettings(None, "", 1088, 1920, num_frames=241, steps=30, guidance_scale=3.0, fps=24),
@@ -249,22 +249,23 @@ _MINIMAX_H3 = ModelSpec(
     hidden=5376,
     other_tokens=512,
     frame_groups=(5, 2, 17, 5),
-    sound_tokens=40 / 24,  # 40 latents a second
+    sound_tokens=40 / 24,  # 40 latents per second
 )
 _WANS = (_WAN_14B, _WAN_1_3B, _WAN_2_2, _WAN_I2V, _WAN_I2V_480P, _WAN_2_2_I2V, _WAN_2_2_DISTILLED, _WAN_2_2_TI2V)
 _OTHERS = (_COGVIDEOX_1_5, _COGVIDEOX, _HUNYUAN, _HUNYUAN_1_5, _LTX_2, _MINIMAX_H3)
 MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, *_OTHERS)}
-"""Models by name. Of several with one signature and one repository, the first is what their weights are known as.
+"""Models by name. For equal signatures, the first model is the one reported.
 
 Sizes of HunyuanVideo, LTX-2 and MiniMax-H3 are the defaults of diffusers' classes (0.42), and parameters are counted
-from them, without H3's text encoder. H3's text has any length, 512 tokens are assumed; its schedule of 50 points has
-49 passes. LTX-2's video is ten seconds in 1080p: at its pipeline's default size, 6,144 tokens, attention takes little.
+from them, without H3's text encoder. H3's text length varies, 512 tokens are assumed; its schedule of 50 points has 49
+passes. LTX-2's video is ten seconds in 1080p: at its pipeline's default size of 6,144 tokens, attention takes little
+time.
 """
-_BY_SIGNATURE = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}  # the first of equal ones stays
+_BY_SIGNATURE = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}  # first of equals wins
 GENERATED = {name: spec for name, spec in MODEL_SPECS.items() if spec.pipeline in PIPELINES}
-"""The models whose pipeline `dbsp generate` runs."""
+"""Models that `dbsp generate` supports."""
 
-TINY = "tiny-"  # prefix that makes a key of `TINY_MODELS` the name of a model, which is made where it is needed
+TINY = "tiny-"  # prefix of the names of tiny models, which are made on demand
 TINY_MODELS = {
     "wan": ModelSignature("WanPipeline", (4, 12, 24, 1)),
     "wan-trained": ModelSignature("WanPipeline", (4, 12, 24, 1)),
@@ -274,29 +275,29 @@ TINY_MODELS = {
     "wan-vace": ModelSignature("WanVACEPipeline", (4, 12, 24, 1)),
     "cogvideox": ModelSignature("CogVideoXPipeline", (2, 6, 16, 2)),
 }
-"""Tiny checkpoints that db-SP can make for demonstrations and tests, by name."""
+"""Tiny checkpoints for demonstrations and tests, by name."""
 
 
 def find_model_spec(name: str) -> ModelSpec | None:
-    """Returns the model of that name, upper or lower case, or None."""
+    """Returns the model of this name (any case), or None."""
     wanted = name.casefold()
     return next((s for s in MODEL_SPECS.values() if wanted in {known.casefold() for known in s.names}), None)
 
 
 def tiny_architecture(model: str) -> str | None:
-    """Returns the key of `TINY_MODELS` that a model's name asks for ("tiny-wan": "wan"), or None."""
+    """Returns the key of `TINY_MODELS` for a model's name ("tiny-wan" → "wan"), or None."""
     name = model.removeprefix(TINY)
     return name if model.startswith(TINY) and name in TINY_MODELS and not Path(model).exists() else None
 
 
 def signature_of_name(name: str) -> ModelSignature | None:
-    """Returns the signature of a published or tiny model of this name; None where there is none."""
+    """Returns the signature of the published or tiny model of this name, or None."""
     spec, tiny = find_model_spec(name), tiny_architecture(name)
     return spec.signature if spec is not None else None if tiny is None else TINY_MODELS[tiny]
 
 
 def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
-    """Returns the signature of a model by its name, or of a local folder in diffusers' form, or None for neither."""
+    """Returns the signature of a model by its name or local folder in diffusers format, or None."""
     text = os.fspath(model)
     known = signature_of_name(text)
     if known is not None:
@@ -311,12 +312,12 @@ def signature_of_model(model: str | os.PathLike[str]) -> ModelSignature | None:
 
 
 def published_model(signature: ModelSignature) -> ModelSpec | None:
-    """Returns the first published model that has this signature, or None."""
+    """Returns the first published model with this signature, or None."""
     return _BY_SIGNATURE.get(signature)
 
 
 def model_title(signature: ModelSignature, class_name: str | None = None) -> str:
-    """Returns a model in words: its name if it is known, else its class (default: the pipeline's) and sizes."""
+    """Returns a model's name if known, else its class (default: the pipeline's) and sizes, for messages."""
     spec = published_model(signature)
     if spec is not None:
         return spec.name
@@ -325,11 +326,11 @@ def model_title(signature: ModelSignature, class_name: str | None = None) -> str
         return f"{TINY}{tiny}"
     layers, heads, head_dim, _ = signature.sizes
     named = f"a {class_name or signature.pipeline}"
-    if not heads or not head_dim:  # a class whose configuration has other names for them
+    if not heads or not head_dim:  # a class with other configuration keys
         return named
     return f"{named} with {layers} layers and {heads} heads of {head_dim}"
 
 
 def unknown_model(name: str) -> UserError:
-    """Returns the error for a name that is no model's."""
-    return UserError(f"no model {name!r}{did_you_mean(name, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")
+    """Returns the error for an unknown model name."""
+    return UserError(f"unknown model {name!r}{did_you_mean(name, MODEL_SPECS)}; use one of {', '.join(MODEL_SPECS)}")

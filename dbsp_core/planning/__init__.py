@@ -1,1 +1,1 @@
-"""Assignment of rows to ranks, and of the keys and values that each rank is sent to chunks."""
+"""Assignment of rows to ranks, and of keys and values to chunks."""

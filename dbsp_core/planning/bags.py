@@ -1,4 +1,4 @@
-"""Bags, the rank subgroups that share their sequences, in KnapFormer's notation (§3.2)."""
+"""Bags: groups of ranks that share sequences, in KnapFormer's notation (§3.2)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ _TERM = re.compile(r"g(\d{1,9})n(\d{1,9})", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class BagTopology:
-    """Ranks in bags of neighbours. A unit of bags is repeated over the cluster; sequences never leave their unit.
+    """Bags of adjacent ranks. A unit of bags is repeated over the cluster; sequences stay within their unit.
 
-    "g1n2+g2n1+g4n1" is a unit of two bags of one rank, one of two and one of four; "g1n1" leaves every sequence where
-    it is.
+    "g1n2+g2n1+g4n1" is a unit of two bags of one rank, one of two and one of four; "g1n1" leaves sequences in place.
 
     Raises:
-        UserError: For no bags, or sizes below 1.
+        UserError: There are no bags, or a size is below 1.
     """
 
-    sizes: tuple[int, ...]  # Ranks of each bag of a unit, in the order of ranks
-    units: int = 1  # Number of repetitions of the unit
+    sizes: tuple[int, ...]  # ranks in each bag of a unit, in rank order
+    units: int = 1  # repetitions of the unit
 
     def __post_init__(self) -> None:
         if not self.sizes or min(*self.sizes, self.units) < 1:
@@ -35,17 +34,17 @@ class BagTopology:
 
     @classmethod
     def parse(cls, text: str, world: int) -> BagTopology:
-        """Reads "g1n2+g2n1+g4n1" for `world` ranks.
+        """Parses "g1n2+g2n1+g4n1" for `world` ranks.
 
         Raises:
-            UserError: If the text is not of that form, or its unit does not divide the ranks; says which would.
+            UserError: The text is malformed, or its unit does not divide `world`.
         """
         counts = _parse_terms(text)
         unit = sum(size * number for size, number in counts)
         if unit > world or world % unit:
             fits = ", ".join(f"g{size}n{world // size}" for size in range(1, world + 1) if world % size == 0)
             raise UserError(
-                f"bags {text!r} make units of {unit} ranks, which do not divide {world}; {world} fit {fits}"
+                f"bags {text!r} make units of {unit} ranks, which do not divide {world}; for {world} ranks use {fits}"
             )
         return cls(tuple(size for size, number in counts for _ in range(number)), world // unit)
 
@@ -54,7 +53,7 @@ class BagTopology:
 
     @property
     def unit(self) -> int:
-        """Ranks of a unit."""
+        """Ranks per unit."""
         return sum(self.sizes)
 
     @property
@@ -63,7 +62,7 @@ class BagTopology:
 
     @cached_property
     def ranks(self) -> np.ndarray:
-        """int64[bags]: ranks of each bag of the cluster."""
+        """int64[bags]: number of ranks in each bag of the cluster."""
         return np.tile(np.array(self.sizes, dtype=np.int64), self.units)
 
     @cached_property
@@ -78,12 +77,12 @@ class BagTopology:
 
     @cached_property
     def multiple(self) -> int:
-        """The least common multiple of the bags' sizes: loads times `multiple` over size are whole numbers."""
+        """Least common multiple of the bags' sizes, so that load · multiple / size is an integer."""
         return math.lcm(*self.sizes)
 
 
 def _parse_terms(text: str) -> list[tuple[int, int]]:
-    """Returns (ranks of a bag, number of such bags) of each term. Raises UserError for other text."""
+    """Returns (ranks per bag, number of bags) of each term. Raises UserError for malformed text."""
     terms = [_TERM.fullmatch(term.strip()) for term in text.split("+")]
     counts = [(int(term[1]), int(term[2])) for term in terms if term is not None]
     if len(counts) < len(terms) or any(min(pair) < 1 for pair in counts):
@@ -96,11 +95,11 @@ def _parse_terms(text: str) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class BagConfig:
-    """Settings of how several sequences are shared by the ranks. Raises SettingError for values out of range.
+    """Settings for sharing several sequences. Raises SettingError for values out of range.
 
     Attributes:
-        topology: Bags as KnapFormer writes them: "g8n4" is 4 bags of 8 ranks.
-        max_tokens: Most tokens that a rank can hold. None: no limit.
+        topology: Bags in KnapFormer's notation: "g8n4" is 4 bags of 8 ranks.
+        max_tokens: Most tokens per rank. None: no limit.
     """
 
     topology: str
@@ -113,5 +112,5 @@ class BagConfig:
         require_value(self, "max_tokens", fits, "must be at least 1; leave it out for no limit", "bags.")
 
     def require_ranks(self, world: int) -> None:
-        """Raises UserError for a topology that does not fit the ranks."""
+        """Raises UserError if the topology does not fit `world` ranks."""
         BagTopology.parse(self.topology, world)

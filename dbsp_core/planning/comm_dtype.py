@@ -1,4 +1,4 @@
-"""Communication dtypes: queries, keys, values and the output as the model has them, or as int8 with a scale."""
+"""Communication dtype of queries, keys, values and the output: the model's dtype, or int8 with a scale."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DTYPES = (MODEL_DTYPE, INT8)
 
 @dataclass(frozen=True)
 class CommDtype:
-    """How tokens of a head are sent: "model", as the model has them, or "int8", with a scale a token and head.
+    """Dtype in which tokens are sent: "model" (the model's dtype) or "int8" with a scale per token and head.
 
     Attributes:
-        qkv: Queries, keys and values.
-        out: The output, which can be int8 only if they are: it comes out of attention rotated, as the values are.
+        qkv: Of queries, keys and values.
+        out: Of the output; int8 requires qkv: int8, because the output is rotated like the values.
     """
 
     qkv: str = MODEL_DTYPE
@@ -34,36 +34,35 @@ class CommDtype:
         for value in (self.qkv, self.out):
             if value not in DTYPES:
                 hint = did_you_mean(value, DTYPES)
-                raise UserError(f"precision cannot be {in_short(value)}: use one of {', '.join(DTYPES)}{hint}")
+                raise UserError(f"unknown precision {in_short(value)}; use one of {', '.join(DTYPES)}{hint}")
         if self.out == INT8 and not self.is_int8:
             raise UserError("precision: out: int8 needs qkv: int8; write {qkv: int8, out: int8}")
 
     @cached_property
     def is_int8(self) -> bool:
-        """True if q, k and v are rounded: rotated, and keys less their mean, which softmax ignores."""
+        """True if q, k and v are rotated and rounded; keys are sent minus their mean, which softmax ignores."""
         return self.qkv == INT8
 
     @property
     def setting(self) -> PrecisionLike:
-        """The setting `precision` that means it."""
+        """The value of setting `precision`."""
         return self.qkv if self.out == MODEL_DTYPE else {"qkv": self.qkv, "out": self.out}
 
     @property
     def no_gradients(self) -> str | None:
-        """Error message if attention with it has no gradients, else None."""
+        """Error message if there are no gradients, else None."""
         if not self.is_int8:
             return None
         return (
-            "precision: int8 has no gradients, as rounding has none; leave it out to train, or call attention "
-            "under torch.no_grad()"
+            "precision: int8 does not support gradients; remove it to train, or call attention under torch.no_grad()"
         )
 
     def token_bytes(self, head_dim: int, element_bytes: int) -> int:
-        """Returns the bytes of a token of one head of q, k or v whose numbers have `element_bytes` in the model."""
+        """Returns the bytes of a token of one head of q, k or v, of `element_bytes` per element in the model."""
         return _token_bytes(self.qkv, head_dim, element_bytes)
 
     def out_bytes(self, head_dim: int, element_bytes: int) -> int:
-        """Returns those of a token of one head of the output."""
+        """Returns the bytes of a token of one head of the output."""
         return _token_bytes(self.out, head_dim, element_bytes)
 
     def write(
@@ -75,18 +74,18 @@ class CommDtype:
         *,
         rotate: bool = True,
     ) -> None:
-        """Writes tokens of tensors [B, heads, n, D] as int8 into a buffer int32[slots, B, W].
+        """Quantizes tokens of tensors [B, heads, n, D] into a buffer int32[slots, B, W].
 
         Args:
             segments: Segments of each tensor.
-            less: For each tensor, float32[B, heads, D] to be subtracted from all of its tokens, or None; () for none.
-            rotate: False for tokens that are rotated already: the output.
+            less: For each tensor, float32[B, heads, D] to subtract from its tokens, or None; () for none.
+            rotate: False for tokens that are already rotated (the output).
         """
         for tensor, of_tensor, mean in zip(tensors, segments, less or [None] * len(tensors), strict=True):
             quantise_segments(tensor, buffer, of_tensor, mean, rotate=rotate)
 
     def read(self, written: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Returns rotated tokens [..., D] of contiguous int32[..., W], in the dtype and with the D of `like`."""
+        """Dequantizes contiguous int32[..., W] → rotated tokens [..., D], with dtype and D of `like`."""
         return restore_rows(written, like.shape[-1], like.dtype)
 
 
@@ -98,11 +97,11 @@ def _token_bytes(dtype: str, head_dim: int, element_bytes: int) -> int:
 
 
 PrecisionLike = CommDtype | Mapping[str, str] | str
-"""What the setting `precision` may be."""
+"""Type of setting `precision`."""
 
 
 def read_comm_dtype(value: Any, name: str = "precision") -> CommDtype:
-    """Reads the setting `precision`: "model", "int8", or a mapping of `qkv` and `out`. Raises UserError for others."""
+    """Reads setting `precision`: "model", "int8", or a mapping of `qkv` and `out`. Raises UserError otherwise."""
     if isinstance(value, CommDtype):
         return value
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Plans: the owner of each row and the keys that each rank is sent, with the work of each rank under one mask."""
+"""Plans: the owner of each row, the keys sent to each rank, and each rank's work under one mask."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dbsp_core.utils.process import not_compiled
 
 @lru_cache(maxsize=16)
 def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
-    """Returns int64[H, nq]: rows' ranks without db-SP: heads in equal runs, blocks in contiguous shards."""
+    """Returns the owners without db-SP, int64[H, nq]: heads in equal runs, blocks in contiguous shards."""
     layout = SequenceLayout.contiguous(grid.tokens, strategy.world)
     q_ring_rank, _ = majority_ring_ranks(layout, grid, heads, strategy)
     return _read_only(q_ring_rank * strategy.ulysses + contiguous_heads(heads, strategy.ulysses)[:, None])
@@ -40,9 +40,9 @@ def plain_owners(grid: BlockGrid, heads: int, strategy: Strategy) -> np.ndarray:
 def majority_ring_ranks(
     layout: SequenceLayout, grid: BlockGrid, heads: int, strategy: Strategy
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns int64[nq], int64[nk]: the ring rank that holds most of each query and KV block.
+    """Returns the ring rank that holds most of each query block and KV block, int64[nq] and int64[nk].
 
-    [H, nq], [H, nk] where heads have token orders of their own.
+    With token orders per head: int64[H, nq] and int64[H, nk].
     """
 
     q_ring_rank, k_ring_rank = (np.empty((heads, blocks), dtype=np.int64) for blocks in (grid.nq, grid.nk))
@@ -56,9 +56,10 @@ def majority_ring_ranks(
 
 
 def block_positions(grid: BlockGrid) -> np.ndarray:
-    """Returns float64[nq], the mean canonical position of each query block's tokens.
+    """Returns the mean canonical position of each query block's tokens, float64[nq].
 
-    If heads have token orders of their own, positions follow these orders, which keep what is attended to together.
+    With token orders per head, returns positions in these orders, which keep tokens that attend to each other
+    together.
     """
     if grid.common_order is None:
         return np.arange(float(grid.nq))
@@ -66,27 +67,27 @@ def block_positions(grid: BlockGrid) -> np.ndarray:
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
-    """Returns the array, protected: all plans made from it share it."""
+    """Makes the array read-only, since plans share it."""
     array.flags.writeable = False
     return array
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """One attention on a group's ranks, and how much each rank computes under one mask.
+    """How one attention is distributed over a group's ranks, and each rank's work under one mask.
 
-    Ranks wait for one another at the end of an attention only, so all numbers are totals.
+    Ranks wait for each other only at the end of an attention, so all counts are totals.
 
     Attributes:
-        owner: int64[H, nq], the rank that computes each row, a (head, query block).
-        chunks: The KV blocks that each rank is sent in each chunk.
+        owner: int64[H, nq], rank that computes each row (head, query block).
+        chunks: The KV blocks sent to each rank in each chunk.
         planner: The planner's name.
         work, longest: int64[P], active blocks of each rank, and of its longest row.
         comm_dtype: Communication dtype of queries, keys, values and the output.
-        baseline_work: int64[P], the active blocks of each rank without db-SP, or None if not compared.
-        rho_bound: ρ_s that no plan of whole rows can beat; NaN if not compared.
-        moved: Share of queries whose owner is in another ring rank than the rank that holds them outside attention.
-        plan_ms: Milliseconds from counts to owners and chunks; counting blocks is not included.
+        baseline_work: int64[P], active blocks of each rank without db-SP, or None if not compared.
+        rho_bound: Lower bound of ρ_s for plans of whole rows; NaN if not compared.
+        moved: Fraction of queries whose owner is in another ring rank than the rank that holds them outside attention.
+        plan_ms: Milliseconds from counts to owners and chunks, excluding counting blocks.
     """
 
     strategy: Strategy
@@ -119,17 +120,17 @@ class Plan:
         return imbalance_ratio(self.work)
 
     def row_share(self, slots: int) -> float:
-        """Returns the longest row over a slot's share of its rank's work, the worst rank's.
+        """Returns the longest row relative to a slot's share of its rank's work, maximum over ranks.
 
         Args:
-            slots: Rows that a rank's device computes at a time. They take at least max(1, row share) times as long
-                as a slot's share, and whole rows less than 1 + row share.
+            slots: Rows that a rank's device computes at a time. The time is at least max(1, row share) times a slot's
+                share, and below 1 + row share if rows are not cut.
         """
         return slots * self._longest_share
 
     @cached_property
     def _longest_share(self) -> float:
-        """The longest row over all of its rank's work, the worst rank's."""
+        """The longest row relative to its rank's work, maximum over ranks."""
         return float((self.longest / np.maximum(self.work, 1)).max())
 
     @property
@@ -146,21 +147,17 @@ class Plan:
 
     @cached_property
     def density(self) -> float:
-        """Share of blocks that are dense."""
+        """Fraction of active blocks."""
         return float(sum(self.work.tolist()) / (self.heads * self.grid.pairs))
 
     @property
     def split_heads(self) -> int:
-        """Heads whose rows are in more than one Ulysses rank."""
+        """Number of heads with rows on more than one Ulysses rank."""
         return int((self._columns > 1).sum())
 
     @property
     def extra_kv(self) -> float:
-        """K and V elements sent more than once, as a share of all Q, K, V.
-
-        If all keys are sent: to more than one rank of a ring row. If only needed ones are: to more than one rank at
-            all.
-        """
+        """k and v elements sent more than once (keys "all": within a ring row), as a fraction of q, k and v."""
         if self.chunks.keys == NEEDED:
             copies = (self.chunks.sent.sum(axis=0) - 1).clip(min=0).sum(axis=0)
             return int(copies @ self.grid.k_axis.lengths) * 2 / (3 * self.heads * self.grid.tokens)
@@ -168,21 +165,21 @@ class Plan:
 
     @cached_property
     def _columns(self) -> np.ndarray:
-        """int64[H]: number of Ulysses ranks in which each head has rows."""
+        """int64[H]: number of Ulysses ranks with rows of each head."""
         columns: np.ndarray = columns_of_heads(self.owner, self.strategy.ulysses).sum(axis=1)
         return columns
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (head, query block) of the rows that `rank` computes, int64[Rq] each, in packing order."""
+        """Returns heads and query blocks of the rows of `rank`, int64[Rq] each, in packing order."""
         head, block = np.divmod(np.flatnonzero(self.owner == rank), self.owner.shape[1])  # faster than np.nonzero
         return head, block
 
     @cached_property
     def fingerprint(self) -> int:
-        """63 bits that differ between plans with different routes; all ranks must have the same."""
+        """63-bit hash of everything that determines routes; must be equal on all ranks."""
         names = self.strategy, self.grid, self.chunks.keys, self.comm_dtype
         digest = hashlib.blake2b(str(names).encode(), digest_size=8)
-        digest.update(self.owner.astype(np.uint16).tobytes())  # there are no more ranks, and bytes are a quarter
+        digest.update(self.owner.astype(np.uint16).tobytes())  # a quarter of the bytes, enough for any number of ranks
         for part in self.chunks.identity:
             digest.update(part.tobytes())
         return int.from_bytes(digest.digest(), "big") >> 1
@@ -200,33 +197,33 @@ class Plan:
     def require_fit(self, mask: BlockMask) -> None:
         """Raises UserError for a mask of another number of heads or on another grid."""
         if self.heads != mask.heads:
-            raise UserError(f"the plan has {self.heads} heads, the mask {mask.heads}; make a plan for this mask")
+            raise UserError(f"expected a mask of {self.heads} heads, got {mask.heads}; make a plan for this mask")
         if self.grid != mask.grid:
-            raise UserError(f"the plan is on {self.grid}, the mask on {mask.grid}; make a plan for this mask")
+            raise UserError(f"expected a mask on {self.grid}, got {mask.grid}; make a plan for this mask")
 
     def fits(self, mask: BlockMask) -> bool:
-        """Returns True if a mask has as many heads, is on the same grid, and needs no keys that are not sent."""
+        """Returns True if a mask has the same heads and grid and needs only keys that are sent."""
         if (self.heads, self.grid) != (mask.heads, mask.grid):
             return False
         return self.chunks.keys == ALL or self.chunks.covers(self.owner, mask)
 
     def counted(self, counts: BlockMask | np.ndarray, *, compare: bool = True) -> Plan:
-        """Returns the same plan with the numbers of other counts. Nothing is planned: `plan_ms` is 0.
+        """Returns the same plan with the statistics of other counts; `plan_ms` is 0.
 
         Args:
-            counts: A mask of the same grid and heads, or int64[H, nq], active blocks of each row.
-            compare: True to count what the contiguous plan would do, and what no plan could beat.
+            counts: A mask of the same grid and heads, or active blocks of each row int64[H, nq].
+            compare: True to also compute `baseline_work` and `rho_bound`.
 
-        Raises:
-            UserError: For counts of another shape.
+            Raises:
+                UserError: The counts have another shape.
         """
         if isinstance(counts, BlockMask):
             self.require_fit(counts)
             counts = counts.counts.rows
         elif counts.shape != self.owner.shape:
             raise UserError(
-                f"row counts of shape {counts.shape} do not fit a plan of {self.heads} heads of {self.grid.nq} query "
-                "blocks; make a plan for these counts"
+                f"expected row counts of {self.heads} heads of {self.grid.nq} query blocks, got {counts.shape}; "
+                "make a plan for these counts"
             )
         world, baseline, bound = self.strategy.world, None, float("nan")
         if compare:
@@ -239,7 +236,7 @@ class Plan:
 
 @not_compiled
 def usual_layout(planner: PlannerLike, grid: BlockGrid, strategy: Strategy) -> SequenceLayout:
-    """Returns the sequence layout that a planner is meant for."""
+    """Returns a planner's default sequence layout."""
     return SequenceLayout.named(read_planner(planner).layout, grid, strategy)
 
 
@@ -254,27 +251,26 @@ def make_plan(
     precision: PrecisionLike = MODEL,
     whole_heads: bool = False,
 ) -> Plan:
-    """Plans one attention. Deterministic: equal arguments give equal plans on every rank.
+    """Plans one attention. Equal arguments give equal plans on all ranks.
 
     Args:
         mask: The mask, on any device.
-        strategy: Number of ranks that share heads and number that form a ring, such as "U4R2" (paper §2.3).
+        strategy: Ulysses and ring degrees, such as "U4R2" (paper §2.3).
         planner: A name from `dbsp_core.planning.planners.PLANNERS`, or {"name": "paper", "reward": 2}.
-        layout: Layout of the tokens before and after. Default: contiguous shards of ceil(tokens / P).
-        compare: True to count what the contiguous plan would do, and what no plan could beat, as reports show them.
-        keys: "all": each rank is sent all keys and values of its heads, in chunks, from where they live; or "needed":
-            those that its rows need, and no others (as DSV does, Tan et al. 2025, §5.2). Planner "dbsp" then cuts rows
-            into runs of tokens, and the plan covers only masks that need no other keys.
-        precision: "model": queries, keys and values are sent as they are; "int8": rounded, with a scale for each token
-            and head, and without gradients; {"qkv": "int8", "out": "int8"}: the output, too. No plan assigns other
-            rows for it.
-        whole_heads: True if no head may be split over Ulysses ranks, for kernels that support only whole heads.
+        layout: Layout of tokens outside attention. None: contiguous shards of ceil(tokens / P).
+        compare: True to also compute `baseline_work` and `rho_bound`, for reports.
+        keys: "all": send all keys and values of a rank's heads; "needed": only those that its rows need (as in DSV,
+            Tan et al. 2025, §5.2). With "needed", planner "dbsp" cuts rows into runs of tokens, and the plan fits only
+            masks that need no other keys.
+        precision: "model": send q, k and v in the model's dtype; "int8": rounded, with a scale per token and head,
+            without gradients; {"qkv": "int8", "out": "int8"}: also the output. Does not affect owners.
+        whole_heads: True to not split heads over Ulysses ranks, for kernels that support only whole heads.
 
-    Returns:
-        Owners of rows and chunks of keys, with their numbers for this mask.
+        Returns:
+            The plan, with statistics for this mask.
 
-    Raises:
-        UserError: For an unknown planner, way of keys or precision, or a layout of another size.
+        Raises:
+            UserError: Unknown planner, keys or precision, or a layout of another size.
     """
     require_mask(mask)
     require_keys(keys)
@@ -308,19 +304,19 @@ def plan_from_counts(
     runs: bool = False,
     whole_heads: bool = False,
 ) -> Plan:
-    """Plans one attention from its rows' active blocks; all keys of a rank's heads are sent. See `make_plan`.
+    """Plans one attention from active blocks per row, sending all keys of a rank's heads. See `make_plan`.
 
     Args:
         row_work: int64[H, nq], active blocks of each row.
-        runs: True if planner "dbsp" cuts rows into runs of tokens, for plans with selective KV exchange.
+        runs: True to let planner "dbsp" cut rows into runs of tokens, for selective KV exchange.
     """
     strategy, comm_dtype = Strategy.parse(strategy), read_comm_dtype(precision)
     planner = read_planner(planner)
     layout = layout or SequenceLayout.contiguous(grid.tokens, strategy.world)
     if (layout.tokens, layout.world) != (grid.tokens, strategy.world):
         raise UserError(
-            f"sequence layout of {layout.tokens} tokens on {layout.world} ranks does not fit {grid.tokens} "
-            f"tokens on {strategy.world}; build it from the same grid and strategy"
+            f"expected a sequence layout of {grid.tokens} tokens on {strategy.world} ranks, got {layout.tokens} "
+            f"on {layout.world}; build it from the same grid and strategy"
         )
     q_ring_rank, k_ring_rank = majority_ring_ranks(layout, grid, len(row_work), strategy)
     position, price = (block_positions(grid), 0) if runs else (None, head_price(grid, strategy))
@@ -334,7 +330,7 @@ def plan_from_counts(
 
 
 def _moved(plan: Plan, layout: SequenceLayout) -> float:
-    """Returns the share of queries whose owner is in another ring rank than the rank that holds them."""
+    """Returns the fraction of queries whose owner is in another ring rank than their source rank."""
     strategy, grid, owner = plan.strategy, plan.grid, plan.owner
     if strategy.ring == 1:
         return 0.0

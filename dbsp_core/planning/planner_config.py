@@ -1,4 +1,4 @@
-"""The setting `planner`: a planner's name, or a mapping with what it may be told."""
+"""Setting `planner`: a planner's name, or a mapping with its options."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dbsp_core.utils.schema import convert
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """A planner with a setting of its own. Raises UserError for one that it does not have.
+    """A planner and its options. Raises UserError for options that it does not have.
 
     Attributes:
         name: One of `dbsp_core.planning.planners.PLANNERS`.
-        reward: R_b of `paper`: how strongly blocks are held where they are. None: 1; the authors' scripts have 2.
+        reward: R_b of `paper`: how strongly blocks stay on their rank. None: 1; the authors' scripts use 2.
     """
 
     name: str = "dbsp"
@@ -29,17 +29,17 @@ class PlannerConfig:
     def __post_init__(self) -> None:
         require_planner(self.name)
         if self.reward is not None and self.name != "paper":
-            raise UserError(f"planner {self.name!r} has no reward; leave it out, or take planner paper, which has")
+            raise UserError(f"planner {self.name!r} has no reward; remove it, or use planner paper")
         require_value(self, "reward", (self.reward or 0) >= 0, "must not be negative; 0 moves blocks freely")
 
     @property
     def setting(self) -> PlannerLike:
-        """The setting `planner` that means it."""
+        """The value of setting `planner`."""
         return self.name if self.reward is None else {"name": self.name, "reward": self.reward}
 
     @property
     def assign(self) -> Callable[[Problem], np.ndarray]:
-        """`Planner.assign` with the reward."""
+        """`Planner.assign` with these options."""
         return require_planner(self.name).assign if self.reward is None else partial(paper, reward=self.reward)
 
     @property
@@ -49,11 +49,11 @@ class PlannerConfig:
 
 
 PlannerLike = str | Mapping[str, Any] | PlannerConfig
-"""A name of `PLANNERS`, {"name": "paper", "reward": 2}, or what was read of either."""
+"""A name in `PLANNERS`, a mapping such as {"name": "paper", "reward": 2}, or a `PlannerConfig`."""
 DEFAULT_PLANNER = PlannerConfig()
 
 
 def read_planner(value: Any, name: str = "planner") -> PlannerConfig:
-    """Reads a `PlannerLike`. Raises UserError for anything else, called `name`."""
+    """Reads a `PlannerLike`. Raises UserError, naming the setting `name`, for anything else."""
     read: PlannerConfig = convert({"name": value} if isinstance(value, str) else value, PlannerConfig, name, "planner")
     return read

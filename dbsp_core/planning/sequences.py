@@ -1,4 +1,4 @@
-"""Plans of several sequences in one call: their bags of ranks (KnapFormer's greedy), and the ranks of their tokens."""
+"""Plans several sequences in one call: their bags of ranks (KnapFormer's greedy) and the ranks of their tokens."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.utils.errors import UserError, require_value
 
 PICO = 10**12
-"""Costs are whole picoseconds: their sums are bitwise identical in any order and on any computer."""
+"""Costs are integer picoseconds, so that sums do not depend on order or machine."""
 
 
 @dataclass(frozen=True)
 class SequenceCost:
     """Seconds of one layer's forward pass: `token_s` · tokens + `block_s` · active blocks of all heads.
 
-    KnapFormer's Eq. 2, (24·n·d² + γ·4·n²·d) / F, is the same with one block a token pair.
+    KnapFormer's Eq. 2, (24·n·d² + γ·4·n²·d) / F, is the special case of one block per token pair.
 
     Raises:
-        UserError: For seconds that are not positive (`block_s` may be 0).
+        UserError: A time is not positive (`block_s` may be 0).
     """
 
-    token_s: float  # Seconds per token, of everything but attention's scores and values
+    token_s: float  # Seconds per token, except attention's scores and values
     block_s: float  # Seconds per active block of one head
 
     def __post_init__(self) -> None:
@@ -32,39 +32,39 @@ class SequenceCost:
         require_value(self, "block_s", 0 <= self.block_s < 1, "must lie between 0 and 1 s", "cost of a sequence: ")
 
     def picoseconds(self, tokens: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """Returns int64[n] for int64[n] tokens and int64[n] active blocks, each term rounded."""
+        """Returns costs int64[n] of tokens int64[n] and active blocks int64[n], each term rounded."""
         linear, attention = np.rint(tokens * (self.token_s * PICO)), np.rint(blocks * (self.block_s * PICO))
         return linear.astype(np.int64) + attention.astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenRuns:
-    """Runs of tokens, each of one sequence and on one rank; together they hold every token once. All int64[runs].
+    """Runs of tokens of one sequence on one rank, which partition all tokens. All fields are int64[runs].
 
-    Runs are sorted by rank, and on a rank by sequence and start: the order of its tokens.
+    Sorted by rank, sequence and start, which is the order of tokens on a rank.
     """
 
     sequence: np.ndarray
-    start: np.ndarray  # Position of the first token in its sequence
+    start: np.ndarray  # First token's position in its sequence
     length: np.ndarray  # Number of tokens, at least 1
     rank: np.ndarray
 
     @classmethod
     def sorted(cls, sequence: np.ndarray, start: np.ndarray, length: np.ndarray, rank: np.ndarray) -> TokenRuns:
-        """Sorts runs that are in any order, and leaves out empty runs."""
+        """Sorts runs and drops empty ones."""
         some = np.flatnonzero(length)
         some = some[np.lexsort((start[some], sequence[some], rank[some]))]
         return cls(sequence[some], start[some], length[some], rank[some])
 
     def by_rank(self, world: int) -> np.ndarray:
-        """Returns int64[world]: tokens of each rank."""
+        """Returns the number of tokens per rank, int64[world]."""
         return np.bincount(self.rank, self.length, world).astype(np.int64)
 
     def positions(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns int64[Σ tokens] each: rank of each token and its position there, for sequences one after another."""
+        """Returns rank and position on it of each token of the concatenated sequences, int64[Σ tokens] each."""
         first = np.cumsum(tokens) - tokens
         offset = np.cumsum(self.length) - self.length
-        rank_first = np.searchsorted(self.rank, self.rank)  # the first run of each run's rank
+        rank_first = np.searchsorted(self.rank, self.rank)  # index of the first run on the same rank
         within = np.arange(int(self.length.sum())) - np.repeat(offset, self.length)
         token = np.repeat(first[self.sequence] + self.start, self.length) + within
         rank, local = np.empty_like(token), np.empty_like(token)
@@ -78,7 +78,7 @@ class SequencePlan:
     """The ranks that hold each sequence's tokens between attentions, and the ranks that share its attention."""
 
     topology: BagTopology  # The bags
-    bag: np.ndarray  # int64[n], the bag of each sequence, numbered over the whole cluster
+    bag: np.ndarray  # int64[n], bag of each sequence, numbered over the cluster
     runs: TokenRuns  # The tokens that each rank holds
 
     def __repr__(self) -> str:
@@ -92,23 +92,23 @@ def plan_sequences(
     topology: BagTopology,
     max_tokens: int | None = None,
 ) -> SequencePlan:
-    """Assigns sequences to bags. Deterministic, in whole numbers: equal arguments give equal plans on every rank.
+    """Assigns sequences to bags, in integer arithmetic: equal arguments give equal plans on every rank.
 
-    The bags do not depend on the order in which sequences are listed, except for sequences that are identical.
+    The bags do not depend on the order of sequences, except among identical ones.
 
     Args:
-        cost: int64[n], the cost of each sequence, as `SequenceCost.picoseconds` returns it.
+        cost: int64[n], cost of each sequence from `SequenceCost.picoseconds`.
         tokens: int64[n].
-        loader: int64[n], the rank that loads each sequence. It stays within that rank's unit of bags.
+        loader: int64[n], rank that loads each sequence, which stays within that rank's unit of bags.
         topology: The bags.
-        max_tokens: Number of tokens that a rank can hold; None: any number.
+        max_tokens: Most tokens per rank. None: no limit.
 
     Raises:
-        UserError: For no sequences, ranks that there are not, or a sequence that no bag can hold.
+        UserError: No sequences, ranks out of range, or a sequence that no bag can hold.
     """
     cost, tokens, loader = (np.asarray(values, dtype=np.int64) for values in (cost, tokens, loader))
     if len(tokens) == 0:
-        raise UserError("there are no sequences to share; give at least one")
+        raise UserError("expected at least one sequence, got none; pass the call's sequences")
     if int(tokens.min()) < 1:
         raise UserError("every sequence needs at least one token; leave empty ones out")
     if int(loader.min()) < 0 or int(loader.max()) >= topology.world:
@@ -144,19 +144,19 @@ def _require_room(tokens: np.ndarray, topology: BagTopology, max_tokens: int) ->
 def _greedy_bags(
     cost: np.ndarray, tokens: np.ndarray, loader: np.ndarray, topology: BagTopology, max_tokens: int | None
 ) -> np.ndarray:
-    """Returns int64[n], the bag of each sequence, the costliest first; the arguments of `plan_sequences`.
+    """Assigns sequences to bags, costliest first → int64[n]; arguments as in `plan_sequences`.
 
-    The paper says nothing of sequences for which no bag has capacity left. Its published program then looks among the
-    bags whose whole capacity would do, else among the largest bags; so does this function.
+    The paper does not cover sequences for which no bag has capacity left. Like its published program, this considers
+    bags whose total capacity would do, else the largest bags.
     """
     unit, bags, sizes = loader // topology.unit, len(topology.sizes), topology.ranks.tolist()
-    capacity = [sum(cost[unit == number].tolist()) for number in range(topology.units)]  # of all ranks of a unit
+    capacity = [sum(cost[unit == number].tolist()) for number in range(topology.units)]  # of a whole unit
     load = [0] * len(sizes)
     room = [math.inf if max_tokens is None else size * max_tokens for size in sizes]
     chosen = np.empty(len(cost), dtype=np.int64)
     for sequence in np.lexsort((loader, tokens, -cost)).tolist():
         cost_here, length, first = int(cost[sequence]), int(tokens[sequence]), int(unit[sequence])
-        # 1. Of each size of bags the emptiest that has room for the tokens; of equals, the first.
+        # 1. For each bag size, the emptiest bag with room for the tokens (ties: first)
         emptiest: dict[int, int] = {}
         for bag in range(first * bags, (first + 1) * bags):
             if room[bag] < length:
@@ -169,11 +169,11 @@ def _greedy_bags(
                 f"a sequence of {length:,} tokens does not fit in the bags of {topology} with those before it: at "
                 f"most {most:,} tokens are left in one; allow more tokens a rank, or use more ranks"
             )
-        # 2. Sizes whose share of all cost holds this sequence too, else would hold it alone, else the largest.
+        # 2. Sizes whose share of the cost has room for the sequence, else could hold it alone, else the largest
         share = {size: size * capacity[first] for size in emptiest}
         fitting = [size for size, bag in emptiest.items() if (load[bag] + cost_here) * topology.unit <= share[size]]
         fitting = fitting or [size for size in emptiest if cost_here * topology.unit <= share[size]] or [max(emptiest)]
-        # 3. Of these the bag with the least load per rank.
+        # 3. Among these, the bag with the least load per rank
         per_rank = {emptiest[size]: load[emptiest[size]] * (topology.multiple // size) for size in fitting}
         bag = min(per_rank, key=lambda candidate: (per_rank[candidate], candidate))
         chosen[sequence] = bag
@@ -183,22 +183,22 @@ def _greedy_bags(
 
 
 def _split_equally(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topology: BagTopology) -> TokenRuns:
-    """Cuts so that every rank of a bag holds as many tokens, up to one, and keeps as many that it loaded as it can.
+    """Splits each bag's tokens equally over its ranks (to within one), moving as few tokens as possible.
 
-    No layout that is as balanced moves fewer tokens. All arrays are int64[n].
+    All arrays are int64[n].
     """
-    # 1. Quotas.
+    # 1. Quotas
     total, bags = np.bincount(bag, tokens, len(topology.ranks)).astype(np.int64), topology.bag_of_rank
     offset = np.arange(topology.world) - topology.first_rank[bags]
     quota = total[bags] // topology.ranks[bags] + (offset < total[bags] % topology.ranks[bags])
-    # 2. Of what a rank loaded and its bag has, the first tokens stay, up to the quota.
+    # 2. Tokens whose loader is in their bag stay there, up to its quota
     loaded_here = np.flatnonzero(topology.bag_of_rank[loader] == bag)
     loaded_here = loaded_here[np.argsort(loader[loaded_here], kind="stable")]
     running = np.cumsum(tokens[loaded_here]) - tokens[loaded_here]
     running -= running[np.searchsorted(loader[loaded_here], loader[loaded_here])]
     kept = np.zeros_like(tokens)
     kept[loaded_here] = np.clip(quota[loader[loaded_here]] - running, 0, tokens[loaded_here])
-    # 3. All others, bag by bag, fill the ranks that have quota left, in order.
+    # 3. The other tokens of each bag fill its ranks in order, up to their quotas
     order = np.argsort(bag, kind="stable")
     pool, free = (tokens - kept)[order], quota - np.bincount(loader, kept, topology.world).astype(np.int64)
     ends = np.cumsum(pool), np.cumsum(free)

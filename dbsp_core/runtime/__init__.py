@@ -1,1 +1,1 @@
-"""Attention at run time: plans kept from call to call, kernel tables, the ring."""
+"""Running attention: sessions, plan reuse, kernel tables, exchanges and gradients."""

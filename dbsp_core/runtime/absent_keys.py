@@ -1,4 +1,4 @@
-"""Keys of known score and zero value, which rows attend to besides the keys that they are sent."""
+"""Absent keys: keys of known score and zero value that rows attend to without exchanging them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class AbsentKeys:
     """The absent keys of one rank's rows under a mask; see `BlockMask.absent`."""
 
     score: torch.Tensor  # float32[Rq], natural log of the sum of exp(score)
-    head: torch.Tensor  # int64[Rq], each row's
+    head: torch.Tensor  # int64[Rq], head of each row
 
     def added_to(
         self, result: PartialAttention, rows: torch.Tensor, batch: int, scale: float, mean: torch.Tensor | None
     ) -> PartialAttention:
-        """Returns the result over all keys that were sent, with these: out · e^L / (e^L + e^a), log(e^L + e^a).
+        """Adds the absent keys to a result: out · e^L / (e^L + e^a), log(e^L + e^a).
 
         Args:
-            result: out [B·Rq, Bq, D], which is written to, and L, its log-sum-exp [B·Rq, Bq].
+            result: out [B·Rq, Bq, D], overwritten, and its log-sum-exp L [B·Rq, Bq].
             rows: Queries [B·Rq, Bq, D], rotated if there is a mean.
-            mean: float32[B, H, D] that was subtracted from the keys that were sent, or None. These were not less.
+            mean: float32[B, H, D] subtracted from the sent keys (but not from absent keys), or None.
         """
         out, lse = result
         if mean is not None:
             of_rows = rotated(mean.to(lse.dtype)).index_select(1, self.head).flatten(0, 1)  # [B, H, D] → [B·Rq, D]
             lse = lse + (rows.to(lse.dtype) * of_rows[:, None]).sum(-1) * scale
-        # A row without absent keys has −inf: as a finite number it leaves one without any keys at zeros, not at NaN.
+        # Clamp −inf (no absent keys), so that rows without any keys give 0 instead of NaN.
         absent = self.score.repeat(batch)[:, None].clamp(min=torch.finfo(torch.float32).min)
         return out.mul_(torch.sigmoid(lse - absent)[..., None]), torch.logaddexp(lse, absent)

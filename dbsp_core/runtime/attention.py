@@ -1,6 +1,6 @@
-"""Dual-balanced attention: all of its steps, in order.
+"""Dual-balanced attention, the public entry points.
 
-local q, k, v → plan → rows to their owners → y chunks of keys, each while the kernel runs on the last → local output.
+local q, k, v → plan → rows to their owners → kernel on y chunks of keys, each sent during the previous → local output
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan fo
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DualBalancedAttention:
-    """Attention under one plan and one mask on one rank, ready to be called for many q, k, v; made by `prepare`.
+    """Attention under one plan and mask on one rank, callable for many q, k, v; made by `prepare`.
 
-    All ranks check that their inputs fit together and that a kernel supports them at the first call for a device,
-    dtype and head size, with gradients or without, and under debug at every call.
+    Ranks compare inputs and check kernel support at the first call for each device, dtype, head size and need for
+    gradients, and under debug at every call.
 
     Attributes:
         prepared: This rank's plan, routes and kernel tables.
-        debug: True if all ranks compare inputs, masks, plans and kernels before every call.
+        debug: True to compare inputs, masks, plans and kernels across ranks before every call.
     """
 
     prepared: PreparedAttention
@@ -81,23 +81,23 @@ class DualBalancedAttention:
         kernel: str = "auto",
         debug: bool = False,
     ) -> DualBalancedAttention:
-        """Builds this rank's route and kernel tables. Collective: all ranks agree that their parts fit together.
+        """Builds this rank's route and kernel tables. Collective.
 
         Args:
             plan: From `make_plan`, equal on all ranks, made for `layout`.
-            mask: The plan's, or another one of the same grid and heads that needs no further keys.
-            layout: Layout of the tokens before and after.
+            mask: The plan's mask, or another of the same grid and heads that needs no other keys.
+            layout: Layout of tokens outside attention.
             group: The ranks that share the sequence. None: all ranks of torch.distributed.
-            n_local: Number of this rank's slots, with or without the padding at the end. Default: with.
+            n_local: This rank's slots, with or without padding at the end. None: with.
             device: Device of q, k and v.
             kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
-            debug: True if before every call all ranks check that inputs are finite, and that masks, plans, kernels and
-                scales are equal, or raise together; and now that package versions are. Without it they agree at the
-                first call only that shapes, plans and scales fit, and that a kernel supports them.
+            debug: True to check before every call that inputs are finite and that masks, plans, kernels and scales are
+                equal on all ranks, and now that package versions are. False: compare shapes, plans and scales at the
+                first call only.
 
-        Raises:
-            UserError: On all ranks, if plan, mask, layout and group don't fit each other, plans differ, or the
-                kernel doesn't support the plan.
+            Raises:
+                UserError: On all ranks, if plan, mask, layout and group do not fit together, plans differ, or the
+                    kernel does not support the plan.
         """
         group = SequenceGroup.from_group(group)
         plan.strategy.require_world(group.size)
@@ -137,19 +137,19 @@ class DualBalancedAttention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """Computes attention of this rank's tokens over all ranks' keys; called by every rank.
+        """Computes attention of this rank's tokens over all ranks' keys. Collective.
 
         Args:
-            q: [B, H, n_local, D], this rank's tokens in the order of the layout.
+            q: [B, H, n_local, D], this rank's tokens in layout order.
             k: [B, H, n_local, D].
             v: [B, H, n_local, D].
-            scale: Scale of the scores. Default: D^−1/2.
+            scale: Softmax scale. None: D^−1/2.
 
         Returns:
             [B, H, n_local, D], zero at padding and at queries whose row has no blocks.
 
         Raises:
-            UserError: Before any collective, where shapes, dtypes or the kernel don't fit.
+            UserError: Shapes, dtypes or the kernel do not fit; raised before any collective.
         """
         prepared, group = self.prepared, self.prepared.group
         heads, tokens = prepared.plan.heads, prepared.n_local
@@ -161,7 +161,7 @@ class DualBalancedAttention:
             if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
                 error = None if problem is None else UserError(problem)
                 check_attention(group, q, k, v, scale, error, prepared=prepared, debug=self.debug)
-                with raised_on_all(group) as meeting:  # done for the first time, it may fail on one rank alone
+                with raised_on_all(group) as meeting:  # the first call may fail on one rank
                     return attend(replace(prepared, group=meeting), q, k, v, scale_or_usual, check)
             if problem is not None:
                 raise UserError(problem)
@@ -169,7 +169,7 @@ class DualBalancedAttention:
 
 
 def _require_slots(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
-    """Returns the number of tokens of a rank. Raises UserError for a number that doesn't hold its tokens."""
+    """Returns a rank's number of slots. Raises UserError if they cannot hold its tokens."""
     n_local = layout.shard if n_local is None else n_local
     least = int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
     if not least <= n_local <= layout.shard:
@@ -197,30 +197,30 @@ def dual_balanced_attention(
     keys: str = ALL,
     precision: PrecisionLike = MODEL,
 ) -> torch.Tensor:
-    """Computes block-sparse attention over all ranks of `group`, called by every one of them.
+    """Computes block-sparse attention over all ranks of `group`. Collective.
 
-    Plans again at every call: for many calls with one mask, keep a `DualBalancedAttention`.
+    Plans at every call; for many calls with one mask, use `DualBalancedAttention`.
 
     Args:
-        q: [B, H, n_local, D], this rank's tokens under `layout`; float16, bfloat16, float32 or float64, as k and v.
+        q: [B, H, n_local, D], this rank's tokens under `layout`; float16, bfloat16, float32 or float64, like k and v.
         k: [B, H, n_local, D].
         v: [B, H, n_local, D].
-        mask: Mask of active blocks; equal on all ranks.
-        strategy: Number of ranks that share heads and number that form a ring, such as "U4R2".
+        mask: The block mask, equal on all ranks.
+        strategy: Ulysses and ring degrees, such as "U4R2".
         planner: See `make_plan`.
-        layout: Layout of the tokens. Default: contiguous shards of ceil(tokens / P).
-        group: Default: all ranks of torch.distributed.
-        scale: Softmax scale; default D^−1/2.
+        layout: Layout of tokens. None: contiguous shards of ceil(tokens / P).
+        group: The ranks. None: all ranks of torch.distributed.
+        scale: Softmax scale. None: D^−1/2.
         kernel: A name from `dbsp_kernels.KERNELS`, or "auto".
         debug: See `DualBalancedAttention.prepare`.
-        keys: "all" or "needed": which keys and values each rank is sent; see `make_plan`.
-        precision: "model", "int8" or {"qkv": "int8", "out": "int8"}: how tokens are sent; see `make_plan`.
+        keys: "all" or "needed": keys and values to send; see `make_plan`.
+        precision: "model", "int8" or {"qkv": "int8", "out": "int8"}; see `make_plan`.
 
     Returns:
         [B, H, n_local, D], zero at padding and at queries whose row has no blocks.
 
     Raises:
-        UserError: On all ranks, before anything is exchanged, if arguments don't fit each other.
+        UserError: The arguments do not fit together; raised on all ranks before any exchange.
     """
     group = SequenceGroup.from_group(group)
 
@@ -236,7 +236,7 @@ def dual_balanced_attention(
         return plan, own_layout
 
     with ConcurrencyGuard(group):
-        with outside_transforms():  # planning is no part of what is differentiated
+        with outside_transforms():  # planning is not differentiated
             plan, layout = run_consistently(
                 group, made, lambda both: fingerprint_of(str(both[0].strategy)), "the strategy"
             )

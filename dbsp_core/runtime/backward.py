@@ -1,4 +1,4 @@
-"""The backward of one attention on one rank, which reads the tables of its forward."""
+"""The backward of one attention on one rank, with the tables of its forward."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ def attention_backward(
     """Computes the gradients of q, k and v, [B, H, n_local, D] each. Collective.
 
     Args:
-        saved: Rows [B·Rq, Bq, D], the first chunk [2, B, Ck, Bk, D], the rows' output and its log-sum-exp [B·Rq, Bq];
-            and k and v [B, H, n_local, D] if there are more chunks.
-        dout: [B, H, n_local, D], the output's gradient.
-        kernel: One that has a backward.
+        saved: Rows [B·Rq, Bq, D], the first chunk [2, B, Ck, Bk, D], the rows' output and log-sum-exp [B·Rq, Bq]; with
+            more chunks also k and v [B, H, n_local, D].
+        dout: [B, H, n_local, D], gradient of the output.
+        kernel: A kernel with a backward.
     """
     rows, first, out, lse, *local_kv = saved
     route, group, wide = prepared.route, prepared.group, lse.dtype
-    k, v = local_kv or (dout, dout)  # if there are no later chunks, none are made of it
-    # 1. dOut to the owners of rows, as queries came to them.
+    k, v = local_kv or (dout, dout)  # dout is a placeholder if there are no later chunks
+    # 1. Send dOut to the owners of rows, like queries
     dout_rows = gradient_to_owners(route, dout, group).view(rows.shape)
-    # 2. All chunks again: dQ is added up; dK and dV of each are sent back while the kernel runs on the next.
+    # 2. For all chunks again: accumulate dQ; send dK and dV back while the kernel runs on the next chunk
     slots = kernel.slots and kernel.slots(rows, (prepared.plan.grid.block_q, prepared.plan.grid.block_k))
     tables = prepared.tables.expanded(len(dout), slots)
     at_owner = _AtOwner(prepared, tables, slots, kernel, rows, out, lse, dout_rows, scale)
@@ -39,21 +39,21 @@ def attention_backward(
     gradients = LocalGradients.zeros(route, group, dout.shape, lse)
     for number, chunk in enumerate(route.chunks([first], LocalKeys(k, v), group)):
         dq_part, here = at_owner.chunk(number, chunk)
-        del chunk  # before another comes
+        del chunk  # free before the next arrives
         dq += dq_part
         if number == 0:
             dkv.append(here)
         else:
             gradients.add_chunk(number, here)
         del here
-    # 3. dQ returns, and with it what came with queries, summed over the readers of each key.
+    # 3. Send back dQ and the first chunk's dK and dV, summed over the readers of each key
     grads = gradients.finish(dq.view(len(dout), -1, dout.shape[3]), dkv.pop())
     return tuple(grad.to(rows.dtype) for grad in grads)
 
 
 @dataclass(frozen=True, eq=False)
 class _AtOwner:
-    """One attention at the owner of its rows."""
+    """One attention at the owner of its rows, for backward."""
 
     prepared: PreparedAttention
     tables: list[KernelTable]
@@ -61,14 +61,14 @@ class _AtOwner:
     kernel: Kernel
     rows: torch.Tensor  # [B·Rq, Bq, D]
     out: torch.Tensor  # [B·Rq, Bq, D]
-    lse: torch.Tensor  # [B·Rq, Bq], of all chunks together
+    lse: torch.Tensor  # [B·Rq, Bq], over all chunks
     dout: torch.Tensor  # [B·Rq, Bq, D]
     scale: float
 
     def chunk(self, number: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns one chunk's part of dq [B·Rq, Bq, D], and dk, dv of its keys and values [2, B, Ck, Bk, D].
+        """Returns one chunk's contribution to dq [B·Rq, Bq, D], and its dk and dv [2, B, Ck, Bk, D].
 
-        With the whole attention's log-sum-exp, chunks need no merging.
+        Uses the whole attention's log-sum-exp, so contributions just add up.
         """
         table, batch = self.tables[number], kv.shape[1]
         bits, transposed = self.prepared.tables.bits[number], self.prepared.table_layout.transposed[number]

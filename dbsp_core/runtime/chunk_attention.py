@@ -1,4 +1,4 @@
-"""One attention on one rank: dispatch, fetch, attend, combine. Backward reads the same tables."""
+"""One attention on one rank: dispatch, fetch, attend, combine. Backward uses the same tables."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ from dbsp_kernels import (
 from dbsp_kernels.row_parts import LONG_ROW
 
 CheckGradient = Callable[[torch.Tensor], None]
-"""Takes the output's gradient before it is used."""
+"""Checks the output's gradient before use."""
 
 Keep = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Takes what backward needs at the owner: rows [B·Rq, Bq, D], the first chunk [2, B, Ck, Bk, D], the rows' output and
-its log-sum-exp [B·Rq, Bq]."""
+"""Saves tensors for backward: rows [B·Rq, Bq, D], the first chunk [2, B, Ck, Bk, D], out and its log-sum-exp."""
 
 
 def attend(
@@ -46,23 +45,22 @@ def attend(
     check_gradient: CheckGradient | None = None,
     dispatch: Dispatch | None = None,
 ) -> torch.Tensor:
-    """Computes attention under a prepared plan and mask. Collective, backward too.
+    """Computes attention under a prepared plan and mask. Collective, also in backward.
 
     Args:
-        q, k, v: [B, H, n_local, D], which all ranks have checked.
+        q, k, v: [B, H, n_local, D], already checked across ranks.
         check_gradient: Called in backward, or None.
-        dispatch: The same q, k and v on their way (`start_dispatch`), or None.
+        dispatch: The same q, k and v in flight from `start_dispatch`, or None.
 
     Returns:
-        [B, H, n_local, D]; if each item of the batch has a mask of its own, its items are folded into heads:
-        [1, B · H, n_local, D].
+        [B, H, n_local, D]; with masks per batch item, [1, B · H, n_local, D] (items folded into heads).
 
     Raises:
-        UserError: If gradients are needed and not supported, or no kernel supports the inputs.
+        UserError: Gradients are needed but not supported, or no kernel supports the inputs.
     """
     kind = input_kind(q, k, v)
     if kind not in prepared.kernels:
-        prepared.kernel_for(kind)  # raises before anything is sent
+        prepared.kernel_for(kind)  # raises before any exchange
     if kind[-1] and prepared.no_gradients is not None:
         raise UserError(prepared.no_gradients)
     dispatch = dispatch or start_dispatch(prepared, q, k, v)
@@ -74,7 +72,7 @@ def attend(
 
 @torch.no_grad()
 def start_dispatch(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Dispatch:
-    """Sends q, k and v of an `attend` to come. Of its mask, nothing is needed but the plan. Collective."""
+    """Starts sending q, k and v for a later `attend`; needs the plan but not the mask. Collective."""
     if len(prepared.plan.owner) != q.shape[1]:
         q, k, v = (tensor.flatten(0, 1).unsqueeze(0) for tensor in (q, k, v))
     less = (mean_of_tokens(k, prepared.layout, prepared.group), None) if prepared.plan.comm_dtype.is_int8 else ()
@@ -82,7 +80,7 @@ def start_dispatch(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps rows, the first chunk, out and its log-sum-exp at owners; in backward, later chunks are sent again."""
+    """Saves rows, the first chunk, out and log-sum-exp at owners; backward fetches later chunks again."""
 
     @staticmethod
     def forward(
@@ -106,7 +104,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        prepared, saved = ctx.prepared, ctx.saved_tensors  # which a checkpoint computes again, by other attentions
+        prepared, saved = ctx.prepared, ctx.saved_tensors  # unpacking recomputes checkpoints
         with ConcurrencyGuard(prepared.group):
             if ctx.check_gradient is not None:
                 ctx.check_gradient(dout)
@@ -125,29 +123,29 @@ def _forward(
     kind: InputKind,
     keep: Keep | None = None,
 ) -> torch.Tensor:
-    """Computes `attend` without gradients; `keep`, or None, is given what backward needs."""
+    """Computes `attend` without autograd; calls `keep`, if not None, with the tensors for backward."""
     route, group, plan, kernel = prepared.route, prepared.group, prepared.plan, prepared.kernels[kind]
     int8 = plan.comm_dtype if plan.comm_dtype.is_int8 else None
     q, (batch, _, _, head_dim) = dispatch.q, dispatch.q.shape
-    # 1. Queries come to the owners of rows, and with them the keys and values of the rank's own ring row.
+    # 1. Receive queries at the owners of rows, with keys and values of the rank's own ring row
     packed_q, chunk = route.arrive(dispatch, group)
     first = [chunk]
     rows = packed_q if int8 is None else int8.read(packed_q, q)
     rows = rows.view(-1, plan.grid.block_q, head_dim)  # [B, 1, Rq·Bq, D] → [B·Rq, Bq, D]
     del packed_q, chunk  # free before the remaining chunks run
     kept = None if keep is None else first[0]
-    # 2. Keys and values of other ring rows come from their ranks, each chunk while the kernel runs on the one before.
+    # 2. Fetch keys and values of other ring rows, each chunk while the kernel runs on the previous one
     chunks: Iterator[torch.Tensor] = route.chunks(first, dispatch.keys, group)
     if int8 is not None:
         chunks = map(partial(int8.read, like=q), chunks)
-    # 3. The kernel runs once for each; results merge by log-sum-exp. On a GPU long rows are cut by keys.
+    # 3. Run the kernel once per chunk and merge by log-sum-exp; on a GPU, cut long rows by keys
     dense_rows, slots = prepared.tables.dense, kernel.slots and kernel.slots(q, (plan.grid.block_q, plan.grid.block_k))
     apart = any(dense_rows) and kernel.returns_lse and fused_kernel(rows) is not None
     cut = slots is not None and plan.row_share(slots) >= LONG_ROW * batch
     tables = prepared.tables.expanded(batch, slots, cut=cut, dense=apart)
     head_tokens, absent = prepared.table_layout.head_tokens, prepared.absent
     lse = keep is not None or len(tables) > 1 or absent is not None
-    running, last = None, None if absent else tables[-1]  # whose result is rounded
+    running, last = None, None if absent else tables[-1]  # the last chunk's result is rounded
     check = kind not in prepared.attended or checks_values(q.device)
     for table, dense in zip(tables, dense_rows, strict=True):
         dtype = q.dtype if table is last else torch.promote_types(q.dtype, torch.float32)
@@ -161,7 +159,7 @@ def _forward(
     out = running[0].to(q.dtype)
     if keep is not None and kept is not None:
         keep(rows, kept, out, running[1])
-    # 4. The output returns to where its queries came from; what it was computed from is free before.
+    # 4. Send the output back, after freeing the inputs
     del rows, kept, chunks, running
     at_owner = [out.view(batch, 1, -1, head_dim)]
     del out
@@ -185,16 +183,17 @@ def _attend(
     *,
     check: bool,
 ) -> PartialAttention:
-    """Returns the running result after one more chunk: out [B·Rq, Bq, D], and its log-sum-exp [B·Rq, Bq].
+    """Merges one more chunk into the running result: out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
 
     Args:
         running: None before the first chunk.
-        rows, kv: [B·Rq, Bq, D], and the chunk's keys and values, [2, B, Ck, Bk, D].
-        dense: The chunk's dense rows if torch's dense kernel computes them, else None.
-        head_tokens: Tokens of a head, if rows are those of whole heads; see `dbsp_kernels.block_attention`.
-        out_dtype: Dtype of the result, of at least 32 bits until the last chunk, and if dense rows merge into it.
-        lse: True if the log-sum-exp is needed: for other chunks, or for backward.
-        check: True if shapes, dtypes and devices are checked.
+        rows: [B·Rq, Bq, D].
+        kv: The chunk's keys and values [2, B, Ck, Bk, D].
+        dense: The chunk's dense rows if a torch kernel computes them, else None.
+        head_tokens: Tokens per head for rows of whole heads; see `dbsp_kernels.block_attention`.
+        out_dtype: Dtype of the result: at least 32 bits before the last chunk, and if dense rows merge into it.
+        lse: True if the log-sum-exp is needed for other chunks or backward.
+        check: True to check shapes, dtypes and devices.
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
@@ -223,7 +222,7 @@ def _attend(
             running, q, keys, values, parts=dense.parts, scale=scale, is_first=is_first, out_dtype=out_dtype
         )
     if running is None:
-        raise ValueError("a chunk has either rows for the kernel or dense rows")
+        raise ValueError("a chunk needs rows for the kernel or dense rows, got neither")
     return running
 
 
@@ -238,24 +237,24 @@ def _with_dense_rows(
     is_first: bool,
     out_dtype: torch.dtype,
 ) -> PartialAttention:
-    """Returns the running result with dense rows' attention to this chunk's keys.
+    """Adds the dense rows' attention to this chunk's keys to the running result.
 
     Args:
         running: out [B·Rq, Bq, D] and log-sum-exp [B·Rq, Bq]; None in the first chunk if all rows are dense.
         q: [B, Rq, Bq, D].
         keys, values: [B, Ck, Bk, D].
         parts: The dense rows.
-        is_first: True in the first chunk: then their results are written, else merged.
+        is_first: True in the first chunk, where results are written instead of merged.
         out_dtype: Dtype of the result, if `running` is None.
     """
-    # 1. One part that is all rows is the result.
+    # 1. A single part with all rows is the result
     if running is None and len(parts) == 1:
         out, lse = attend_dense_part(q, keys, values, parts[0], scale)
         return out.reshape(-1, *q.shape[2:]).to(out_dtype), lse.reshape(-1, q.shape[2])
     if running is None:
         lse = torch.empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         running = torch.empty_like(q, dtype=out_dtype).flatten(0, 1), lse.flatten(0, 1)
-    # 2. Each other part is written or merged in place.
+    # 2. Write or merge each part in place
     all_out, all_lse = (t.unflatten(0, (len(q), -1)) for t in running)  # [B, Rq, Bq, D] and [B, Rq, Bq]
     for part in parts:
         out, lse = attend_dense_part(q, keys, values, part, scale)
@@ -264,6 +263,6 @@ def _with_dense_rows(
             running_out.copy_(out)
             running_lse.copy_(lse)
             continue
-        for of_item in zip(running_out, running_lse, out, lse, strict=True):  # heads of two items are not one view
+        for of_item in zip(running_out, running_lse, out, lse, strict=True):  # no view spans heads of two items
             merge_into(*of_item)
     return running

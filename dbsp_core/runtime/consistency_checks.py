@@ -1,8 +1,8 @@
-"""Cross-rank checks that run before ranks exchange q, k and v, and their error messages.
+"""Cross-rank checks before exchanging q, k and v, and their error messages.
 
-Ranks that attend with different inputs, masks or plans would wait for one another for ever, or mix what they exchange.
-They compare twice: when a session is made, and at the first attention of a size or kind of inputs, together with what
-the pass began with. Under debug they compare at every attention, for anything that could make the result wrong.
+Ranks with different inputs, masks or plans would hang or exchange wrong data. They compare settings when a session is
+made, and inputs and the pass's arguments at the first attention of a size or kind of inputs; under debug at every
+attention, including values.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dbsp_kernels import Kernel, KernelRequirements, require_supported
 from dbsp_kernels.kernel import supports
 
 SETTINGS_DIFFER = "the settings differ on rank(s) {}; give all ranks the same configuration, heads and layers"
-LAYERS_DIFFER = "another layer's attention is reached on rank(s) {}; all ranks must run the same layers in one order"
+LAYERS_DIFFER = "rank(s) {} are at another layer's attention; all ranks must run the same layers in the same order"
 LAYOUTS_DIFFER = "the sequence layout differs on rank(s) {}; give all ranks one layout"
 INPUTS_DIFFER = (
     "batch, head size, dtype or device type of q, k and v, or whether they need gradients, differ on rank(s) {}; "
     "give all ranks the same"
 )
-SCALES_DIFFER = "the scale of the scores differs on rank(s) {}; give all ranks one"
+SCALES_DIFFER = "the softmax scale differs on rank(s) {}; pass the same scale on all ranks"
 SIZES_DIFFER = "the size of the video differs on rank(s) {}; give all ranks the same input"
 STEPS_DIFFER = "the denoising step or CFG pass differs on rank(s) {}; give all ranks the same timesteps"
 GRIDS_DIFFER = "the video's block grid differs on rank(s) {}; it must be the same on every rank"
 HARDWARE_DIFFERS = "the hardware file differs on rank(s) {}; it must be the same on every rank"
 LIMITS_DIFFER = (
-    "the density from which attention is dense differs on rank(s) {}; give all ranks one hardware file and one torch"
+    "the break-even density of dense attention differs on rank(s) {}; use one hardware file and torch version"
 )
 NEW_MASKS_DIFFER = "which masks are new differs on rank(s) {}; it must be the same on every rank"
 MASKS_DIFFER = "the mask differs on rank(s) {}; give all ranks one mask"
@@ -49,7 +49,7 @@ GRADIENTS_NOT_FINITE = "the gradient of attention's output has values that are n
 
 
 class HasSettings(Protocol):
-    """A session, or what has the same settings."""
+    """A session, or an object with the same settings."""
 
     config: DbspConfig
     group: SequenceGroup
@@ -67,20 +67,20 @@ def check_settings(
     more: Mapping[str, int] | None = None,
     numbers: Sequence[int] = (),
 ) -> list[tuple[int, ...]]:
-    """Checks that sessions' settings are the same on all ranks; sets the sessions' nodes and `report`. Collective.
+    """Checks that sessions' settings are equal on all ranks; sets the sessions' nodes and `report`. Collective.
 
     Args:
-        group: The ranks, of which a session's group may be a part: consecutive ranks.
-        sessions: All that the ranks make now; none where there is a problem.
-        problem: Error found on this rank already.
+        group: The ranks; a session's group may be consecutive ranks of it.
+        sessions: All sessions that the ranks make now; none on a rank with a problem.
+        problem: Error found on this rank, if any.
         more: Further fingerprints to compare, by error message.
         numbers: Further numbers to exchange, which may differ.
 
     Returns:
-        What each rank has `numbers`.
+        Every rank's `numbers`.
 
     Raises:
-        UserError: On all ranks, for settings that don't fit the ranks or differ.
+        UserError: Settings differ or do not fit the ranks; raised on all ranks.
     """
     supported, unfit = attempt(lambda: [_supported(session) for session in sessions])
     debug = any(session.config.debug for session in sessions)
@@ -107,9 +107,9 @@ def check_settings(
 
 
 def _supported(session: HasSettings) -> tuple[bool, bool]:
-    """Returns whether a session's kernel merges chunks, and supports only whole heads: plans depend on both.
+    """Returns (kernel merges chunks, kernel supports only whole heads), on which plans depend.
 
-    Raises UserError if strategy, group, kernel and masks don't fit.
+    Raises UserError if strategy, group, kernel and masks do not fit.
     """
     strategy, config = session.strategy, session.config
     if strategy is not None:
@@ -134,24 +134,24 @@ def check_attention(
     choose: Callable[[], Kernel] | None = None,
     numbers: Sequence[int] = (),
 ) -> list[tuple[int, ...]]:
-    """Checks that all ranks are about to attend with the same inputs. Collective.
+    """Checks that all ranks attend with matching inputs. Collective.
 
     Args:
         group: The ranks.
         q, k, v: This rank's inputs, of any shape if there is a problem.
-        scale: Softmax scale; None: from q's head dim.
-        problem: Error found on this rank already.
-        prepared: The prepared attention that will run, or None if it is not made yet.
-        debug: True if values must be finite, and kernels equal.
-        more: Further numbers to compare, by the message where they differ.
-        choose: Chooses the kernel where nothing is prepared yet; only its error is compared.
+        scale: Softmax scale. None: from q's head dim.
+        problem: Error found on this rank, if any.
+        prepared: The prepared attention that will run, or None if not made yet.
+        debug: True to check that values are finite and kernels equal.
+        more: Further fingerprints to compare, by error message.
+        choose: Chooses the kernel if nothing is prepared yet; only its error matters.
         numbers: Further numbers to exchange, which may differ.
 
     Returns:
-        The `numbers` of each rank.
+        Every rank's `numbers`.
 
     Raises:
-        UserError: On all ranks, where one has a problem, or something differs.
+        UserError: A rank has a problem, or inputs differ; raised on all ranks.
     """
     if debug and problem is None and not all(_are_finite(tensor) for tensor in (q, k, v)):
         problem = UserError(INPUTS_NOT_FINITE)
@@ -171,27 +171,27 @@ def check_attention(
 
 
 def check_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Checks masks, plans and kernels of a prepared attention that was made after ranks had compared inputs.
+    """Checks masks, plans and kernels of an attention prepared after comparing inputs. Collective.
 
-    Collective. Raises UserError, on all ranks, if they differ, or no kernel supports it on one.
+    Raises UserError on all ranks if they differ, or if a rank has no kernel for it.
     """
     kernel, problem = attempt(lambda: prepared.kernel_for(input_kind(q, k, v)).name)
     agree(prepared.group, _fingerprints_of(prepared, kernel or ""), problem=problem)
 
 
 def check_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
-    """Raises UserError, on all ranks together, where one's gradient has values that are not finite. Collective."""
+    """Raises UserError on all ranks if a rank's gradient is not finite. Collective."""
     problem = None if _are_finite(dout) else UserError(GRADIENTS_NOT_FINITE)
     agree(group, problem=problem)
 
 
-@torch.no_grad()  # checkpoints count what forward saves for backward
+@torch.no_grad()  # checkpoints count the tensors saved for backward
 def _are_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
 def _fingerprints_of(prepared: PreparedAttention | None, kernel: str) -> dict[str, int]:
-    """Returns the fingerprints of a prepared attention, by error message; zeros if it is still to be made."""
+    """Returns the fingerprints of a prepared attention by error message; zeros if not made yet."""
     if prepared is None:
         return {MASKS_DIFFER: 0, PLANS_DIFFER: 0, KERNELS_DIFFER: 0}
     return {

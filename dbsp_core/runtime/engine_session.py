@@ -1,7 +1,7 @@
-"""The session of an engine that shards the sequence itself: what plug-ins for serving engines share.
+"""Session for serving engines that shard the sequence themselves, shared by their plug-ins.
 
-Such an engine gives each rank a run of consecutive slots and calls the attention of each layer with them: no exchange
-of its own. Text may be part of that sequence, or be whole on every rank in addition to it.
+Such an engine gives each rank consecutive slots and calls each layer's attention with them, without exchanging
+anything. Text is part of that sequence, or replicated on every rank.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Queries, keys and values, [B, tokens, H, D] each."""
+"""q, k and v, [B, tokens, H, D] each."""
 
 CONFIG_VARIABLE = "DBSP_CONFIG"
-"""Environment variable that says what `DbspConfig.load` reads, for engines whose configuration has no room for it."""
+"""Environment variable with the argument of `DbspConfig.load`, for engines without a place for it."""
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """Layout in which an engine holds the tokens of a forward pass.
+    """How an engine distributes the tokens of a forward pass.
 
-    Rank r has the r-th `shard` slots of the sequence; those that are left at its end are padding. Where text is apart
-    from that sequence, a rank has a part of it, or all of it, before or after its shard.
+    Rank r has the r-th `shard` slots of the sequence; the last slots are padding. Text outside the sequence comes
+    before or after the shard, split over ranks or whole on each.
 
     Attributes:
         thw: The video's token grid.
-        before: Tokens of the sequence before the video: text, audio, images that it is made from.
-        after: Those after it.
-        shard: Slots of a rank; None: as few as hold the sequence.
-        text: Tokens of text in addition to the sequence, without their padding.
-        text_last: True if outputs of that text follow those of the shard, rather than precede them.
-        text_shares: How many of them each rank has, with its padding last of all; (): every rank has them whole.
-        runs: Tokens of each kind before the video, if the engine gives them; mask source vsa pools none with another.
+        before: Tokens of the sequence before the video: text, audio, input images.
+        after: Tokens of the sequence after the video.
+        shard: Slots per rank. None: as few as hold the sequence.
+        text: Text tokens outside the sequence, without padding.
+        text_last: True if that text comes after the shard, False: before it.
+        text_shares: Text tokens on each rank, padding at the end; (): every rank has all of them.
+        runs: Tokens of each kind before the video, if known; mask source vsa does not pool across kinds.
     """
 
     thw: tuple[int, int, int]
@@ -66,16 +66,16 @@ class EngineLayout:
 
     @property
     def video(self) -> Video:
-        """Size of the video for masks, to which all other tokens are text."""
+        """The video for masks, with all other tokens as text."""
         runs = tuple(filter(None, (self.text, *self.runs, self.after))) if self.runs else ()
         return Video(self.thw, self.text + self.before + self.after, runs)
 
     def text_share(self, world: int) -> int:
-        """Slots of a rank for text. Of text that all have, each treats a part as its own, the last one's padded."""
+        """Returns the text slots per rank; replicated text is split, with padding on the last rank."""
         return max(self.text_shares) if self.text_shares else -(-self.text // world)
 
     def on(self, world: int) -> SequenceLayout:
-        """Returns the rank and slot of each token, if each rank has its part of the text with its shard.
+        """Returns the sequence layout in which each rank has its share of the text with its shard.
 
         Raises UserError if the sequence has more tokens than the ranks have slots.
         """
@@ -84,23 +84,23 @@ class EngineLayout:
 
 @lru_cache(maxsize=8)
 def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
-    # 1. Canonical positions: whole text, what is before and after the video, the video.
+    # 1. Canonical positions: text, tokens before and after the video, video
     text, others, tokens = layout.text, layout.before + layout.after, layout.video.tokens
     before, after = text + np.arange(layout.before), text + np.arange(layout.before, others)
     sequence = np.concatenate([before, np.arange(text + others, tokens), after])
-    # 2. Both the sequence and the text in runs.
+    # 2. Cut the sequence and the text into shards
     shard, share = layout.shard or -(-len(sequence) // world), layout.text_share(world)
     if len(sequence) > shard * world:
         raise UserError(
-            f"the engine has {world} ranks of {shard} tokens for a sequence that it says has {len(sequence)}; db-SP "
-            "does not know how it shards this model; use another attention backend"
+            f"the engine has {world} ranks of {shard} tokens for a sequence of {len(sequence)}, a sharding of this "
+            "model that db-SP does not support; use another attention backend"
         )
     rank, local = np.empty(tokens, dtype=np.int64), np.empty(tokens, dtype=np.int64)
     rank[sequence], local[sequence] = np.divmod(np.arange(len(sequence)), shard)
     held = np.array(layout.text_shares or np.diff(np.minimum(np.arange(world + 1) * share, text)))
     rank[:text] = np.repeat(np.arange(world), held)
     local[:text] = np.arange(text) - np.repeat(np.cumsum(held) - held, held)
-    # 3. Sequence and text together: a rank that has only its own text has no padding in between.
+    # 3. Join sequence and text
     if layout.text_last:
         local[:text] += shard
     else:
@@ -110,7 +110,7 @@ def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
 
 @dataclass(frozen=True)
 class _HeadsOf:
-    """Masks of a run of heads, of a source that is not predicted and whose masks may differ from head to head."""
+    """Static masks of a run of heads of a source whose masks may differ by head."""
 
     source: MaskSource
     first: int
@@ -143,24 +143,24 @@ def _of_heads(source: MaskSource, first: int, all_heads: int) -> MaskSource:
 
 
 def generation_of(request: Any) -> object:
-    """Returns an object that stands for a request of the engine, kept as its attribute; None for no request."""
+    """Returns an object that identifies an engine's request, stored as its attribute; None without a request."""
     return None if request is None else vars(request).setdefault("_dbsp_generation", object())
 
 
 class EngineSession:
-    """One transformer's attentions: `begin` before the first layer of every forward pass, then `attend` once a layer.
+    """One transformer's attentions: call `begin` before each forward pass, then `attend` once per layer.
 
     Args:
-        group: The ranks that share the sequence, in the order of their shards.
-        strategy: The engine's degrees, Ulysses × Ring; a strategy in the configuration goes before.
+        group: The ranks that share the sequence, in order of their shards.
+        strategy: The engine's Ulysses and ring degrees; the configuration's strategy takes precedence.
         heads, layers: Heads and layers of the transformer.
-        head_slice: First of the heads and number of all, of which tensor parallelism gives these ranks `heads`.
+        head_slice: With tensor parallelism, the index of the first of these `heads` and the total number.
         config: Argument of `DbspConfig.load`. None: $DBSP_CONFIG, or the defaults.
-        clock: The count of steps of all transformers that take turns in a denoising; None: there is one transformer.
-        transformer: Its name, "transformer_2" for the second of two, which may have settings that differ.
+        clock: Step clock shared by transformers that alternate in a denoising. None: one transformer.
+        transformer: "transformer", or "transformer_2" for the second of two, whose settings may differ.
 
-    Raises:
-        UserError: On all ranks, for a configuration that makes no sense here.
+        Raises:
+            UserError: The configuration is invalid here; raised on all ranks.
     """
 
     def __init__(
@@ -209,20 +209,20 @@ class EngineSession:
         """Starts a forward pass.
 
         Args:
-            tokens: Its tokens; a video's size alone is that of the sequence, with its text before it.
-            step: Denoising step, counted from 0 by the engine, if it gives it. A transformer may begin at any step.
-            cfg_branch: CFG pass within the step; None: a step that is repeated is the next pass.
-            timestep: Falls from step to step, which it distinguishes if the engine does not give them.
-            steps: Number of denoising steps, if the engine gives it.
-            generation: A different object for each denoising, if the engine has one.
+            tokens: Layout of the tokens; a `Video` means one sequence with its text first.
+            step: Denoising step from 0, if known. A transformer may begin at any step.
+            cfg_branch: CFG pass within the step. None: a repeated step is the next pass.
+            timestep: Distinguishes steps if `step` is None; falls from step to step.
+            steps: Number of denoising steps, if known.
+            generation: A different object for each generation, if known.
 
-        Raises:
-            UserError: On all ranks, for masks that change by step where neither is known.
+            Raises:
+                UserError: Masks depend on the step, but neither step nor timestep is known; raised on all ranks.
         """
         session = self.session
         if step is None and timestep is None and session.by_step:
             raise UserError(
-                "these masks depend on the denoising step, which the engine does not say for this model; choose a "
+                "these masks depend on the denoising step, which the engine does not provide for this model; choose a "
                 "mask that does not, and leave dense_schedule's first_steps and last_steps at 0"
             )
         self._layout = EngineLayout(tokens.thw, before=tokens.text) if isinstance(tokens, Video) else tokens
@@ -250,18 +250,18 @@ class EngineSession:
         """Computes attention of one layer.
 
         Args:
-            q, k, v: [B, shard, H, D], this rank's tokens with padding, and with its share of text if it has one.
-            text: q, k or v of the text that every rank has whole, [B, slots, H, D]: its tokens, then padding, which is
-                no key, and whose outputs are 0. None: a single rank may have it in its sequence.
-            gate: Of q's shape: by what the model multiplies a coarse branch, for mask source vsa; for sla [D + 1, D].
+            q, k, v: [B, shard, H, D], this rank's tokens with padding, including its share of split text.
+            text: q, k and v of replicated text, [B, slots, H, D]: tokens, then padding (not attended to; outputs are
+                0). None: no replicated text, or a single rank has it in its sequence.
+            gate: For mask source vsa the gate of the coarse branch, of q's shape; for sla [D + 1, D].
 
-        Returns:
-            Of q's shape; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
-            text's outputs are equal on all ranks.
+            Returns:
+                [B, shard, H, D]; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
+                text's outputs are equal on all ranks.
         """
         slots = q.shape[1]
         if self._layout.text_shares:
-            unused = self._layout.on(self.session.group.size).shard - slots  # of a rank with less text than another
+            unused = self._layout.on(self.session.group.size).shard - slots  # if this rank has less text than others
             q, k, v = (F.pad(tensor, (0, 0, 0, 0, 0, unused)) if unused else tensor for tensor in (q, k, v))
         elif text is None and self._layout.text:
             (q, k, v), text = self._without_text((q, k, v))
@@ -273,7 +273,7 @@ class EngineSession:
             return out[:, :slots] if text is None else self._with_all_text(out, text[0].shape[1])
 
     def _without_text(self, qkv: QKV) -> tuple[QKV, QKV]:
-        """Splits one rank's [B, slots + shard, H, D], or [B, shard + slots, H, D], into those of shard and text."""
+        """Splits one rank's [B, slots + shard, H, D] (or shard first) into shard and text."""
         tokens, last = self._layout.video.tokens - self._layout.text, self._layout.text_last
         others = qkv[0].shape[1] - tokens
         q, k, v = (tensor.split((tokens, others) if last else (others, tokens), dim=1) for tensor in qkv)
@@ -281,15 +281,12 @@ class EngineSession:
         return (q[shard], k[shard], v[shard]), (q[text], k[text], v[text])
 
     def all_agree(self, answer: bool) -> bool:
-        """Returns True if the answer is True on all ranks: step caches skip layers on all or on none. Collective.
-
-        Ranks vote from host to host: no device is waited for.
-        """
+        """Returns True if `answer` is True on all ranks, for step caches; compares on the host. Collective."""
         with ConcurrencyGuard(self.session.group):
             return all(bool(vote) for (vote,) in self.session.group.gather_integers([answer]))
 
     def _with_share(self, shard: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Joins a rank's shard and its part of the text."""
+        """Joins a rank's shard and its share of the text."""
         share = self._layout.text_share(self.session.group.size)
         first = self.session.group.rank * share
         mine = text[:, first : min(first + share, self._layout.text)]
@@ -297,7 +294,7 @@ class EngineSession:
         return torch.cat([shard, mine] if self._layout.text_last else [mine, shard], dim=1)
 
     def _with_all_text(self, out: torch.Tensor, slots: int) -> torch.Tensor:
-        """Inverts `_with_share`, with zeros as the text's padding. Collective."""
+        """Inverts `_with_share` and gathers the text, zero at padding. Collective."""
         share, last = self._layout.text_share(self.session.group.size), self._layout.text_last
         sizes = (out.shape[1] - share, share) if last else (share, out.shape[1] - share)
         shard, mine = out.split(sizes, dim=1)[:: 1 if last else -1]

@@ -1,4 +1,4 @@
-"""Forward passes of a session: the one that runs, and those that backward computes again in parts (checkpointing)."""
+"""Forward passes of a session: the current one, and those that checkpointing recomputes in backward."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dbsp_core.runtime.size import PassMasks, Size
 from dbsp_core.utils.errors import UserError
 
 MOST_PENDING = 16
-"""Forward passes without a graph (reentrant checkpoints) that are remembered until they are recomputed."""
-NOT_BEGUN = "attention was reached before the forward pass began; attach db-SP to the transformer"
+"""Forward passes without a graph (reentrant checkpoints) to remember until they are recomputed."""
+NOT_BEGUN = "attention was called before the forward pass began; enable db-SP on the transformer"
 _HOW = (
     "use transformer.enable_gradient_checkpointing() or torch's checkpoint_wrapper, which db-SP follows; or call "
     "backward() after each forward pass, drop retained graphs, and run passes without backward under torch.no_grad()"
 )
 _running_backward = torch._C._current_graph_task_id
-"""Returns a number of the backward that runs in this thread, or -1."""
+"""Returns the id of the backward running in this thread, or −1."""
 
 
 @dataclass(eq=False)
 class _Attended:
-    """A layer of a forward pass whose attention was computed.
+    """A computed attention of a forward pass.
 
     Attributes:
-        prepared: What it was computed with, if backward may follow.
-        node: Its node in the autograd graph.
-        without_graph: True in a reentrant checkpoint, whose forward makes no graph, until it is computed again.
+        prepared: Its prepared attention, if backward may follow.
+        node: Its autograd node.
+        without_graph: True in a reentrant checkpoint (forward without graph) until it is recomputed.
     """
 
     prepared: PreparedAttention | None = None
@@ -42,12 +42,12 @@ class _Attended:
 
     @property
     def waits(self) -> bool:
-        """True if backward may still come to it: its node is there, and has not freed what it saved."""
+        """True if backward may still reach it: its node is alive and has not freed its saved tensors."""
         node = None if self.node is None else self.node()
         if node is None:
             return self.without_graph
         try:
-            node._raw_saved_tensors  # noqa: B018  without unpacking them, which would recompute a checkpoint
+            node._raw_saved_tensors  # noqa: B018  raw: unpacking would recompute a checkpoint
         except RuntimeError:
             return False
         return True
@@ -59,13 +59,13 @@ class ForwardPass:
 
     Attributes:
         gradients: True if backward may follow.
-        backward: The backward within which it began, or -1: a checkpoint may be around the whole transformer.
-        size: What is kept of its size; None until `AttentionSession.begin` has found it.
-        masks: The mask of each layer, None where it is predicted; `key`, what they are remembered by.
-        compared: What ranks have to compare at its first attention: fingerprints by message; None once they have, or
-            if nothing is new.
-        sharding: How the framework has sharded it; the framework's own.
-        reached: The layers whose attention was computed.
+        backward: The backward within which it began, or −1; a checkpoint may contain the whole transformer.
+        size: State of its video size; None until set by `AttentionSession.begin`.
+        masks: Mask of each layer, None if predicted; `key`: their cache key.
+        compared: Fingerprints by message to compare at its first attention; None if already compared or nothing is
+            new.
+        sharding: The framework's description of how it is sharded.
+        reached: The computed attentions by layer.
     """
 
     gradients: bool
@@ -79,13 +79,13 @@ class ForwardPass:
 
     @property
     def known_size(self) -> Size:
-        """Its size. Raises RuntimeError if the pass did not begin."""
+        """Its size. Raises RuntimeError if the pass has not begun."""
         if self.size is None:
             raise RuntimeError(NOT_BEGUN)
         return self.size
 
     def keep(self, layer: int, prepared: PreparedAttention, out: torch.Tensor) -> None:
-        """Remembers what a layer was computed with; `out` is its output as it was computed."""
+        """Remembers a layer's prepared attention; `out` is its output with autograd node."""
         self.reached[layer] = done = _Attended()
         if self.gradients:
             done.prepared = prepared
@@ -94,24 +94,24 @@ class ForwardPass:
 
     @property
     def waits(self) -> bool:
-        """True if backward may still come to this pass."""
+        """True if backward may still reach this pass."""
         return any(done.waits for done in self.reached.values())
 
     def waits_for(self, layer: int) -> bool:
-        """Returns True if backward may still come to this layer."""
+        """Returns True if backward may still reach this layer."""
         done = self.reached.get(layer)
         if done is None or done.node is not None:
             return done is not None and done.waits
-        return done.without_graph or (done.prepared is not None and self.waits)  # or a frozen layer's
+        return done.without_graph or (done.prepared is not None and self.waits)  # also for frozen layers
 
 
 class ForwardPasses:
-    """The forward passes of a session whose backward is still to come, and the pass that runs.
+    """The current forward pass of a session, and those that await backward.
 
-    What a checkpoint computes again belongs to the pass that it was computed in, not to the last pass. Checkpoints
-    that db-SP follows say which one that is (`resumed`); for others it must be clear from which passes wait.
+    A recomputed checkpoint belongs to the pass of its first computation, not to the last pass. Checkpoints that db-SP
+    follows name that pass (`resumed`); for others it must be unambiguous among the waiting passes.
 
-    Not a dataclass: FSDP looks through those for tensors, and passes lead back to sessions.
+    Not a dataclass, because FSDP searches dataclasses for tensors and passes refer back to sessions.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class ForwardPasses:
         self._waiting: deque[ForwardPass] = deque()
 
     def begin(self, gradients: bool) -> ForwardPass:
-        """Starts a forward pass, which backward may follow if there are `gradients`."""
+        """Starts a forward pass; with `gradients`, backward may follow."""
         self._waiting = deque(forward_pass for forward_pass in self._waiting if forward_pass.waits)
         while len(self._waiting) >= MOST_PENDING and all(
             done.node is None for done in self._waiting[0].reached.values()
@@ -133,14 +133,14 @@ class ForwardPasses:
 
     @property
     def last(self) -> ForwardPass:
-        """The pass that began last."""
+        """The latest pass."""
         if self._last is None:
             raise RuntimeError(NOT_BEGUN)
         return self._last
 
     @contextmanager
     def resumed(self, forward_pass: ForwardPass) -> Iterator[None]:
-        """Within it, a part of this pass is computed again."""
+        """Marks the body as recomputing a part of this pass."""
         before, self._resumed = self._resumed, forward_pass
         try:
             yield
@@ -149,19 +149,19 @@ class ForwardPasses:
 
     @property
     def recomputing(self) -> bool:
-        """True while a part of an earlier pass is computed again, in backward."""
+        """True while backward recomputes a part of an earlier pass."""
         if self._resumed is not None:
             return True
-        if self._last is None or torch.compiler.is_compiling():  # compiled code has no checkpoint that is not followed
+        if self._last is None or torch.compiler.is_compiling():  # compiled code only has followed checkpoints
             return False
         return _running_backward() not in (-1, self._last.backward)
 
     @property
     def now(self) -> ForwardPass:
-        """The pass that what is computed now belongs to.
+        """The pass to which the current computation belongs.
 
         Raises:
-            UserError: If it is computed again and several passes, sharded in different ways, wait for backward.
+            UserError: It is a recomputation, and passes with different sharding wait for backward.
         """
         if self._resumed is not None:
             return self._resumed
@@ -171,11 +171,10 @@ class ForwardPasses:
         return _only(waiting, [forward_pass.sharding for forward_pass in waiting], "a part of the transformer")
 
     def recomputed(self, layer: int) -> PreparedAttention | None:
-        """Returns what a layer was computed with, if it is being computed again; None in a forward pass.
+        """Returns a layer's prepared attention if it is being recomputed; None in a forward pass.
 
         Raises:
-            UserError: If it is not known in which pass: none waits for backward, or several that had different
-                masks or plans.
+            UserError: The pass is ambiguous: none waits for backward, or several with different masks or plans.
         """
         if not self.recomputing:
             return None
@@ -192,7 +191,7 @@ class ForwardPasses:
 
 
 def _only(waiting: list[ForwardPass], parts: list[Any], what: str) -> ForwardPass:
-    """Returns the last of the passes that wait for backward. Raises UserError unless all have equal parts."""
+    """Returns the last waiting pass. Raises UserError unless all waiting passes have equal parts."""
     if not waiting:
         raise UserError(
             f"{what} is being recomputed, but no forward pass is waiting for backward; call backward() once per "

@@ -1,4 +1,4 @@
-"""Mask of each attention of a transformer: the source's, or a dense one if the schedule says so."""
+"""Provides the mask of each attention: from the mask source, or dense by schedule."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dbsp_core.sources.base import packed_mask
 from dbsp_core.utils.errors import UserError
 
 DENSE = "dense by schedule"
-"""Cache key of the mask of a layer that the schedule makes dense."""
+"""Cache key of masks that are dense by schedule."""
 _NOTHING_DENSE = DenseSchedule()
 
 
 @dataclass
 class MaskProvider:
-    """One transformer's masks. The same answers on every rank, and in the single process that they are compared with.
+    """One transformer's masks, equal on every rank and in a single process.
 
     Attributes:
-        steps: Returns the number of denoising steps, if a framework knows it.
-        count_steps: True to keep `moment` also if no mask depends on it.
+        steps: Returns the number of denoising steps, or None if unknown.
+        count_steps: True to update `moment` even if no mask depends on it.
         moment: Denoising step and CFG pass of the current forward pass.
     """
 
@@ -39,11 +39,11 @@ class MaskProvider:
     clock: StepClock = field(default_factory=StepClock)
     moment: DenoisingStep = field(default_factory=DenoisingStep)
     _videos: tuple[Video, ...] = ()
-    """Videos of the current forward pass: several are packed, in this order, and none attends to another."""
+    """Videos of the current forward pass; several are packed in this order and do not attend to each other."""
 
     @cached_property
     def predicts(self) -> bool:
-        """True if masks are predicted from q and k, at every call."""
+        """True if masks are predicted from q and k at every call."""
         return self.source.changes == "per_call"
 
     @property
@@ -55,13 +55,13 @@ class MaskProvider:
     def begin(
         self, videos: Sequence[Video], timestep: torch.Tensor | float | None, cfg_branch: int | None = None
     ) -> bool:
-        """Starts a forward pass. Returns True if masks are predicted, and a generation begins as far as is known.
+        """Starts a forward pass. Returns True if masks are predicted and a generation appears to begin.
 
         Args:
-            videos: One, or several that are packed.
-            timestep: Timestep of the denoising. It is read if masks or their plans depend on it and the clock's
-                framework does not say the step: once for all views of one schedule, see `first_value`.
-            cfg_branch: Number of this pass within its step, if the framework gives it.
+            videos: One video, or several that are packed.
+            timestep: Timestep of the denoising; read only if masks or plans depend on it and the framework does not
+                provide the step (see `first_value`).
+            cfg_branch: CFG pass within the step, if known.
         """
         self._videos = tuple(videos)
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step
@@ -71,25 +71,25 @@ class MaskProvider:
         return self.predicts and self.moment.generation != last.generation
 
     def grid(self) -> BlockGrid:
-        """Returns the source's grid for this pass. Raises ValueError for a size that the source rejects."""
+        """Returns the source's grid for this pass. Raises ValueError if the source rejects the size."""
         return BlockGrid.packed([self.source.grid(request) for request in self._requests(0)])
 
     def pass_key(self) -> Hashable:
-        """Returns what this pass's cache keys depend on, but for its videos: dense layers; the step, if masks do."""
+        """Returns this pass's cache key apart from videos: dense layers and, if masks depend on it, the step."""
         dense = tuple(filter(self._is_dense, range(self.layers)))
         return dense, self.moment if self.source.changes == "per_step" else None
 
     def cache_key(self, layer: int) -> Hashable | None:
-        """Returns a key that is equal for equal masks of this layer now, or None if the mask is predicted."""
+        """Returns a key that is equal for equal masks, or None if this layer's mask is predicted."""
         if self._is_dense(layer):
             return DENSE
         return None if self.predicts else tuple(self.source.cache_key(request) for request in self._requests(layer))
 
     def mask(self, layer: int, tokens: LocalQK | None = None) -> BlockMask:
-        """Returns the mask of this layer now. Collective if it is predicted from `tokens`: identical on all ranks.
+        """Returns this layer's current mask, equal on all ranks. Collective if predicted from `tokens`.
 
         Raises:
-            ValueError: For a request that does not fit the source; where masks are predicted, on every rank.
+            ValueError: The source rejects the request; for predicted masks, raised on every rank.
         """
         if self._is_dense(layer):
             return BlockMask.dense(self.heads, self.grid())
@@ -100,7 +100,7 @@ class MaskProvider:
             sources = [(self.source.grid(request), self.source) for request in requests]
             mask = packed_mask(sources, requests[0], *local_qk)
         if mask.heads != self.heads and not self.predicts:
-            raise UserError(f"the mask source gave {mask.heads} heads, the model has {self.heads}")
+            raise UserError(f"expected a mask of {self.heads} heads, got {mask.heads} from the mask source")
         return mask
 
     def _is_dense(self, layer: int) -> bool:
@@ -110,7 +110,7 @@ class MaskProvider:
         return self.schedule.is_dense(layer, self.layers, self.moment.step, steps)
 
     def _requests(self, layer: int) -> list[MaskRequest]:
-        """Returns one for each video."""
+        """Returns one request per video."""
         step, branch = self.moment.step, self.moment.cfg_branch
         return [
             MaskRequest(layer, self.heads, video.thw, video.text, step, branch, self.layers, video.text_runs)

@@ -1,4 +1,4 @@
-"""One rank's part of an attention, apart from q, k and v; and a mask that attentions share."""
+"""One rank's state of an attention apart from q, k and v, and masks shared by attentions."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from dbsp_kernels.segments import to_device
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedAttention:
-    """One plan and one mask on one rank. Ranks must have agreed on them, and on what they attend with.
+    """One plan and one mask on one rank. Ranks must already have compared them and their inputs.
 
     Attributes:
-        plan: The plan, with its numbers for the mask.
-        layout: Layout of the tokens outside attention.
+        plan: The plan, with statistics for the mask.
+        layout: Layout of tokens outside attention.
         group: The ranks that share the sequence.
-        device: The device of q, k and v, and of the tables.
-        n_local: Tokens that this rank holds outside attention.
-        route: The exchanges, which depend on the plan only, with tables on the device.
-        table_layout: Common part of all masks' kernel tables.
-        tables: The kernel tables of the mask, of all chunks of keys.
-        kernel: Name of the kernel that was asked for, or "auto".
-        branch: What the model adds to the output, or None.
+        device: Device of q, k, v and the tables.
+        n_local: Tokens on this rank outside attention.
+        route: The exchanges, which depend on the plan only.
+        table_layout: Part of the kernel tables common to all masks.
+        tables: Kernel tables of the mask for all chunks of keys.
+        kernel: Name of the requested kernel, or "auto".
+        branch: Branch that the model adds to the output, or None.
         absent: Absent keys of this rank's rows, or None.
         mask_fingerprint: Fingerprint of the mask if ranks compare masks, else 0.
-        kernels: The kernel that was chosen for each kind of inputs, in the order of choice.
-        attended: Kinds of inputs that were attended with, whose shapes and tables need no second check.
+        kernels: The chosen kernel for each kind of inputs, oldest first.
+        attended: Kinds of inputs whose shapes and tables are already checked.
     """
 
     plan: Plan
@@ -69,13 +69,11 @@ class PreparedAttention:
         device: torch.device,
         n_local: int | None = None,
     ) -> PreparedAttention:
-        """Makes what does not depend on a mask, on the host, and copies it to the device. Not collective.
-
-        `for_mask` adds the tables of a mask.
+        """Builds everything that does not depend on the mask; `for_mask` adds its tables. Not collective.
 
         Args:
             plan: Made for `layout`.
-            n_local: Default: with the padding at the end.
+            n_local: None: `layout.shard`, with padding at the end.
         """
         n_local = layout.shard if n_local is None else n_local
         route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
@@ -83,11 +81,11 @@ class PreparedAttention:
         return cls(plan, layout, group, device, n_local, route, of_plan, ChunkTables.none(of_plan), kernel, None)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
-        """Returns the same for a mask, or for another one: only its tables are new.
+        """Returns a copy with the tables of a mask.
 
         Args:
-            plan: A plan with the same routes (`Plan.same_routes`), which the mask fits.
-            fingerprint: True if ranks will compare masks, whose bits are read back for it.
+            plan: A plan with the same routes (`Plan.same_routes`) that fits the mask.
+            fingerprint: True to compute the mask's fingerprint for comparison, which reads its bits.
         """
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
         made = replace(self, plan=plan, tables=tables, branch=mask.branch, absent=None)
@@ -95,7 +93,7 @@ class PreparedAttention:
             number = self.table_layout.number
             scores = to_device(mask.absent, self.device).flatten().index_select(0, number)
             made = replace(made, absent=AbsentKeys(scores, number // plan.grid.nq))
-        # Kernels were chosen for whether their log-sum-exp is needed.
+        # The choice of kernels depends on the need for log-sum-exp.
         kernels = self.kernels if (self.absent is None) == (made.absent is None) else {}
         return replace(made, kernels=kernels, mask_fingerprint=mask.fingerprint if fingerprint else 0)
 
@@ -105,12 +103,12 @@ class PreparedAttention:
         if self.branch is None:
             return self.plan.comm_dtype.no_gradients
         return (
-            f"gradients do not flow through a {self.branch.name}; give the mask source {self.branch.without}, or call "
+            f"a {self.branch.name} does not support gradients; set {self.branch.without} in the mask source, or call "
             "attention under torch.no_grad()"
         )
 
     def kernel_for(self, kind: InputKind) -> Kernel:
-        """Returns the kernel for inputs of a kind, chosen once. Raises UserError if none supports them."""
+        """Returns the kernel for a kind of inputs, cached. Raises UserError if none supports them."""
         if kind not in self.kernels:
             device, dtype, head_dim, backward = kind
             grid, tokens = self.plan.grid, self.table_layout.head_tokens
@@ -127,25 +125,24 @@ class PreparedAttention:
 
     @property
     def kernel_name(self) -> str:
-        """Name of the kernel that was chosen last, or what was asked for before the first call."""
+        """Name of the kernel chosen last, or of the requested kernel before the first call."""
         return next(reversed(self.kernels.values())).name if self.kernels else self.kernel
 
 
 @dataclass(eq=False)
 class KnownMask:
-    """A mask that is known without q and k: one object for all attentions of a size that have it.
+    """A static mask, shared by all attentions of a video size that use it.
 
-    Its bits are not kept, which may be 57 MB (40 heads of a 720p video).
+    Does not keep the bits, up to 57 MB (40 heads of a 720p video).
 
     Attributes:
         key: The videos and the source's cache key.
-        number: The order in which a size's masks were met, which ranks compare.
-        shares_plan: True if its attentions share a plan; False where masks change by step, and each goes on with its
-            own.
-        replaces: True if it takes the place of predicted masks that are too dense; see `Size.replacement`.
+        number: Index among the size's masks in order of first use, which ranks compare.
+        shares_plan: True if its attentions share a plan; False if masks change by step and each attention has its own.
+        replaces: True if it replaces predicted masks that are too dense; see `Size.replacement`.
         plan: The shared plan.
-        prepared: Route and tables, while any of `users` attentions has them. Ranks compare a mask that is new, so all
-            must drop it at the same call: a weak reference would not do.
+        prepared: Route and tables while `users` attentions use them. Counted explicitly, since all ranks must drop
+            them at the same call.
     """
 
     key: tuple[tuple[Video, ...], Hashable]
@@ -157,7 +154,7 @@ class KnownMask:
     users: int = 0
 
     def release(self) -> None:
-        """Takes one of its users away, and drops its tables after the last."""
+        """Removes one user; drops the tables after the last."""
         self.users -= 1
         if self.users == 0:
             self.prepared = None

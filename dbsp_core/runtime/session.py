@@ -1,4 +1,4 @@
-"""One transformer's attentions: the mask, plan and kernel of each. All frameworks share it."""
+"""`AttentionSession`: masks, plans and kernels of one transformer's attentions, for all frameworks."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from dbsp_core.utils.errors import fingerprint_of, in_number
 from dbsp_core.utils.process import not_compiled, outside_inference
 
 MOST_SIZES = 4
-"""Sizes of video (with text) whose plans are kept: the passes of guidance may have texts of two lengths."""
+"""Number of video sizes (with text) whose plans are kept; guidance passes may have texts of two lengths."""
 
 
 class _Ready(NamedTuple):
-    """What computes an attention: its plan and mask, its use of the plan; and q, k and v, if they are on their way."""
+    """A prepared attention, its `PlanUse`, and q, k and v if they are already in flight."""
 
     prepared: PreparedAttention
     use: PlanUse
@@ -76,21 +76,20 @@ class _Call:
 
 @dataclass(repr=False)
 class AttentionSession:
-    """State of one transformer: `begin` at every forward pass, then `attend` once a layer.
+    """State of one transformer: call `begin` at every forward pass, then `attend` once per layer.
 
-    Raises UserError at construction, on all ranks, when strategy, group and kernel don't fit, or settings differ.
+    Raises UserError at construction on all ranks if strategy, group and kernel do not fit, or settings differ.
 
     Attributes:
-        strategy: Strategy of the group's ranks; None: the one that is predicted to be fastest, for each attention.
+        strategy: Strategy of the group's ranks; None: the predicted fastest, for each attention.
         heads: Attention heads of every layer.
-        steps: Returns the number of denoising steps, if the framework knows it.
-        problem: Reason why this rank has no settings, which is raised on all ranks; the other arguments are then not
-            used.
-        check: False if whoever makes the session calls `check_settings`, before the first pass.
-        passes: The forward pass that runs, and those whose backward is still to come.
-        nodes: The node of each rank of the group.
+        steps: Returns the number of denoising steps, or None if unknown.
+        problem: Error of this rank's settings, raised on all ranks; other arguments are then ignored.
+        check: False if the caller runs `check_settings` before the first pass.
+        passes: The current forward pass, and those that await backward.
+        nodes: Node of each rank of the group.
         report: True if any rank's settings ask for a report.
-        first_layer: Number of the first layer to observers of the run, who may watch several transformers.
+        first_layer: Index of the first layer for observers, which may watch several transformers.
     """
 
     config: DbspConfig
@@ -111,7 +110,7 @@ class AttentionSession:
     _statistics: ReuseStatistics = field(default_factory=ReuseStatistics)
     _raises_alone: bool = False
     _sizes: OrderedDict[SizeKey, Size] = field(default_factory=OrderedDict)
-    """The sizes of video that are kept; the one used last at the end."""
+    """The kept video sizes, least recently used first."""
     _concurrency_guard: ConcurrencyGuard = field(init=False)
     _check_gradient: CheckGradient | None = field(init=False)
 
@@ -132,7 +131,7 @@ class AttentionSession:
         )
 
     def __repr__(self) -> str:
-        """Says what is known: counts under way are not waited for."""
+        """Does not wait for counts in flight."""
         layers, ranks = in_number(self.layers, "layer"), in_number(self.group.size, "rank")
         use = f"strategy {self.strategy or 'auto'} on {ranks}, {mask_in_words(self.config.mask)}"
         return f"<db-SP session: {layers} of {self.heads} heads, {use}; {self._statistics}>"
@@ -147,31 +146,31 @@ class AttentionSession:
         cfg_branch: int | None = None,
         streams: Streams | SequenceLayout = "first",
     ) -> SequenceLayout:
-        """Starts a forward pass over a video, or over several that are packed: then none attends to another.
+        """Starts a forward pass over one video, or several packed ones, which do not attend to each other.
 
-        What is new in it is compared by all ranks at its first attention, or in `end` if there is none.
+        Ranks compare new arguments at the first attention, or in `end` if there is none. State is kept for
+        `MOST_SIZES` sizes.
 
         Args:
-            videos: The token grid of each, with its text.
+            videos: Token grid and text of each video.
             timestep: Timestep of the denoising, for masks that depend on the step.
             device: Device on which the group's collectives run.
-            cfg_branch: CFG pass within the step, if the framework gives it. None: inferred from timesteps.
-            streams: Order of a rank's text and video, in the layout that db-SP chooses; or this pass's
-                layout.
+            cfg_branch: CFG pass within the step. None: inferred from timesteps.
+            streams: Order of a rank's text and video in db-SP's layout, or the layout of this pass.
 
         Returns:
-            The layout in which the sequence must be sharded. What was made for the last `MOST_SIZES` sizes is kept.
+            The layout in which to shard the sequence.
 
         Raises:
-            UserError: On all ranks, for a size that the mask source rejects, unless they raise it together elsewhere.
+            UserError: The mask source rejects the size; raised on all ranks.
         """
         with self._concurrency_guard:
-            # 1. The denoising step and CFG pass.
+            # 1. Denoising step and CFG pass
             forward_pass, provider = self.passes.begin(torch.is_grad_enabled()), self._provider
             begins = provider.begin(videos, timestep, cfg_branch)
             for observer in self.observers:
                 observer.begin(provider.moment, timestep, cfg_branch, self.clock.progress().step_index)
-            # 2. What is kept of this size, and the masks of this pass. Where one is new, one rank alone may fail.
+            # 2. State of this size, and masks of this pass; making new ones may fail on one rank
             key = videos, streams.fingerprint if isinstance(streams, SequenceLayout) else 0
 
             def find() -> Size:
@@ -193,7 +192,7 @@ class AttentionSession:
                 if not self._raises_alone:
                     agree(self.group.control(), problem=problem)
                 raise problem
-            # 3. What ranks compare at the first attention, if anything is new.
+            # 3. Fingerprints to compare at the first attention, if anything is new
             size = forward_pass.known_size
             if begins or self.config.debug or forward_pass.key not in size.passes:
                 given = videos, None if isinstance(streams, SequenceLayout) else streams
@@ -203,7 +202,7 @@ class AttentionSession:
             return size.layout
 
     def within(self, group: SequenceGroup, strategy: Strategy | None) -> AttentionSession:
-        """Creates a session of other ranks that counts calls and denoising steps with this one. Collective for them.
+        """Creates a session for a part of the ranks, sharing this session's clock and statistics. Collective for them.
 
         It has no observers; errors in `begin` are raised on the failing rank only.
         """
@@ -221,7 +220,7 @@ class AttentionSession:
         )
 
     def end(self) -> frozenset[int]:
-        """Returns the layers whose attention the forward pass has reached. Collective if there are none."""
+        """Returns the layers whose attention ran in this forward pass. Collective if there are none."""
         last = self.passes.last
         if last.compared is not None:
             with self._concurrency_guard:
@@ -246,9 +245,9 @@ class AttentionSession:
         scale: float | None = None,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention of one layer: q, k, v and the result are [B, H, shard, D], this rank's padded tokens.
+        """Computes attention of one layer; q, k, v and the result are [B, H, shard, D], this rank's padded tokens.
 
-        `gate` is what the model has for the branch that its mask source adds: see `LocalQK`.
+        `gate` is the model's input to the mask source's branch; see `LocalQK`. Collective.
         """
         with self._concurrency_guard:
             scale = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
@@ -257,14 +256,14 @@ class AttentionSession:
                 forward_pass = self.passes.now
                 call = _Call(forward_pass, forward_pass.known_size, layer, (q, k, v), scale)
                 compared = self._compare(call, call.size.problem_of(call.qkv, recomputed.n_local), recomputed)
-                # After a reentrant checkpoint, gradients are new: ranks meet, as below.
+                # After a reentrant checkpoint gradients are new, so ranks meet as below.
                 is_first = compared and input_kind(q, k, v) not in recomputed.attended
                 with raised_on_all(self.group) if is_first else nullcontext(self.group) as group:
                     run = replace(recomputed, group=group)
                     return attend(run, q, k, v, scale, self._check_gradient).view(q.shape)
             for observer in self.observers:
                 observer.attention_begins(q.device)
-            # 1. What does not depend on q and k. Ranks compare what is new of it, and of q, k and v.
+            # 1. Prepare static masks; compare anything new across ranks
             forward_pass = self.passes.last
             call = _Call(forward_pass, forward_pass.known_size, layer, (q, k, v), scale)
             slot = call.size.slot(layer, self._provider.moment.cfg_branch)
@@ -272,12 +271,12 @@ class AttentionSession:
             if known is None and call.size.limits and not forward_pass.gradients:
                 known = call.size.replacement(slot, input_kind(q, k, v), self._provider.moment)
             ready, compared = self._prepare_known(call, slot, known)
-            # 2. What is done for the first time may fail on one rank alone: then ranks meet before each exchange.
+            # 2. Ranks meet before each exchange if this call may fail on one rank for the first time
             with raised_on_all(self.group) if compared else nullcontext(self.group) as group:
                 prepared, use, dispatch = ready or self._prepare_predicted(call, slot, group, gate)
                 for observer in self.observers:
                     observer.mask_used(layer, slot.key if known is None else known.key)
-                # 3. Rows to their owners, y chunks of keys, the kernel, and the output back.
+                # 3. Rows to their owners, y chunks of keys, the kernel, and the output back
                 run = prepared if group is self.group else replace(prepared, group=group)
                 if known is None and self.config.debug:
                     check_prepared(run, q, k, v)
@@ -285,33 +284,33 @@ class AttentionSession:
                 forward_pass.keep(layer, prepared, out)
                 for observer in self.observers:
                     observer.attention_ends(self.first_layer + layer, prepared, q, use)
-            # 4. What is kept of it: after a failure that ranks met about, on none.
+            # 4. Keep plan and tables, on all ranks or on none
             slot.keep(known, prepared, use)
             call.size.keep_slot(slot)
             return out.view(q.shape)
 
     def flush(self) -> None:
-        """Waits for counts under way, so that a report covers every call."""
+        """Waits for counts in flight, so that a report covers every call."""
         for size in self._sizes.values():
             size.settle()
 
     @property
     def records(self) -> dict[int, Plan]:
-        """Each layer's plan, with the numbers of the mask that it was last used for. Waits for counts under way."""
+        """Each layer's plan with statistics of its latest mask. Waits for counts in flight."""
         return next(reversed(self._sizes.values())).records if self._sizes else {}
 
     @property
     def reuse(self) -> ReuseStatistics:
-        """Sums over all calls so far. Waits for counts under way."""
+        """Sums over all calls so far. Waits for counts in flight."""
         self.flush()
         return self._statistics
 
     def statistics(self) -> dict[str, float]:
-        """Sums up the calls so far, over all sizes of video. Waits for counts under way.
+        """Returns statistics of all calls so far. Waits for counts in flight.
 
         Returns:
-            "calls", attentions computed; "plans", plans made for them; "mean_rho" and "worst_rho", the imbalance ρ_s
-            (largest work of a rank over the mean) of their masks under the plans in use, 1.0 before any call.
+            "calls": attentions computed; "plans": plans made; "mean_rho" and "worst_rho": imbalance ρ_s (slowest rank's
+            work over the mean) under the plans in use, 1.0 before any call.
         """
         statistics = self.reuse
         return {name: getattr(statistics, name) for name in ("calls", "plans", "mean_rho", "worst_rho")}
@@ -322,12 +321,12 @@ class AttentionSession:
         return self._provider.by_step
 
     def _prepare_known(self, call: _Call, slot: Slot, known: KnownMask | None) -> tuple[_Ready | None, bool]:
-        """Prepares an attention whose mask is known without q and k. Ranks compare what is new; collective then.
+        """Prepares an attention with a static mask. Collective if there is anything new to compare.
 
-        Nothing of it is kept: after an error, all ranks must have kept the same.
+        Stores no state, since after an error all ranks must have the same state.
 
         Returns:
-            What computes it, or None if the mask is predicted; and True if ranks have compared anything.
+            The prepared attention, or None if the mask is predicted; and True if ranks have compared anything.
         """
         ready, new, device = None, {}, call.qkv[0].device
         problem: Exception | None = call.size.problem_of(call.qkv, call.size.layout.shard)
@@ -341,7 +340,7 @@ class AttentionSession:
 
     @torch.no_grad()
     def _prepare_new(self, call: _Call, slot: Slot, known: KnownMask) -> _Ready:
-        """Makes a known mask, and its plan, routes and tables. Not collective."""
+        """Makes a static mask with its plan, routes and tables. Not collective."""
         size, q = call.size, call.qkv[0]
         mask = BlockMask.dense(self.heads, size.grid) if known.replaces else self._provider.mask(call.layer)
         for observer in self.observers:
@@ -350,31 +349,28 @@ class AttentionSession:
         prepared = size.route(slot, use.plan, q.device, predicted=False).for_mask(use.plan, mask, fingerprint=True)
         return _Ready(prepared, use)
 
-    @torch.no_grad()  # to backward, predicted masks are constants
+    @torch.no_grad()  # predicted masks are constants in backward
     def _prepare_predicted(self, call: _Call, slot: Slot, group: SequenceGroup, gate: torch.Tensor | None) -> _Ready:
-        """Prepares an attention whose mask is predicted from q and k, under the plan in use. Collective.
-
-        `group` carries the exchanges of the prediction.
-        """
+        """Prepares an attention with a mask predicted from q and k, exchanged over `group`. Collective."""
         size, (q, k, v), debug = call.size, call.qkv, self.config.debug
         plan, now, dispatch = partial(size.plan_predicted, q), self._provider.moment, None
-        # 1. The plan, by the counts of the last call, and its route, which one of the ranks may be unable to make.
+        # 1. Plan by the last call's counts, and its route, which may fail on one rank
         next_use = slot.next_use(q, now, plan)
         if next_use is not None:
             prepared = size.route(slot, next_use.plan, q.device, predicted=True)
-            # 2. q, k and v leave, so that they travel while the mask is predicted; not while ranks meet or compare.
+            # 2. Send q, k and v while the mask is predicted, unless ranks meet or compare
             if group is self.group and not debug:
                 dispatch = start_dispatch(prepared, q, k, v)
-        # 3. The mask, bitwise identical on all ranks. Its counts are read at the next call.
+        # 3. Predict the mask, bitwise identical on all ranks; its counts are read at the next call
         mask = self._provider.mask(call.layer, LocalQK(q, k, size.layout, group, call.scale, v, gate))
         for observer in self.observers:
             observer.mask_made(slot.key, call.layer, mask, False)
         use = slot.use_predicted(mask, next_use, partial(plan, mask=mask), now)
         if use is not next_use:
-            if dispatch is not None:  # q, k and v left under a plan that does not fit the mask
+            if dispatch is not None:  # q, k and v were sent under a plan that does not fit the mask
                 dispatch.coming.pop().wait()
             prepared, dispatch = size.route(slot, use.plan, q.device, predicted=True), None
-        # 4. Its tables.
+        # 4. Tables
         return _Ready(prepared.for_mask(use.plan, mask, fingerprint=debug), use, dispatch)
 
     def _compare(
@@ -384,15 +380,15 @@ class AttentionSession:
         prepared: PreparedAttention | None,
         new_mask: dict[str, int] | None = None,
     ) -> bool:
-        """Lets ranks compare q, k and v before a call: the first of a size and kind, under debug every one.
+        """Compares q, k and v across ranks at the first call of a size and kind, under debug at every call.
 
         Args:
             problem: Error found on this rank, if any.
-            prepared: The prepared attention that will run, or None if it is still to be made.
-            new_mask: Fingerprint of a new mask, by message, which ranks then compare too.
+            prepared: The prepared attention that will run, or None if not made yet.
+            new_mask: Fingerprint of a new mask to compare, by error message.
 
         Returns:
-            True if they have compared them.
+            True if ranks have compared them.
         """
         size, kind, compared = call.size, input_kind(*call.qkv), call.forward_pass.compared
         new = {**(compared or {}), **(new_mask or {})}
@@ -425,13 +421,13 @@ class AttentionSession:
         return True
 
     def _keep_pass(self, forward_pass: ForwardPass, calls: Sequence[tuple[int, ...]]) -> None:
-        """Keeps the size and masks of a pass that ranks have compared, and drops the size that was used longest ago.
+        """Stores the size and masks of a compared pass, and drops the least recently used size.
 
         Args:
             calls: Each rank's number of calls with predicted masks.
         """
         forward_pass.compared, size = None, forward_pass.known_size
-        if len(set(calls)) > 1:  # a rank has left an earlier pass that others went on with
+        if len(set(calls)) > 1:  # a rank aborted an earlier pass that others continued
             size.restart()
         size.keep_pass(forward_pass.key, forward_pass.masks)
         self._sizes[size.key] = size

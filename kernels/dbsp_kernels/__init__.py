@@ -1,4 +1,4 @@
-"""Attention on packed blocks: `block_attention`, its `block_attention_backward`, and `available`, the kernels here."""
+"""Attention on packed blocks: `block_attention`, `block_attention_backward` and the table of kernels."""
 
 from dbsp_kernels.attention import block_attention, block_attention_backward, checks_values
 from dbsp_kernels.dense import DensePart, attend_dense_part, fused_kernel

@@ -1,4 +1,4 @@
-"""The entry points to all kernels, with their checks."""
+"""Entry points of all kernels: `block_attention` and its backward, with input checks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def block_attention(
     lse: bool = True,
     check: bool = True,
 ) -> PartialAttention:
-    """Computes attention of packed query rows over packed KV blocks, for any heads that they are of.
+    """Computes attention of packed query rows over packed KV blocks, whichever heads they belong to.
 
     Args:
         q: [Rq, Bq, D], one query block per row.
@@ -40,27 +40,28 @@ def block_attention(
         kv_count: int32[Rq].
         kv_len: int32[Ck], real tokens of each KV block, 1..Bk; those beyond are masked.
         scale: Softmax scale; default D^−1/2.
-        kernel: A name from `KERNELS`, "auto", or a `Kernel` that `choose_kernel` chose for such inputs before. It
-            is not checked again for its support.
-        kv_full: int32[Rq], how many of the first entries of each row are blocks of Bk tokens (masks cost time).
-        row_schedule: int32[Rq], a permutation: the order in which rows start. Default: as they are.
-        parts: Rows of which long ones are cut by keys, from `cut_rows`, in place of `row_schedule`; for kernels that
-            have `slots`.
-        partial: A result over other keys, contiguous, to merge this one into: its lse is overwritten, and its out
-            too unless `out_dtype` asks for another dtype.
+        kernel: A name from `KERNELS`, "auto", or a `Kernel` from `choose_kernel` (used without checking support
+            again).
+        kv_full: int32[Rq], number of leading entries in each row that are full blocks of Bk tokens, which need no
+            masking.
+        row_schedule: int32[Rq], a permutation: the order in which rows start. Default: in order.
+        parts: Rows with long ones cut by keys, from `cut_rows`; replaces `row_schedule`. For kernels with `slots`
+            only.
+        partial: Contiguous result over other keys to merge into. Its lse is overwritten, and its out unless
+            `out_dtype` differs from its dtype.
         out_dtype: Dtype of out; default that of `partial`, or q's.
-        head_tokens: Tokens of a head, if rows and blocks are all those of some heads, in order; only the last query
-            block and the last KV block of each may be short. For kernels that support nothing else.
-        lse: True if the caller uses it: False admits kernels that return none (NaN instead).
-        check: False if the caller has computed with such inputs before, and not on a device of `checks_values`.
+        head_tokens: Tokens per head, if rows and blocks are those of whole heads in order, where only the last query
+            block and last KV block of a head may be short. For kernels that support whole heads only.
+        lse: False if the caller ignores the log-sum-exp; allows kernels that return NaN for it.
+        check: False skips input checks, for inputs like those of an earlier call.
 
     Returns:
         out [Rq, Bq, D] and lse [Rq, Bq] of `lse_dtype` (natural log); a row without blocks has out 0, lse −inf.
 
     Raises:
-        ValueError: For mismatched shapes, dtypes or devices, or a kernel without support for them; on CPU, and with
-            DBSP_DEBUG=1 everywhere (it costs a synchronisation), for a count above the table's width, an index
-            outside the packed blocks, or hints that are not true.
+        ValueError: Shapes, dtypes or devices mismatch or the kernel does not support them. On CPU, and with
+            DBSP_DEBUG=1 on any device (costs a synchronization): a count exceeds the table's width, an index is out of
+            range, or a hint is wrong.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = KernelInputs(
@@ -75,7 +76,7 @@ def block_attention(
         needs = KernelRequirements(inputs.blocks, q.shape[2], lse, head_tokens is None, head_tokens)
         kernel = choose_kernel(kernel, q.device, q.dtype, needs)
     if parts is not None and kernel.slots is None:
-        raise ValueError(f"kernel {kernel.name!r} does not cut rows; leave out parts")
+        raise ValueError(f"kernel {kernel.name!r} does not support cut rows; pass row_schedule instead of parts")
     result = kernel.run(inputs)
     if kernel.merges:
         return result
@@ -86,7 +87,7 @@ def block_attention(
 
 
 def checks_values(device: torch.device) -> bool:
-    """Returns True if `block_attention` reads its tables to check them: on CPU, and with DBSP_DEBUG=1 everywhere."""
+    """Returns True if `block_attention` checks table values: on CPU, or on any device with DBSP_DEBUG=1."""
     return device.type == "cpu" or os.environ.get("DBSP_DEBUG", "0") not in ("", "0")
 
 
@@ -98,11 +99,10 @@ def block_attention_backward(inputs: BackwardInputs, kernel: str | Kernel = "aut
         kernel: As for `block_attention`.
 
     Returns:
-        dq [Rq, Bq, D], dk and dv [Ck, Bk, D], float32 (float64 for float64). Deterministic: bitwise identical each
-        time.
+        dq [Rq, Bq, D], dk and dv [Ck, Bk, D], float32 (float64 for float64), bitwise deterministic.
 
     Raises:
-        ValueError: For mismatched shapes, or a kernel without a backward.
+        ValueError: Shapes mismatch, or the kernel has no backward.
     """
     inputs.check()
     q = inputs.forward.q

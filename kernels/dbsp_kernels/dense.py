@@ -1,4 +1,4 @@
-"""Dense rows of a packed attention, on one of torch's fused kernels, with log-sum-exp."""
+"""Dense rows of a packed attention, computed by torch's fused kernels with log-sum-exp."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _log = logging.getLogger("dbsp.kernels")
 
 @dataclass(frozen=True, eq=False)
 class DensePart:
-    """Packed rows of heads (or of their sequences) of equal size, each of which attends to all blocks of its head.
+    """Packed rows of equally sized heads (or their sequences) that attend to all blocks of their head.
 
-    The heads follow one another at equal distance, so that all of them are one view.
+    The heads are evenly spaced, so that one strided view covers all of them.
 
     Attributes:
-        row_starts, block_starts: The first row and the first block of each head, in one copy of the batch.
-        rows, blocks: How many rows and blocks each head has.
-        tokens: int64, the real tokens among the slots of a head's blocks; None: all of them.
+        row_starts, block_starts: First row and first block of each head, within one batch element.
+        rows, blocks: Rows and blocks per head.
+        tokens: int64, positions of real tokens in a head's blocks; None: all are real.
     """
 
     row_starts: range
@@ -59,10 +59,10 @@ def _of_heads(t: torch.Tensor, starts: range, count: int) -> torch.Tensor:
 
 
 def fused_kernel(q: torch.Tensor) -> str | None:
-    """Returns the name of torch's fused kernel for dense rows of q [..., D], or None: the block kernel runs them.
+    """Returns the name of torch's fused kernel for dense rows of q [..., D], or None if the block kernel runs them.
 
-    It is chosen once per process, device, dtype and D. The caller's `sdpa_kernel` context plays no role, nor do other
-    settings of what torch's own attention may use. Ranks may differ in it: results differ by rounding only.
+    Chosen once per process, device, dtype and D, independent of `sdpa_kernel` and torch's other attention settings.
+    Ranks may choose different kernels; results then differ by rounding only.
     """
     head_dim = q.shape[-1]
     if not q.is_cuda or q.dtype not in HALVES or head_dim % 8 or head_dim > 256:
@@ -74,7 +74,7 @@ def fused_kernel(q: torch.Tensor) -> str | None:
 def attend_dense_part(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: DensePart, scale: float
 ) -> PartialAttention:
-    """Computes attention of one part on `fused_kernel`, which must exist, in one call for all of its heads.
+    """Computes attention of all heads of one part in one call of `fused_kernel`, which must not be None.
 
     Args:
         q: [B, Rq, Bq, D].
@@ -96,20 +96,18 @@ def attend_dense_part(
 
 
 class FusedKernel(NamedTuple):
-    """One of torch's fused kernels."""
-
-    name: str  # As reports name it
-    supports: Callable[[SDPAParams], bool]  # Torch's own check of inputs
-    run: Operator  # Runs it
+    name: str  # shown in reports
+    supports: Callable[[SDPAParams], bool]  # torch's check of inputs
+    run: Operator
 
 
 @functools.cache
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKernel | None:
-    """Returns the first preferred kernel that torch supports and that runs on a block of zeros, or None."""
+    """Returns the first preferred kernel that torch supports and that runs on zeros, or None."""
     q = torch.zeros(1, 1, 64, head_dim, device=device, dtype=dtype)
     inputs = SDPAParams(q, q, q, None, 0.0, False, False)
     reasons = []
-    with sdpa_kernel(list(SDPBackend.__members__.values())):  # independent of the caller's context
+    with sdpa_kernel(list(SDPBackend.__members__.values())):  # ignore the caller's context
         for kernel in _PREFERRED.get(torch.cuda.get_device_capability(device), (FLASH, EFFICIENT)):
             try:
                 if kernel.supports(inputs):
@@ -118,14 +116,14 @@ def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> FusedKer
                 reasons.append(f"{kernel.name}: torch does not support it here")
             except _NOT_OURS:
                 raise
-            except RuntimeError as error:  # an operator that this build of torch or this GPU lacks
+            except RuntimeError as error:  # this torch build or GPU lacks the operator
                 reasons.append(f"{kernel.name}: {' '.join(str(error).split())[:200]}")
     _log.warning("dense heads run on the block kernel (%s, head dim %d): %s", dtype, head_dim, "; ".join(reasons))
     return None
 
 
 _NOT_OURS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""Errors that another kernel cannot avoid."""
+"""Errors that choosing another kernel cannot avoid."""
 
 
 def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
@@ -135,24 +133,23 @@ def _flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> P
 
 def _efficient(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
-    return out, lse[..., : q.shape[2]]  # its log-sum-exp is padded
+    return out, lse[..., : q.shape[2]]  # lse is padded
 
 
 def _cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> PartialAttention:
-    """Runs cuDNN, which compiles a graph per shape and strides, with queries padded to one of few numbers."""
+    """Runs cuDNN on queries padded to few distinct lengths, since cuDNN compiles a graph per shape and strides."""
     queries, keys = q.shape[2], k.shape[2]
-    if len(q) == 1:  # strides of the batch would be those of all packed rows and blocks, which change with the plan
+    if len(q) == 1:  # normalize the batch stride, which changes with the plan
         q, k, v = (t[0][None] for t in (q, k, v))
     step = max(64, 1 << max(0, queries.bit_length() - 5))
-    if queries != keys and queries % step:  # not a whole head: one of 16 sizes per power of two
+    if queries != keys and queries % step:  # part of a head: pad to one of 16 sizes per power of two
         q = torch.nn.functional.pad(q, (0, 0, 0, -queries % step))
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, False, False, scale=scale)
     return out[:, :, :queries], lse.reshape(q.shape[:3])[:, :, :queries]
 
 
 def _supports_cudnn(inputs: SDPAParams) -> bool:
-    """Returns False for cuDNN up to 9.15 too, as torch's own choice does: it has faults at lengths that are not
-    multiples of 128 (pytorch/pytorch#169849)."""
+    """Returns False up to cuDNN 9.15, like torch: wrong at lengths not divisible by 128 (pytorch/pytorch#169849)."""
     return (torch.backends.cudnn.version() or 0) > 91500 and can_use_cudnn_attention(inputs)
 
 
@@ -164,5 +161,4 @@ _PREFERRED = {
     (10, 0): (CUDNN, FLASH, EFFICIENT),
     (10, 3): (CUDNN, FLASH, EFFICIENT),
 }
-"""Fused kernels that are faster than the block kernel, the fastest first, by compute capability; everywhere else
-torch's own order, in which cuDNN comes after all others."""
+"""Fused kernels faster than the block kernel by compute capability, fastest first; elsewhere torch's order."""

@@ -1,4 +1,4 @@
-"""Errors that are the user's to mend, and where their messages send the user."""
+"""`UserError`, and the links and install commands in its messages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from importlib.metadata import PackageNotFoundError, distribution
 
 
 class UserError(ValueError):
-    """An error that the user can put right: a setting, a file, an input or a framework that does not fit.
+    """An error that the user can fix: a wrong setting, file or input, or an unsupported framework version.
 
-    Its message is one line that names the problem and the fix, so a command shows nothing else and exits with 2. Every
-    other exception is a fault of db-SP or of what it runs on, and keeps its traceback.
+    The one-line message names the problem and the fix; commands print only this line and exit with 2. Any other
+    exception is a bug in db-SP or its environment and keeps its traceback.
 
     Args:
-        message: Line breaks in it, as names of files and other errors' texts may have them, become spaces.
+        message: Line breaks are replaced by spaces.
     """
 
     def __init__(self, message: str) -> None:
@@ -23,14 +23,14 @@ REPOSITORY = "https://github.com/db-sp/db-sp"
 
 
 def page(name: str) -> str:
-    """Returns the address of docs/NAME.md, which a wheel does not have."""
+    """Returns the URL of docs/NAME.md, which wheels do not contain."""
     return f"{REPOSITORY}/blob/main/docs/{name}.md"
 
 
 def install_command(extra: str) -> str:
-    """Returns the command that installs what an extra needs: of the installed package, else of the checkout.
+    """Returns the command that installs an extra's dependencies, for the installed package or else the checkout.
 
-    db-SP is on no package index: pip reads the extras of the installed package from its own metadata.
+    db-SP is not on PyPI; for an installed package pip reads the extras from its metadata.
     """
     try:
         distribution("dbsp-attention")

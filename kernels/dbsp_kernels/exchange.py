@@ -1,4 +1,4 @@
-"""Copies of token segments, and int8 rows: what exchanges pack and unpack by."""
+"""Copying token segments and quantizing them to int8 rows, to pack and unpack exchanges."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from dbsp_kernels.segments import CopySegments
 
 
 def row_words(head_dim: int) -> int:
-    """Words of a token of so many numbers, its scale included."""
+    """Returns the int32 words of one int8 token, including its scale."""
     return -(-head_dim // 4) + 1
 
 
 def signs(head_dim: int, device: torch.device) -> torch.Tensor:
-    """Returns ±1.0 for each channel, float32[D], which rotation multiplies by before `butterflies`.
+    """Returns float32[D] of ±1.0, by which rotation multiplies channels before `butterflies`.
 
-    Otherwise a part that is common to all channels would end up in one. These signs are a bent function: they spread
-    that part, and each other pattern that `butterflies` adds up, over all channels.
+    Without signs, an offset common to all channels would end up in one channel. These signs are a bent function, which
+    spreads that offset, and every other pattern that `butterflies` sums, over all channels.
     """
-    # Bits 0 and 1 of a channel's number make a pair, bits 2 and 3 and so on: minus if an odd number of pairs are 11.
+    # Pair up a channel number's bits (0 and 1, 2 and 3, …): negative if an odd number of pairs are 11.
     channel = torch.arange(head_dim, device=device)
     odd = channel & (channel >> 1) & 0x5555
     for bits in (8, 4, 2):
@@ -30,9 +30,9 @@ def signs(head_dim: int, device: torch.device) -> torch.Tensor:
 
 
 def butterflies(tokens: torch.Tensor) -> torch.Tensor:
-    """Multiplies runs of 2^stages_of(D) channels of [..., D] by a Hadamard matrix, by sums and differences of two.
+    """Multiplies runs of 2^stages_of(D) channels of [..., D] by a Hadamard matrix, by pairwise sums and differences.
 
-    Their order is fixed, so that results are bitwise identical wherever they are computed.
+    The order is fixed, so results are bitwise identical on all devices.
     """
     for stage in range(stages_of(tokens.shape[-1])):
         first, second = tokens.unflatten(-1, (-1, 2, 1 << stage)).unbind(-2)
@@ -41,7 +41,7 @@ def butterflies(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def rotated(tokens: torch.Tensor) -> torch.Tensor:
-    """Rotates float32[..., D] as int8 rows are, without rounding."""
+    """Rotates float32[..., D] like int8 rows, without rounding."""
     head_dim = tokens.shape[-1]
     return butterflies(tokens * signs(head_dim, tokens.device)) * norm_of(head_dim)
 
@@ -54,18 +54,18 @@ def quantise_segments(
     *,
     rotate: bool = True,
 ) -> None:
-    """Copies segments from tokens to rows of int8: number / scale, to the nearest, halves to even.
+    """Quantizes segments of tokens to int8 rows: value / scale, rounded half to even.
 
-    A token's scale is its largest magnitude / 127. One with a number that is not finite gets scale NaN.
+    A token's scale is its largest magnitude / 127, or NaN if any value is not finite.
 
     Args:
         source: [B, heads, tokens, D], floating-point, any strides.
-        destination: int32[B, heads, tokens, row_words(D)]; views with words side by side are welcome. A buffer
-            [tokens, B, row_words(D)] is one head.
+        destination: int32[B, heads, tokens, row_words(D)], last dimension contiguous; or a buffer [tokens, B,
+            row_words(D)], treated as one head.
         segments: Without zeros.
-        less: float32[B, source's heads, D], what is subtracted from every token beforehand. None: nothing.
-        rotate: True if tokens are rotated before they are rounded, which spreads a large number over the channels:
-            signs change (`signs`), then `butterflies`, whose norm is in the scale.
+        less: float32[B, source's heads, D], subtracted from every token first. None: nothing.
+        rotate: True to rotate tokens before rounding (`signs`, then `butterflies`, whose norm goes into the scale),
+            which spreads outliers over all channels.
     """
     destination = as_heads(destination)
     if source.is_cuda:
@@ -81,11 +81,11 @@ def quantise_segments(
 
 
 def rows_of_tokens(tokens: torch.Tensor, rotate: bool = True) -> torch.Tensor:
-    """Quantizes float32[..., D] to int32[..., row_words(D)], by torch's own operations; see `quantise_segments`."""
+    """Quantizes float32[..., D] to int32[..., row_words(D)] in plain torch; see `quantise_segments`."""
     head_dim = tokens.shape[-1]
     if rotate:
         tokens = butterflies(tokens * signs(head_dim, tokens.device))
-    largest = tokens.abs().amax(dim=-1)  # NaN where one is
+    largest = tokens.abs().amax(dim=-1)  # propagates NaN
     scale = largest / LARGEST
     scale = torch.where(largest.isfinite(), scale, torch.nan).masked_fill_(largest < TINY, 0.0)
     divisor = torch.where(scale > 0, scale, torch.inf)
@@ -96,16 +96,16 @@ def rows_of_tokens(tokens: torch.Tensor, rotate: bool = True) -> torch.Tensor:
 
 
 def restore_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Tokens [..., D] of a floating-point dtype from contiguous rows int32[..., row_words(D)]: number · scale."""
+    """Dequantizes contiguous rows int32[..., row_words(D)] to floating-point tokens [..., D]."""
     tokens = rows.new_empty(*rows.shape[:-1], head_dim, dtype=dtype)
     return torch.mul(rows.view(torch.int8)[..., :head_dim], rows.view(torch.float32)[..., -1:], out=tokens)
 
 
 def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: CopySegments) -> None:
-    """Copies segments of rotated tokens, and rotates them back: the opposite of what `quantise_segments` does first.
+    """Copies segments of rotated tokens and undoes the rotation of `quantise_segments`.
 
     Args:
-        source: A contiguous buffer [tokens, B, D], or of int8 rows, int32[tokens, B, row_words(D)].
+        source: Contiguous buffer of tokens [tokens, B, D] or of int8 rows, int32[tokens, B, row_words(D)].
         destination: [B, heads, tokens, D], floating-point, any strides.
     """
     head_dim = destination.shape[-1]
@@ -126,15 +126,15 @@ def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: C
 def copy_segments(
     sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], *, add: bool = False
 ) -> None:
-    """Copies segments of up to three sources, such as q, k and v: on a GPU in one pass, and in one launch.
+    """Copies segments of up to three sources, such as q, k and v, in one launch on GPUs.
 
-    Nothing else in the destination is touched.
+    Slots outside the segments are left unchanged.
 
     Args:
-        sources, destination: [B, heads, tokens, D] of one B, D, dtype and device, of any strides; views are welcome.
-            Buffers of exchanges, [tokens, B, D], are one head.
-        segments: Segments of each source; no two segments of all write to one slot.
-        add: True if tokens are added to the destination; such segments have no zeros.
+        sources, destination: [B, heads, tokens, D] with equal B, D, dtype and device, any strides. Exchange buffers
+            [tokens, B, D] are treated as one head.
+        segments: Segments of each source; no two of them write to one slot.
+        add: True to add tokens to the destination; segments must have no zeros.
     """
     if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
@@ -154,10 +154,7 @@ def copy_segments(
 
 
 def copy_to_both(source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]) -> None:
-    """Copies segments of one source to two destinations, such as q to one and k and v to another, as `copy_segments`.
-
-    `segments` has those of each destination.
-    """
+    """Copies segments of one source to two destinations like `copy_segments`; `segments` has one per destination."""
     if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_to_both  # here: triton need not be installed
 
@@ -168,7 +165,7 @@ def copy_to_both(source: torch.Tensor, destinations: Sequence[torch.Tensor], seg
 
 
 def _copy_rows(source: torch.Tensor, destination: torch.Tensor, positions: Sequence[torch.Tensor]) -> None:
-    """Copies tokens by rows of memory, which torch does several times as fast as by indices of head and token.
+    """Copies tokens by memory row, which is several times faster in torch than indexing by head and token.
 
     Args:
         source, destination: [B, heads, tokens, D].
@@ -182,10 +179,10 @@ def _copy_rows(source: torch.Tensor, destination: torch.Tensor, positions: Seque
             stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
         if tensor.numel() == 0 or (last != 1 and width > 1) or any(stride % width for stride in strides):
-            destination[:, to_head, to_token] = source[:, from_head, from_token]  # no row of memory has a token
+            destination[:, to_head, to_token] = source[:, from_head, from_token]  # tokens are not memory rows
             return
         of_batch, of_head, of_token = (stride // width for stride in strides)
-        index = token if of_token == 1 else token * of_token  # each operation here takes as long as copying 100 tokens
+        index = token if of_token == 1 else token * of_token  # an operation costs like copying 100 tokens
         if of_head:
             index = index.add(head, alpha=of_head)
         if sizes[0] > 1:
@@ -197,5 +194,5 @@ def _copy_rows(source: torch.Tensor, destination: torch.Tensor, positions: Seque
 
 
 def as_heads(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns [B, heads, tokens, D] itself, and a buffer [tokens, B, D] as one head of it."""
+    """Returns [B, heads, tokens, D] unchanged and a buffer [tokens, B, D] as [B, 1, tokens, D]."""
     return tensor.transpose(0, 1).unsqueeze(1) if tensor.ndim == 3 else tensor

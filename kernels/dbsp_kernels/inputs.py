@@ -10,9 +10,9 @@ import torch
 from dbsp_kernels.row_parts import RowParts
 
 
-@dataclass(eq=False)  # not frozen: one is made for every chunk, which would take five times as long
+@dataclass(eq=False)  # not frozen: created per chunk, and freezing makes that five times slower
 class KernelInputs:
-    """The arguments of `dbsp_kernels.block_attention`, which describes them, as all kernels share them."""
+    """Arguments of `dbsp_kernels.block_attention` (documented there)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -35,18 +35,18 @@ class KernelInputs:
 
     @property
     def tables(self) -> dict[str, torch.Tensor]:
-        """The tables that are given, by name."""
+        """The tables that are not None, by name."""
         names = ("kv_index", "kv_count", "kv_len", "kv_full", "row_schedule")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def positively_scaled(self) -> tuple[torch.Tensor, float]:
-        """Returns q and a scale above 0 that give the same scores, for kernels that take maxima before they scale."""
+        """Returns q and a positive scale with equal scores, for kernels that take the maximum before scaling."""
         if self.scale > 0:
             return self.q, self.scale
         return (-self.q, -self.scale) if self.scale < 0 else (torch.zeros_like(self.q), 1.0)
 
     def check(self) -> None:
-        """Raises ValueError for shapes, dtypes or devices that do not go together. Reads no values."""
+        """Raises ValueError for mismatched shapes, dtypes or devices, without reading values."""
         q, k, v, tables = self.q, self.k, self.v, self.tables
         if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape or k.shape[-1] != q.shape[-1]:
             raise ValueError(
@@ -75,7 +75,7 @@ class KernelInputs:
             )
 
     def check_values(self) -> None:
-        """Raises ValueError for counts, indices or hints that are not true. Synchronises with the device."""
+        """Raises ValueError for wrong counts, indices or hints. Synchronizes with the device."""
         (rows, width), blocks, block = self.kv_index.shape, len(self.kv_len), self.k.shape[1]
         if rows and not 0 <= int(self.kv_count.min()) <= int(self.kv_count.max()) <= width:
             raise ValueError(f"kv_count must lie between 0 and the table's width {width}")
@@ -95,22 +95,22 @@ class KernelInputs:
                 raise ValueError(f"row_schedule must name each of the {rows} rows once")
         if self.parts is not None:
             row, _, entries, *_ = self.parts.items.long().unbind(1)
-            listed = entries.new_zeros(rows + 1).index_add_(0, row + 1, entries)[1:]  # without what is not used
+            listed = entries.new_zeros(rows + 1).index_add_(0, row + 1, entries)[1:]  # drop unused items
             if not torch.equal(listed, self.kv_count.long()):
                 raise ValueError("the parts of each row must list as many blocks as kv_count")
 
 
 def one_head(t: torch.Tensor) -> torch.Tensor:
-    """Returns [n, B, D] as [1, n·B, 1, D]: all rows or blocks as one head, as kernels of others take them."""
+    """Reshapes [n, B, D] → [1, n·B, 1, D]: all rows or blocks as one head, for third-party kernels."""
     return t.reshape(1, -1, 1, t.shape[-1]).contiguous()
 
 
 PartialAttention = tuple[torch.Tensor, torch.Tensor]
-"""A result over some of the keys: out [..., D] and lse [...], natural log; where it saw no key, 0 and −inf."""
+"""Result over some of the keys: out [..., D] and lse [...], natural log; 0 and −inf for queries without keys."""
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the log-sum-exp's dtype for queries of `dtype`: float32, or float64 for float64."""
+    """Returns the dtype of the log-sum-exp for queries of `dtype`: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -119,12 +119,12 @@ def merge_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges attention over two disjoint key sets.
 
-    out = out·σ(lse − lse_part) + out_part·σ(lse_part − lse) is the usual update; where both sides are −inf the
-    difference is NaN, so the weights are formed against a finite maximum instead.
+    The usual update is out·σ(lse − lse_part) + out_part·σ(lse_part − lse). If both sides are −inf, their difference is
+    NaN, so weights are relative to a finite maximum.
 
     Args:
         out, out_part: [..., D].
-        lse, lse_part: [...], natural log, of `lse_dtype`; a side that saw no key has lse −inf and out 0.
+        lse, lse_part: [...], natural log, of `lse_dtype`; without keys lse is −inf and out 0.
 
     Returns:
         (out in out's dtype, lse).
@@ -140,10 +140,10 @@ def merge_states(
 
 
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """Merges as `merge_states`, writing the result over `out` and `lse`: on CUDA in one pass over memory.
+    """Merges like `merge_states`, in place into `out` and `lse`; on CUDA in one pass over memory.
 
     Args:
-        out: [..., D], a view whose items (along the first dimension) are contiguous, such as some rows of each.
+        out: [..., D]; each item along the first dimension must be contiguous.
         lse: [...], likewise.
         out_part, lse_part: As for `merge_states`.
     """
@@ -159,12 +159,12 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse
 
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""dq [Rq, Bq, D], dk and dv [Ck, Bk, D], of `lse_dtype`; zero where nothing was attended to."""
+"""dq [Rq, Bq, D], dk and dv [Ck, Bk, D], of `lse_dtype`; zero for rows and blocks outside the attention."""
 
 
 TransposedTable = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""The rows int32[Ck, most] that attend to each packed block, in rising order, their count int32[Ck], and the order
-int32[Ck] in which blocks start; None: as they are."""
+"""The rows int32[Ck, most] that attend to each packed block, ascending, their count int32[Ck], and the order int32[Ck]
+in which blocks start (None: in order)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,11 +172,11 @@ class BackwardInputs:
     """Inputs of a kernel's backward.
 
     Attributes:
-        forward: q, k, v, scale and tables, as the forward had them; `partial` and `out_dtype` are None.
+        forward: q, k, v, scale and tables of the forward; `partial` and `out_dtype` are None.
         dout: [Rq, Bq, D].
-        out, lse: The attention's over *all* keys, those of other calls too: the gradients of calls over disjoint keys
-            then just add up, because each one's P = exp(scale·QKᵀ − lse) is its part of the whole softmax.
-        transposed: Returns the forward's tables the other way round, for kernels that need them.
+        out, lse: Of the attention over *all* keys, including other calls'. Gradients of calls over disjoint keys then
+            add up, because each P = exp(scale·QKᵀ − lse) is a part of the whole softmax.
+        transposed: Returns the forward's tables transposed, for kernels that need them.
     """
 
     forward: KernelInputs
@@ -190,7 +190,7 @@ class BackwardInputs:
         return (self.dout.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(dim=-1)
 
     def check(self) -> None:
-        """Raises ValueError for shapes that do not go together."""
+        """Raises ValueError for mismatched shapes."""
         q = self.forward.q
         if not self.dout.shape == self.out.shape == q.shape or self.lse.shape != q.shape[:2]:
             shapes = ", ".join(str(tuple(t.shape)) for t in (self.dout, self.out, self.lse))

@@ -1,4 +1,4 @@
-"""Kernels: what each supports, which ones there are, and the choice among them."""
+"""Table of kernels with the inputs that each supports, and `choose_kernel`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ FLOATS = HALVES | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """Requirements of an attention on its kernel apart from device and dtype.
+    """What an attention needs from its kernel, apart from device and dtype.
 
     Attributes:
-        blocks: (block_q, block_k); None: not known yet.
-        head_dim: D; None: not known yet.
-        lse: True if the log-sum-exp is used, by which the results of chunks are merged.
-        ragged_rows: True if rows are not simply all rows of whole heads: heads are split, or in a ring.
-        tokens: Tokens of a head; None: not known yet.
-        backward: True if gradients will be computed.
+        blocks: (block_q, block_k); None: unknown.
+        head_dim: D; None: unknown.
+        lse: True if the log-sum-exp is used, for example to merge chunks.
+        ragged_rows: True if rows are not all rows of whole heads, because heads are split over ranks or in a ring.
+        tokens: Tokens per head; None: unknown.
+        backward: True if gradients are needed.
     """
 
     blocks: tuple[int, int] | None = None
@@ -47,22 +47,22 @@ class Kernel:
     """A kernel and its capabilities.
 
     Attributes:
-        run: The attention; see `dbsp_kernels.block_attention`.
+        run: Computes attention; see `dbsp_kernels.block_attention`.
         devices: Device types, such as "cuda".
-        backward: The gradients, or None; see `dbsp_kernels.block_attention_backward`.
+        backward: Computes gradients; see `dbsp_kernels.block_attention_backward`. None: not supported.
         dtypes: Dtypes of q, k and v.
-        blocks: Supported (block_q, block_k) by architecture of a GPU, 90 for Hopper; None: any, on any.
-        head_dims: Values of D.
-        least_tokens: Fewest tokens of a head.
-        returns_lse: True if it returns a log-sum-exp, and not NaN.
-        ragged_rows: True if it supports other rows than those of whole heads.
-        approximates: True if it rounds more than its dtypes do, so that "auto" never takes it, however it measures.
-        merges: True if it merges into `partial` and returns `out_dtype` by itself.
-        slots: Returns how many rows of q [..., D] and blocks (block_q, block_k) a GPU computes at a time, and None off
-            GPUs. None: it starts rows in an order of its own, and takes no `parts`.
-        why_unavailable: Returns why it cannot work on this machine, or None.
+        blocks: Supported (block_q, block_k) by GPU architecture, 90 for Hopper; None: any.
+        head_dims: Supported values of D.
+        least_tokens: Fewest tokens per head.
+        returns_lse: False if the log-sum-exp is NaN.
+        ragged_rows: False if it supports only rows of whole heads.
+        approximates: True if it rounds more than its dtypes do; "auto" never chooses it.
+        merges: True if it merges into `partial` and returns `out_dtype` itself.
+        slots: Returns how many rows of q [..., D] in blocks (block_q, block_k) a GPU computes at a time, or None off
+            GPUs. None: the kernel orders rows itself and does not support `parts`.
+        why_unavailable: Returns why it is unavailable on this machine, or None.
         interpreted: True if Triton's interpreter can run it on the CPU.
-        auto_on: Device types on which "auto" may choose it: those on which the tests run it.
+        auto_on: Device types on which "auto" may choose it (where tests run it).
     """
 
     name: str
@@ -85,52 +85,50 @@ class Kernel:
     def why_unsupported(
         self, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
     ) -> str | None:
-        """Returns why this kernel does not support such tensors and needs here, or None."""
+        """Returns why this kernel does not support these tensors and requirements here, or None."""
         needs, device = needs or KernelRequirements(), torch.device(device)
         if device.type not in self.devices and not (device.type == "cpu" and self.interpreted and interpreted()):
-            return f"it runs on {', '.join(sorted(self.devices))}, the tensors are on {device.type}"
+            return f"it runs on {', '.join(sorted(self.devices))}, got tensors on {device.type}"
         if dtype not in self.dtypes:
-            return f"it takes {', '.join(sorted(str(d) for d in self.dtypes))}, the tensors are {dtype}"
+            return f"it supports {', '.join(sorted(str(d) for d in self.dtypes))}, got {dtype}"
         reason = self.why_unsupported_anywhere(replace(needs, blocks=None)) or self.why_unavailable()
         if reason is not None or self.blocks is None:
             return reason
         arch = capability_of(device) if device.type == "cuda" and torch.cuda.is_available() else None
         if arch is not None and arch not in self.blocks:
             supported = ", ".join(f"{capability // 10}.{capability % 10}" for capability in sorted(self.blocks))
-            return f"it supports GPUs of compute capability {supported}; {device} has {arch // 10}.{arch % 10}"
+            return f"it supports GPUs of compute capability {supported}, got {arch // 10}.{arch % 10} ({device})"
         return self._why_unsupported_blocks(needs.blocks, frozenset() if arch is None else self.blocks[arch])
 
     def _why_unsupported_blocks(
         self, blocks: tuple[int, int] | None, supported: frozenset[tuple[int, int]] = frozenset()
     ) -> str | None:
-        """Returns why (block_q, block_k) are none of those supported, by default on any GPU; or None."""
+        """Returns why (block_q, block_k) are not supported (by default on any GPU), or None."""
         supported = supported or frozenset().union(*(self.blocks or {}).values())
         if blocks is None or not supported or blocks in supported:
             return None
         shown = ", ".join(f"{q}×{k}" for q, k in sorted(supported))
-        return f"it supports blocks of {shown} (block_q × block_k of the mask), not {blocks[0]}×{blocks[1]}"
+        return f"it supports blocks of {shown} (block_q × block_k of the mask), got {blocks[0]}×{blocks[1]}"
 
     def why_unsupported_anywhere(self, needs: KernelRequirements) -> str | None:
-        """Returns why this kernel does not support such a plan on any computer, or None."""
+        """Returns why no machine can run these requirements with this kernel, or None."""
         heads = self.head_dims
         dims = f"from {heads.start} to {heads.stop - 1}" if isinstance(heads, range) else " or ".join(map(str, heads))
         if needs.lse and not self.returns_lse:
-            return "it returns no log-sum-exp, by which chunks of keys are merged; use a strategy UxR1"
+            return "it returns no log-sum-exp, which merging chunks of keys needs; use a strategy UxR1"
         if needs.ragged_rows and not self.ragged_rows:
-            return (
-                "it supports only whole heads, and here heads are split over ranks or cut by texts of unequal length"
-            )
+            return "it supports only whole heads, but heads are split over ranks or by texts of unequal length"
         if needs.backward and self.backward is None:
-            return "it has no backward, and gradients are asked for"
+            return "it has no backward, but gradients are needed"
         if needs.head_dim is not None and needs.head_dim not in heads:
-            return f"it supports head dims {dims}, not {needs.head_dim}"
+            return f"it supports head dims {dims}, got {needs.head_dim}"
         if needs.tokens is not None and needs.tokens < self.least_tokens:
-            return f"it supports heads of {self.least_tokens} tokens and more, not of {needs.tokens}"
+            return f"it needs at least {self.least_tokens} tokens per head, got {needs.tokens}"
         return self._why_unsupported_blocks(needs.blocks)
 
 
 def _of_triton(name: str) -> Callable[..., Any]:
-    """Returns a function of `dbsp_kernels.triton` that is imported when it runs: triton need not be installed."""
+    """Returns a function of `dbsp_kernels.triton`, imported at its first call because triton is optional."""
     return lambda inputs: _imported(f"dbsp_kernels.triton.{name}")(inputs)
 
 
@@ -173,7 +171,7 @@ _IN_ORDER = (
         run=cpu.reference_attention,
         backward=cpu.reference_attention_backward,
         devices=_CPU | _CUDA,
-        auto_on=_CPU,  # on CUDA a loop over rows would take hours
+        auto_on=_CPU,  # a loop over rows takes hours on CUDA
     ),
     Kernel(
         name="fa4",
@@ -200,7 +198,7 @@ _IN_ORDER = (
         dtypes=HALVES,
         blocks=sparge.BLOCKS,
         head_dims=(64, 128),
-        least_tokens=128,  # which SpargeAttn asserts
+        least_tokens=128,  # asserted by SpargeAttn
         returns_lse=False,
         ragged_rows=False,
         approximates=True,
@@ -215,18 +213,18 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}
 def available(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
 ) -> list[str]:
-    """Returns the kernels that support tensors of `dtype` on `device` here, best first, by name."""
+    """Returns the names of kernels that support tensors of `dtype` on `device` on this machine, best first."""
     return [name for name, kernel in KERNELS.items() if kernel.why_unsupported(device, dtype, needs) is None]
 
 
 def require_kernel_name(name: str, source: str = "kernel") -> None:
-    """Raises UserError, with the names to use instead, unless `name` is "auto" or a kernel's; `source` set it."""
+    """Raises UserError unless `name`, set by `source`, is "auto" or a kernel."""
     if name != "auto" and name not in KERNELS:
         raise UserError(f"unknown {source} {name[:80]!r}; use one of auto, {', '.join(KERNELS)}")
 
 
 def _requested(name: str) -> str:
-    """Returns `name`, or for "auto" $DBSP_KERNEL if set. Raises UserError if no kernel has that name."""
+    """Returns `name`, or for "auto" $DBSP_KERNEL if set. Raises UserError for unknown names."""
     from_environment = os.environ.get("DBSP_KERNEL") if name == "auto" else None
     require_kernel_name(from_environment or name, "DBSP_KERNEL" if from_environment else "kernel")
     return from_environment or name
@@ -235,12 +233,12 @@ def _requested(name: str) -> str:
 def choose_kernel(
     name: str, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
 ) -> Kernel:
-    """Returns the kernel called `name`; for "auto" $DBSP_KERNEL if set, else the first that `auto` may take here.
+    """Returns the kernel called `name`; for "auto" $DBSP_KERNEL if set, else the best supported kernel.
 
-    Of several names with commas between, such as "fa4,auto", it is the first with support.
+    For a comma-separated list such as "fa4,auto", returns the first supported kernel.
 
     Raises:
-        UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`; the message names a fix.
+        UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`.
     """
     *_, requested = asked = [_requested(each) for each in name.split(",")]
     reasons = {}
@@ -258,10 +256,9 @@ def choose_kernel(
 
 
 def require_supported(name: str, needs: KernelRequirements, device: torch.device | None = None) -> None:
-    """Raises UserError, naming kernels that do, if the kernel called `name` supports such a plan on no computer.
+    """Raises UserError if no machine can run `needs` with the kernel called `name`, so all ranks raise alike.
 
-    The result is the same on all ranks, so that all of them raise; not so with a `device`, on which the kernel must
-    support the plan, too, if it is for such devices at all.
+    With `device`, the kernel must also support `needs` there (ranks may then differ), unless it is for other devices.
     """
     requested = _requested(name)
     if requested == "auto":
@@ -276,6 +273,6 @@ def require_supported(name: str, needs: KernelRequirements, device: torch.device
 
 
 def supports(name: str, needs: KernelRequirements) -> bool:
-    """Returns True if a kernel supports such a plan on some computer; "auto" does. Raises UserError if unknown."""
+    """Returns True if some machine can run `needs` with this kernel, or for "auto". Raises UserError if unknown."""
     requested = _requested(name)
     return requested == "auto" or KERNELS[requested].why_unsupported_anywhere(needs) is None

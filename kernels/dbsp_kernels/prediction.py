@@ -1,4 +1,4 @@
-"""Means of blocks, and the blocks that scores of means select."""
+"""Mean pooling of blocks, scores of means, and block selection, bitwise identical on all devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from dbsp_kernels.rounding import DIRECTION_UNIT, LEAST_EXPONENT, LIMIT, MEAN_UNIT, SCALE_EXPONENT, UNIT_EXPONENT
 from dbsp_kernels.tables import pack_bits
 
-TOKENS_AT_A_TIME = 1024  # on the CPU: what is computed of them stays in the cache
+TOKENS_AT_A_TIME = 1024  # on the CPU, so that intermediates stay in the cache
 
 
 def sum_tokens(
@@ -19,21 +19,21 @@ def sum_tokens(
     sums: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums over the tokens of each block, which are integers: no order of summation changes a bit.
+    """Sums the tokens of each block in integers, so that the order of summation does not matter.
 
-    Values that are not finite count as 0 or as ± LIMIT.
+    NaN counts as 0 and values beyond ±LIMIT as ±LIMIT.
 
     Args:
         tokens: [B, H, n, D], float32, bfloat16 or float16, any strides.
-        position: int64[m], which of the n are summed, block after block.
-        first: int64[blocks + 1], where each block's begin in `position`, and where the last one's end.
-        sums: int64[H, B, n, 2 · D + 2], contiguous, to write to and return; None: of these blocks alone.
-        rows: int64[blocks], which of the n are those of each block.
+        position: int64[m], indices of the summed tokens, block after block.
+        first: int64[blocks + 1], start of each block in `position`, and the end of the last.
+        sums: int64[H, B, n, 2 · D + 2], contiguous, to write into and return; None: a new tensor of these blocks.
+        rows: int64[blocks], row of each block in `sums`.
 
     Returns:
-        int64[H, B, blocks, 2 · D + 2]: the sum of values, in units of MEAN_UNIT, and then of directions (values
-        divided by the token's length), in units of DIRECTION_UNIT, each token's rounded down; and two zeros, so that
-        sums of a block take the room of four rows of `pool_rows`.
+        int64[H, B, blocks, 2 · D + 2]: sum of values in units of MEAN_UNIT, sum of directions (values divided by the
+        token's norm) in units of DIRECTION_UNIT, each rounded down per token, and two zeros as padding, so that a
+        block's sums take the room of four rows of `pool_rows`.
     """
     if tokens.is_cuda:
         from dbsp_kernels.triton.prediction import sum_tokens_triton  # here: triton need not be installed
@@ -46,31 +46,31 @@ def sum_tokens(
     sums = tokens.new_zeros(heads, batch, blocks, 2 * head_dim + 2, dtype=torch.int64)
     block = torch.repeat_interleave(torch.arange(blocks, device=first.device), first.diff())
     together = list(zip(position.split(TOKENS_AT_A_TIME), block.split(TOKENS_AT_A_TIME), strict=True))
-    # Units are powers of 2, so that counting in them is exact in float32.
+    # Units are powers of 2, so scaling by them is exact in float32.
     for item, head, (positions, into) in itertools.product(range(batch), range(heads), together):
         part = tokens[item, head].index_select(0, positions).to(torch.float32)
         part = torch.nan_to_num_(part, nan=0.0).clamp_(-LIMIT, LIMIT)
         values, directions = sums[head, item, :, :-2].chunk(2, dim=-1)
         values.index_add_(0, into, part.mul(1 / MEAN_UNIT).floor_().long())
-        # In float64: torch's float32 root on CPU is not always the nearest; of this one's, the rounded one is.
+        # float64: torch's float32 sqrt on CPU is not always correctly rounded; a float64 sqrt rounded to float32 is.
         norm = halving_sum(part * part).to(torch.float64).sqrt_().to(torch.float32)
-        part.div_(norm.masked_fill_(norm == 0, torch.inf)[:, None])  # without a length: no direction
-        # rounded down: adding a half first would round twice, and differently elsewhere
+        part.div_(norm.masked_fill_(norm == 0, torch.inf)[:, None])  # zero tokens: direction 0
+        # floor, because adding a half would round twice, and differently on other devices
         directions.index_add_(0, into, part.mul_(1 / DIRECTION_UNIT).floor_().long())
     return sums
 
 
 def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Means and similarities of complete blocks.
+    """Returns means and similarities of complete blocks.
 
-    The mean cosine of all pairs of n directions, each with itself included, is |Σ directions|² / n².
+    The mean cosine of all pairs of n directions, including self-pairs, is |Σ directions|² / n².
 
     Args:
         sums: int64[H, B, blocks, 2 · D + 2], from `sum_tokens`.
         lengths: int64[blocks], tokens of each.
 
     Returns:
-        float32[H, B, blocks, D + 1]: the mean, and then the mean cosine of all pairs of the block's tokens.
+        float32[H, B, blocks, D + 1]: the mean, then the mean cosine over all pairs of the block's tokens.
     """
     if sums.is_cuda:
         from dbsp_kernels.triton.prediction import pool_rows_triton  # here: triton need not be installed
@@ -83,7 +83,7 @@ def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def halving_sum(terms: torch.Tensor) -> torch.Tensor:
-    """Sums terms [..., D] over the last dimension in one fixed order: its halves are added until one is left."""
+    """Sums [..., D] over the last dimension in a fixed order, by adding halves until one element is left."""
     width = 1 << (terms.shape[-1] - 1).bit_length()
     if width > terms.shape[-1]:
         terms = torch.nn.functional.pad(terms, (0, width - terms.shape[-1]))
@@ -94,13 +94,13 @@ def halving_sum(terms: torch.Tensor) -> torch.Tensor:
 
 
 def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
-    """Scores of mean queries and keys, −inf at key blocks whose similarity is at or below `similarity`.
+    """Returns scores of mean queries and keys, −inf at key blocks whose similarity is at most `similarity`.
 
-    Each row's D elements are rounded to whole numbers of 22 bits, in units of a power of two. Their products and sums
-    are exact, in float64 as in integers, so that no order of summation and no device can change a bit.
+    Each row's D elements are rounded to 22-bit integers times a power of two. Their products and sums are exact in
+    float64 and in integers, so results are bitwise identical on all devices.
 
     Args:
-        rows: float32[heads, nq + nk, D + 1], from `pool_rows`: of queries and then of keys; finite, D ≤ 2048.
+        rows: float32[heads, nq + nk, D + 1], from `pool_rows`: queries, then keys; finite, D ≤ 2048.
 
     Returns:
         float64[heads, nq, nk].
@@ -122,15 +122,15 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
 def select_blocks(
     chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
 ) -> torch.Tensor:
-    """Returns the blocks of largest chance in each row, ties to the lower column, and dense rows and columns, as bits.
+    """Selects each row's blocks of largest chance (ties: lower column) plus dense rows and columns; returns bits.
 
-    On a GPU chances are added up exactly, in units of 2^-60; on the CPU in float64, one after the other.
+    Chances are accumulated exactly in units of 2^-60 on GPUs, sequentially in float64 on the CPU.
 
     Args:
         chance: float64[heads, nq, nk], at least 0 and below 2; NaN counts as 0.
-        dense: bool[heads, nq + nk], rows and then columns that are dense in any case.
-        cdf: As many blocks as have a cumulative chance of at most this, but at least one; None: `count` of them.
-        crossing: True if the next block is taken too, with which the cumulative chance exceeds `cdf`.
+        dense: bool[heads, nq + nk], rows and then columns that are always dense.
+        cdf: Largest cumulative chance of the selected blocks, of which there is at least one; None: select `count`.
+        crossing: True to include the block at which the cumulative chance exceeds `cdf`.
 
     Returns:
         uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them.

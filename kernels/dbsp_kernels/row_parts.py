@@ -1,4 +1,4 @@
-"""Rows that are cut by keys, as kernels take them, and the limits by which they are cut."""
+"""Rows cut by keys, as passed to kernels, and the limits for cutting."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ from dataclasses import dataclass
 
 import torch
 
-LONG_ROW = 0.125  # Row share from which long rows are cut: the longest over a slot's share of the work
-SHORT = 10  # Rows over a 10th of a slot's share start first, and the lightest 10th of the work last
-LEAST_BLOCKS = 16  # of a part
-SHARES = 32  # No limit is below a 32nd of a slot's share
-PART_BLOCKS = 2  # What a part takes in addition to its blocks, in the time of a block
+LONG_ROW = 0.125  # cut rows if the longest exceeds this fraction of a slot's share of the work
+SHORT = 10  # rows above 1/10 of a slot's share start first, the lightest 1/10 of the work last
+LEAST_BLOCKS = 16  # fewest blocks of a part
+SHARES = 32  # parts are at least 1/32 of a slot's share
+PART_BLOCKS = 2  # overhead of a part, in units of a block's time
 
 
 @dataclass(frozen=True, eq=False)
 class RowParts:
-    """Rows of which long ones are cut by keys, in the order in which they start.
+    """Rows in the order in which they start, long ones cut by keys.
 
     Attributes:
-        items: int32[n, 5], a whole row or a part of one each: the row, the first entry of its list, how many entries,
-            how many of these are blocks of all tokens, and the place of its result, −1 for a whole row. Where the row
-            is −1, an item is not used.
-        cuts: int32[E, 3], the rows that are cut: the row, the place of its first part, and how many parts it has. With
-            0 parts, a cut is not used.
+        items: int32[n, 5], one whole row or part each: row (−1: unused item), first entry in the row's list, number of
+            entries, number of full blocks among them, and place of the result (−1 for a whole row).
+        cuts: int32[E, 3], one cut row each: row, place of its first part, number of parts (0: unused cut).
     """
 
     items: torch.Tensor
@@ -31,12 +29,12 @@ class RowParts:
 
     @property
     def places(self) -> int:
-        """Number of places for the parts' results: twice as many as parts can be added."""
+        """Number of places for results of parts: twice the number of parts that cutting can add."""
         return 2 * self.cuts.shape[0]
 
 
 def most_added_parts(slots: int) -> int:
-    """Returns E, how many parts cutting can add, whatever the rows: Σ (parts − 1) ≤ Σ blocks / limit.
+    """Returns E, an upper bound on the parts that cutting adds: Σ (parts − 1) ≤ Σ blocks / limit.
 
     With limit = max(rest / slots, total / (32 · slots)) this is at most slots · (1 + ∫ dx / x from 1 / 32 to 1).
     """

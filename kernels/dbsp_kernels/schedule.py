@@ -1,7 +1,7 @@
-"""The order in which a GPU starts rows, and long rows cut by keys: so that nothing is waited for at the end.
+"""Order in which a GPU starts rows, and cutting of long rows by keys, so that all rows end at about the same time.
 
-A GPU computes so many rows at a time as it has *slots*: multiprocessors × programs on each / programs of a row. A row
-takes its key blocks one after another, so one that starts late, or is long, keeps the others waiting.
+A GPU computes as many rows at a time as it has *slots*: multiprocessors × programs on each / programs of a row. A row
+processes its key blocks sequentially, so a long row or one that starts late delays the whole attention.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 
 from dbsp_kernels.row_parts import LEAST_BLOCKS, PART_BLOCKS, SHARES, SHORT, RowParts, most_added_parts
 
-MOST_ROWS = 1 << 15  # Above, rows just start head by head: each is compared with each, and a slot has many
+MOST_ROWS = 1 << 15  # with more rows, start them head by head: comparing all pairs would cost more than it gains
 
 
 def order_rows(count: torch.Tensor, spans: torch.Tensor, slots: int, batch: int = 1) -> torch.Tensor:
-    """Returns the order in which rows start: int32[y, B · R], on their device, without a host synchronisation.
+    """Returns the order in which rows start: int32[y, B · R] on the same device, without host synchronization.
 
-    Long rows of all heads start first, and the lightest tenth of the work last. The others start head by head, so that
-    a head's keys stay in the cache while its rows run. Heavy rows are the first of each group.
+    Long rows of all heads start first and the lightest tenth of the work last. The others start head by head, so that
+    a head's keys stay in the cache. Each group starts with its heaviest rows.
 
     Args:
         count: int32[y, R], blocks of each row in each chunk of keys.
@@ -39,13 +39,13 @@ def order_rows(count: torch.Tensor, spans: torch.Tensor, slots: int, batch: int 
 def cut_rows(
     count: torch.Tensor, full: torch.Tensor, spans: torch.Tensor, slots: int, batch: int = 1
 ) -> list[RowParts]:
-    """Returns the rows in the order of `order_rows`, in each chunk of keys, long ones cut into equal parts.
+    """Returns the rows of each chunk of keys in the order of `order_rows`, long ones cut into equal parts.
 
-    A row may be as long as what is left for a slot from it on, rest / slots. Where the rows as they are end little
-    later than the mean slot, none is cut: of equal rows parts would fill a last wave as badly.
+    The limit of a row is the remaining work per slot, rest / slots. No row is cut if uncut rows end little later than
+    the mean slot: cutting equal rows would leave the last wave as empty.
 
     Args:
-        full: int32[y, R], how many of a row's blocks are not short; a list has them first.
+        full: int32[y, R], number of full blocks per row, which come first in its list.
         count, spans, slots, batch: See `order_rows`.
     """
     if count.is_cuda:
@@ -59,23 +59,23 @@ def cut_rows(
 
 
 def _spans_of_copies(spans: torch.Tensor, batch: int) -> torch.Tensor:
-    """Returns int64[B · R], with spans of its own in each copy."""
+    """Returns int64[B · R], spans made distinct for each copy."""
     return (spans + (torch.arange(batch, device=spans.device) << 20)[:, None]).flatten()
 
 
 def _keys(group: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Returns int64[y, n], by which rows are sorted: by group, heavy ones first."""
+    """Returns sort keys int64[y, n]: by group, heavy rows first."""
     return (group << 32) - count
 
 
 def _ordered(count: torch.Tensor, spans: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int64[y, n], the order, and int64[y, 1], a bound on the time that the rows take in it: of waves."""
+    """Returns the order int64[y, n] and an upper bound int64[y, 1] on its time in blocks, wave by wave."""
     total = count.sum(dim=1, keepdim=True)
-    # 1. The work of each row and all heavier ones.
+    # 1. Cumulative work of each row and all heavier rows
     heavy = count.argsort(dim=1, descending=True, stable=True)
     of_heavy = count.gather(1, heavy).long()
     done = torch.empty_like(of_heavy).scatter_(1, heavy, of_heavy.cumsum(1))
-    # 2. Long rows, head by head the others, and the lightest.
+    # 2. Groups: long rows, then head by head, then the lightest
     group = torch.where(done > total - total // SHORT, 1 << 30, spans)
     group = torch.where(count.long() * SHORT * slots > total, -1, group)
     waves = of_heavy[:, ::slots].sum(dim=1, keepdim=True)
@@ -85,21 +85,21 @@ def _ordered(count: torch.Tensor, spans: torch.Tensor, slots: int) -> tuple[torc
 def _cut(
     count: torch.Tensor, full: torch.Tensor, spans: torch.Tensor, slots: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int32[y, n + E, 5] and int32[y, E, 3], the items and cuts of `RowParts`."""
+    """Returns items int32[y, n + E, 5] and cuts int32[y, E, 3] of `RowParts`."""
     order, waves = _ordered(count, spans, slots)
     count, full = count.gather(1, order).long(), full.gather(1, order).long()  # [y, n], in order
     total, done = count.sum(dim=1, keepdim=True), count.cumsum(1)
     before = done - count
-    # 1. How many parts each row has.
+    # 1. Number of parts per row
     least = (-(-total // (SHARES * slots))).clamp(min=LEAST_BLOCKS)
     limit = torch.maximum(-(-(total - before) // slots), least)
     parts = torch.minimum(-(-count // limit), count // LEAST_BLOCKS).clamp(min=1)
-    # 2. None is cut where the rows end little later than the mean slot with parts.
+    # 2. Cut no row where uncut rows end little later than the mean slot with parts
     cost = PART_BLOCKS * torch.where(parts > 1, parts, 0).sum(dim=1, keepdim=True)
     latest = (before + slots * count).amax(dim=1, keepdim=True)
     whole = 2 * torch.minimum(latest, slots * waves) <= 2 * (total + cost) + slots * least
     parts = torch.where(whole, 1, parts)
-    # 3. The items: parts of a row follow one another.
+    # 3. Items, the parts of a row next to each other
     chunks, rows, added = *count.shape, most_added_parts(slots)
     ends = parts.cumsum(1)
     item = torch.arange(rows + added, device=count.device).expand(chunks, -1).contiguous()
@@ -111,7 +111,7 @@ def _cut(
     whole_blocks = torch.minimum((full.gather(1, at) - start).clamp(min=0), stop - start)
     place = torch.where(of > 1, first_place.gather(1, at) + part, -1)
     row = torch.where(part < of, order.gather(1, at), -1)
-    # 4. The rows that are cut, in order; the others are written to one beyond the end, which is left out.
+    # 4. Cut rows in order; the others go to an extra entry, dropped below
     number = torch.where(parts > 1, (parts > 1).cumsum(1) - 1, added)
     cuts = torch.zeros(chunks, added + 1, 3, dtype=torch.int32, device=count.device)
     of_row = torch.stack([order, first_place, parts], dim=2).to(torch.int32)

@@ -1,4 +1,4 @@
-"""Tables of token segments, and their way to the device."""
+"""Tables of token segments, and copying them to the device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import torch
 
 
 def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns the array on the device, itself where it is there; from the host to a GPU by pinned memory.
-
-    So the CPU need not wait for what the device is doing.
-    """
+    """Copies the array to the device if it is not there, through pinned memory so that the CPU does not wait."""
     tensor = torch.from_numpy(array) if isinstance(array, np.ndarray) else array
     if tensor.device.type == "cpu" and device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -22,12 +19,12 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
 
 @dataclass(frozen=True, eq=False)
 class CopySegments:
-    """Segments for `copy_segments`; no two of them write to one slot.
+    """Segments for `copy_segments`, which write to disjoint slots.
 
     Attributes:
-        table: int32[n, 6], from_head, from_token, to_head, to_token, length and zeros of each: `length` tokens are
-            copied, and `zeros` zeros written behind them.
-        mean: Tokens and zeros of a segment, on average.
+        table: int32[n, 6] of from_head, from_token, to_head, to_token, length and zeros: `length` tokens are copied,
+            followed by `zeros` zero tokens.
+        mean: Mean number of tokens and zeros per segment.
     """
 
     table: torch.Tensor
@@ -35,13 +32,13 @@ class CopySegments:
 
     @classmethod
     def from_columns(cls, columns: np.ndarray, device: torch.device) -> CopySegments:
-        """Makes the table of columns int[n, 6] on the host; leaves out segments in which nothing is to be written."""
+        """Makes the table from rows int[n, 6] on the host, without empty segments."""
         size = columns[:, 4] + columns[:, 5]
         kept = np.ascontiguousarray(columns if (size > 0).all() else columns[size > 0], dtype=np.int32)
         return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
 
     def to(self, device: torch.device) -> CopySegments:
-        """Copies a table on the host to a device."""
+        """Copies the table to a device."""
         return CopySegments(to_device(self.table, device), self.mean)
 
     @cached_property
@@ -51,7 +48,7 @@ class CopySegments:
 
     @cached_property
     def positions(self) -> tuple[torch.Tensor, ...]:
-        """int64 each, by token: from_head, from_token, to_head, to_token; and to_head, to_token of the zeros."""
+        """Per-token int64 indices: from_head, from_token, to_head, to_token; then to_head, to_token of the zeros."""
         table = self.table.long()
         from_head, from_token, to_head, to_token, length, zeros = table.unbind(1)
         spread = torch.repeat_interleave
@@ -61,7 +58,7 @@ class CopySegments:
 
 
 def _counted(starts: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
-    """Returns start, start + 1, … of every segment, one after the other."""
+    """Returns start, start + 1, … of every segment, concatenated."""
     before = starts - (sizes.cumsum(0) - sizes)
     spread = torch.repeat_interleave(before, sizes)
     return spread + torch.arange(len(spread), device=spread.device)

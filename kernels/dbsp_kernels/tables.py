@@ -1,4 +1,4 @@
-"""The blocks that each row attends to, as bits: an eighth of a byte each, where a kernel's table takes four bytes."""
+"""The blocks that each row attends to as bits (a kernel's table takes four bytes per block), and their expansion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def pack_bits(needed: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Unpacks what `pack_bits` packed to bool[..., W]; rows are not contiguous if W is not a multiple of 8."""
+    """Unpacks `pack_bits` to bool[..., W]; rows are not contiguous if W is not a multiple of 8."""
     bits = (packed.unsqueeze(-1) >> _bit_positions(packed.device)).bitwise_and_(1)
     flat = bits.view(torch.bool).flatten(-2)
     return flat if flat.shape[-1] == width else flat[..., :width]
@@ -37,19 +37,19 @@ def pack_rows(
     present: torch.Tensor,
     full: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packs and counts the bits of a rank's rows, for all chunks of keys at once.
+    """Packs and counts the mask bits of a rank's rows for all chunks of keys at once.
 
-    A span is a head, or one sequence of a head, that rows attend to: they share the meaning of columns.
+    A span is a head or one sequence of a head; rows of a span share the meaning of columns.
 
     Args:
         mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
-        rows, spans: int64[R], each row's position there (in bool[n] its first) and its span.
-        columns: int64[y, spans, width], the KV block of a row's column, counted along the mask's row.
-        present: bool[y, spans, width], whether the column has a block.
-        full: True if that block is not short.
+        rows, spans: int64[R], each row's position in `mask` (in bool[n]: of its first bit) and its span.
+        columns: int64[y, spans, width], KV block of each column, as an index into the mask's row.
+        present: bool[y, spans, width], True if the column has a block.
+        full: bool[y, spans, width], True if that block is full.
 
     Returns:
-        Bits uint8[y, R, ceil(width / 8)]; int32[y, R] the blocks of each row and how many of them are not short.
+        Bits uint8[y, R, ceil(width / 8)]; int32[y, R] each row's number of blocks, and of full blocks.
     """
     if mask.is_cuda:
         from dbsp_kernels.triton.tables import triton_pack_rows  # here: triton need not be installed
@@ -74,19 +74,18 @@ def expand_rows(
     block: int,
     batch: int = 1,
 ) -> torch.Tensor:
-    """Builds the tables that `block_attention` reads, for all chunks of keys at once, without a host synchronisation.
+    """Builds the tables of `block_attention` for all chunks of keys at once, without host synchronization.
 
     Args:
-        bits: uint8[y, R, ceil(width / 8)]: row r attends to packed block base[r] + j of the chunk where its bit j is
-            set.
+        bits: uint8[y, R, ceil(width / 8)]: row r attends to packed block base[r] + j of the chunk if bit j is set.
         base: int32[y, R].
-        kv_len: int32[ΣCk], the chunks' blocks one after another; blocks shorter than `block` are listed last.
-        bounds: int32[y + 1], where each chunk's blocks begin, and where the last end.
-        kv_full: int32[y, R], how many of each row's blocks are not short.
+        kv_len: int32[ΣCk], lengths of all chunks' blocks; rows list blocks shorter than `block` last.
+        bounds: int32[y + 1], start of each chunk's blocks, and the end of the last.
+        kv_full: int32[y, R], number of full blocks per row.
 
     Returns:
-        kv_index int32[y, batch · R, width]; the b-th copy of the rows has the b-th copy of the chunk's Ck blocks. What
-        is beyond a row's count is undefined.
+        kv_index int32[y, batch · R, width]; the b-th copy of the rows attends to the b-th copy of the chunk's Ck
+        blocks. Entries beyond a row's count are undefined.
     """
     if bits.is_cuda:
         from dbsp_kernels.triton.tables import triton_expand_rows  # here: triton need not be installed
@@ -98,7 +97,7 @@ def expand_rows(
     packed, first = base[..., None] + column, bounds[:-1, None, None]
     short = kv_len[torch.where(needed, packed + first, 0).long()] < block if len(kv_len) else torch.zeros_like(needed)
     position = torch.where(short, kv_full[..., None] + (needed & short).cumsum(2) - 1, (needed & ~short).cumsum(2) - 1)
-    # Columns that are not needed are written to one beyond the end, which is cut off.
+    # Unneeded columns go to an extra entry, dropped below.
     index = torch.zeros(chunks, rows, width + 1, dtype=torch.int32, device=bits.device)
     index.scatter_(2, torch.where(needed, position, width).long(), packed.to(torch.int32))
     copies = torch.arange(batch, dtype=torch.int32, device=bits.device)[:, None] * bounds.diff()[:, None, None]

@@ -45,7 +45,7 @@ def test_exact_kernels_are_ordered_by_speed_and_their_rates_are_kept_by_blocks()
     exact = {"error": 1e-4, "exact": True}
     found = [
         KernelResult("triton", (128, 64), **exact, flops_per_s=1e14),
-        KernelResult("fa4", (128, 64), "it supports blocks of 128×128, not 128×64"),
+        KernelResult("fa4", (128, 64), "it supports blocks of 128×128, got 128×64"),
         KernelResult("triton", (128, 128), **exact, flops_per_s=2e14),
         KernelResult("fa4", (128, 128), **exact, flops_per_s=4e14),
         KernelResult("sparge", (128, 64), error=0.1, flops_per_s=9e14),

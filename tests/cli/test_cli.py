@@ -189,7 +189,7 @@ MISTAKES = [
     (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
     (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
     (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
-    (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, there is no layer 2"),
+    (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, got index 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
     (["plam"], "plam"),

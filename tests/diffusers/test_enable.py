@@ -142,7 +142,7 @@ def test_ranks_compare_four_times_from_enable_to_the_first_attention(pool, folde
         ({"mask": {"source": "window", "window": [99, 99, 99]}}, "mask window skipped no blocks (density 1.000)"),
         (
             {"mask": {"source": "window", "window": [1, 1, 1]}, "dense_schedule": {"first_steps": 99}},
-            "dense_schedule makes all 2 steps dense (first_steps 99, last_steps 0): nothing will be gained",
+            "dense_schedule makes all 2 steps dense (first_steps 99, last_steps 0), so db-SP cannot",
         ),
         ({"mask": {"source": "window", "window": [1, 1, 1]}, "dense_schedule": {"first_steps": 1}}, None),
         ({"mask": {"source": "dense"}}, None),
@@ -164,7 +164,7 @@ def test_call_with_current_plans_ends_with_their_price(folder, capfd, plan):
     dbsp_diffusers.enable(pipe, {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 8, "block_k": 8}, "plan": plan})
     latents(pipe, width=64, num_frames=5, guidance_scale=1.0)
     text = capfd.readouterr().err
-    assert ("dbsp: plan current: 1.00 host waits a call of " in text) == (plan == "current"), text
+    assert ("dbsp: plan current: 1.00 host waits per call of " in text) == (plan == "current"), text
 
 
 def enabled_pipeline(folder: str) -> Any:

@@ -201,9 +201,7 @@ class TestRegistry:
             choose_kernel("auto" if through_environment else "fast", "cpu", torch.float32)
 
     def test_kernel_for_another_device_raises_and_names_one_that_fits(self):
-        with pytest.raises(
-            ValueError, match="'cpu' cannot be used here: it runs on cpu, the tensors are on cuda; use r"
-        ):
+        with pytest.raises(ValueError, match="'cpu' cannot be used here: it runs on cpu, got tensors on cuda; use r"):
             choose_kernel("cpu", "cuda", torch.float32)
 
 
@@ -223,10 +221,10 @@ class TestCapabilities:
             (KernelRequirements(ragged_rows=True), r"only whole heads.*use cpu or triton or reference or fa4"),
             (
                 KernelRequirements(head_dim=32),
-                r"head dims 64 or 128, not 32; use cpu or triton or reference",
+                r"head dims 64 or 128, got 32; use cpu or triton or reference",
             ),
-            (KernelRequirements(head_dim=512), r"not 512; use cpu or reference"),
-            (KernelRequirements(tokens=100), r"heads of 128 tokens and more, not of 100; use cpu or triton"),
+            (KernelRequirements(head_dim=512), r"got 512; use cpu or reference"),
+            (KernelRequirements(tokens=100), r"at least 128 tokens per head, got 100; use cpu or triton"),
         ],
     )
     def test_plan_that_a_kernel_never_supports_is_rejected(self, monkeypatch, needs, message):

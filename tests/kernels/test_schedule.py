@@ -246,7 +246,7 @@ def test_a_lost_part_is_seen(interpreter):
 
 def test_other_kernels_reject_parts():
     p = long_rows()
-    with pytest.raises(ValueError, match="'cpu' does not cut rows"):
+    with pytest.raises(ValueError, match="'cpu' does not support cut rows"):
         attend(p, "cpu", parts=cut(p, slots=3))
 
 

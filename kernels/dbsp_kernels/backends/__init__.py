@@ -1,1 +1,1 @@
-"""A file per kernel: what `dbsp_kernels.kernel` lists."""
+"""One file per kernel; `dbsp_kernels.kernel` has the table."""

@@ -1,8 +1,8 @@
-"""The CPU kernel, torch's own flash attention on rows of equal length together, and the reference in plain torch.
+"""The CPU kernel (torch's flash attention on batches of rows of equal length) and the reference in plain torch.
 
-What bounds it: the operator works on 32 queries at a time where a sequence has fewer than 192, and a row is a
-sequence. At 64×64 and D 64 that is about 0.7 of its rate on long sequences; gathering blocks takes it to about 0.5.
-Neighbours with the same blocks, as in a dense head, are one sequence, whose blocks are gathered once.
+Performance: torch's operator processes 32 queries at a time for sequences under 192 queries, and each row is one
+sequence. At 64×64 and D 64 this gives about 0.7 of its rate on long sequences, 0.5 with gathering blocks. Adjacent
+rows with equal blocks, as in a dense head, form one sequence whose blocks are gathered once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, lse_dtype
 
 GATHER_BYTES = 2 << 20
-"""Bytes of keys that a thread gathers at a time, into memory that is reused: fresh memory costs page faults."""
+"""Bytes of keys that a thread gathers at a time, into reused memory (fresh memory costs page faults)."""
 
 
 LONG = 192
-"""Queries from which on the operator works on 64 or more of them at a time."""
+"""Shortest sequence, in queries, that the operator processes 64 or more queries at a time."""
 
 
 def why_unavailable() -> str | None:
-    """Returns why this kernel cannot work here, or None. Its operator is private to torch: absence is no error."""
+    """Returns why this kernel is unavailable, or None. Its operator is private to torch and may be missing."""
     if hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
         return None
     return "this torch has no flash attention for CPU; torch 2.6 to 2.13 have it"
@@ -31,7 +31,7 @@ def why_unavailable() -> str | None:
 
 def cpu_attention(inputs: KernelInputs) -> PartialAttention:
     """Computes `dbsp_kernels.block_attention`."""
-    q, k, v = (t.detach().contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator needs a D of stride 1
+    q, k, v = (t.detach().contiguous() for t in (inputs.q, inputs.k, inputs.v))  # the operator needs stride 1 in D
     out = torch.zeros_like(q)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=lse_dtype(q.dtype), device=q.device)
     kv_len, short = inputs.kv_len, bool((inputs.kv_len < k.shape[1]).any())
@@ -52,14 +52,14 @@ def cpu_attention(inputs: KernelInputs) -> PartialAttention:
 
 
 def _batches(inputs: KernelInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields rows int64[s, r] and blocks int64[s, count] of s sequences; not rows without blocks.
+    """Yields rows int64[s, r] and blocks int64[s, count] of s sequences, skipping rows without blocks.
 
-    The r rows of a sequence attend to the same blocks. There are several only if their queries are `LONG` on average.
+    The r rows of a sequence attend to the same blocks; r > 1 only if sequences have `LONG` queries on average.
     """
     k, counts = inputs.k, inputs.kv_count
     together = GATHER_BYTES * torch.get_num_threads() // max(1, k[:1].numel() * k.element_size())
     for count in counts.unique().tolist():
-        if count == 0:  # the operator would give lse 0, not −inf
+        if count == 0:  # the operator would return lse 0 instead of −inf
             continue
         rows = (counts == count).nonzero().squeeze(1)
         blocks = inputs.kv_index[rows, :count]
@@ -73,16 +73,16 @@ def _batches(inputs: KernelInputs) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 
 def _tail_bias(lengths: torch.Tensor, block: int, dtype: torch.dtype) -> torch.Tensor:
-    """Returns [R, 1, 1, n·block]: −inf on the tokens beyond each block's length, given int[R, n]."""
+    """Returns [R, 1, 1, n·block], −inf at tokens beyond each block's length int[R, n]."""
     beyond = torch.arange(block, device=lengths.device) >= lengths[..., None]
     bias = torch.zeros(beyond.shape, dtype=dtype, device=beyond.device)
     return bias.masked_fill_(beyond, -torch.inf).flatten(1)[:, None, None]
 
 
 def cpu_attention_backward(inputs: BackwardInputs) -> Gradients:
-    """Computes `dbsp_kernels.block_attention_backward`, in float32 at least.
+    """Computes `dbsp_kernels.block_attention_backward` in float32 or wider.
 
-    torch's operator accepts any log-sum-exp: with the whole attention's it returns this call's part of the gradients.
+    Given the whole attention's log-sum-exp, torch's operator returns this call's share of the gradients.
     """
     forward, wide = inputs.forward, inputs.lse.dtype
     q, k, v, dout, out = (t.to(wide).contiguous() for t in (forward.q, forward.k, forward.v, inputs.dout, inputs.out))
@@ -121,9 +121,9 @@ def reference_attention(inputs: KernelInputs) -> PartialAttention:
 
 
 def reference_attention_backward(inputs: BackwardInputs) -> Gradients:
-    """Computes `dbsp_kernels.block_attention_backward`, by autograd of a forward that is computed once more.
+    """Computes `dbsp_kernels.block_attention_backward` by autograd through a recomputed forward.
 
-    The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so that of this call's (outᵢ, lseᵢ) the gradients are
+    The whole attention is Σ wᵢ·outᵢ with wᵢ = exp(lseᵢ − lse), so the gradients of this call's outᵢ and lseᵢ are
     wᵢ·dout and wᵢ·Σ dout·(outᵢ − out).
     """
     forward, wide = inputs.forward, inputs.lse.dtype

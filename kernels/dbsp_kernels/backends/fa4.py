@@ -1,7 +1,7 @@
 """FlashAttention-4's block-sparse forward (optional, `flash-attn-4`): FlashAttention-3's schedule on Hopper.
 
-Packed rows are one head of Rq·Bq queries over Ck·Bk keys to it, with a list of full blocks for each row. (Zadouri et
-al., FlashAttention-4, 2026; its kernels for Hopper follow Shah et al., FlashAttention-3, 2024, section 3.)
+Packed rows are passed as one head of Rq·Bq queries over Ck·Bk keys, with a list of full blocks per row. (Zadouri et
+al., FlashAttention-4, 2026; the Hopper kernels follow Shah et al., FlashAttention-3, 2024, section 3.)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dbsp_kernels.triton import launch
 BLOCKS = {90: frozenset({(128, 128)}), 100: frozenset({(256, 128)}), 103: frozenset({(256, 128)})}
 """Supported (block_q, block_k) by architecture, 90 for Hopper.
 
-On Blackwell (100) it takes two rows' tiles at a time and rejects rows of 128 queries; on 120, all block sparsity.
+On Blackwell, 100 needs rows of 256 queries (two tiles at a time), and 120 has no block sparsity.
 """
 
 
 def why_unavailable() -> str | None:
-    """Returns why this kernel cannot work here, or None."""
+    """Returns why this kernel is unavailable, or None."""
     try:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:
@@ -35,8 +35,8 @@ def why_unavailable() -> str | None:
 def fa4_attention(inputs: KernelInputs) -> PartialAttention:
     """Computes `dbsp_kernels.block_attention`, without merging.
 
-    It runs the full blocks, and our kernel the few short ones. Where rows do not say how many full blocks they begin
-    with, or there is nothing to attend to, ours runs all.
+    FlashAttention-4 runs the full blocks, our Triton kernel the few short ones. Without `kv_full`, or without rows or
+    blocks, the Triton kernel runs everything.
     """
     from dbsp_kernels.triton.forward import triton_attention
 
@@ -46,18 +46,18 @@ def fa4_attention(inputs: KernelInputs) -> PartialAttention:
     from flash_attn.cute import flash_attn_func
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-    # 1. One item of one head, and the full blocks that rows begin with
+    # 1. Full blocks: [Rq, Bq, D] → [1, Rq·Bq, 1, D]
     scaled, scale = inputs.positively_scaled()
     index, count = (t.reshape(1, 1, *t.shape).contiguous() for t in (inputs.kv_index, kv_full))
     blocks = BlockSparseTensorsTorch(
-        mask_block_cnt=torch.zeros_like(count),  # blocks of which it would ask what is masked: none
+        mask_block_cnt=torch.zeros_like(count),  # no partly masked blocks
         mask_block_idx=index,
         full_block_cnt=count,
         full_block_idx=index,
         block_size=(q.shape[1], inputs.k.shape[1]),
     )
     heads = {name: one_head(t) for name, t in (("q", scaled), ("k", inputs.k), ("v", inputs.v))}
-    with torch.cuda.device_of(q):  # it launches on the current device
+    with torch.cuda.device_of(q):  # flash_attn launches on the current device
         out, lse = flash_attn_func(**heads, softmax_scale=scale, block_sparse_tensors=blocks, return_lse=True)[:2]
     # 2. Short blocks
     partial = out.view(q.shape), lse.view(q.shape[:2])

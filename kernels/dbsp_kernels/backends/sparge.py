@@ -1,4 +1,4 @@
-"""SpargeAttn's kernel (optional, `spas_sage_attn`): only whole heads, no log-sum-exp, 8 bits inside."""
+"""SpargeAttn's 8-bit kernel (optional, `spas_sage_attn`): whole heads only, without log-sum-exp."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_HOPPER = "qk_int8_sv_f8_accum_f32_block_sparse_attn_inst_buf_fuse_v_scale_wi
 
 
 def why_unavailable() -> str | None:
-    """Returns why this kernel cannot work here, or None: a build may lack its compiled part, or this GPU's kernels."""
+    """Returns why this kernel is unavailable, or None; a build may lack the compiled module or this GPU's kernels."""
     if importlib.util.find_spec("spas_sage_attn") is None:
         build = install_command("sparge").replace("install", "install --no-build-isolation", 1)
         return f"spas_sage_attn is not installed and not on PyPI; build it with {build} ({page('kernels')})"
@@ -33,12 +33,12 @@ def why_unavailable() -> str | None:
 
 
 def sparge_attention(inputs: KernelInputs) -> PartialAttention:
-    """Computes `dbsp_kernels.block_attention` for whole heads; lse is NaN, for there is none."""
+    """Computes `dbsp_kernels.block_attention` for whole heads; lse is NaN."""
     from spas_sage_attn import block_sparse_sage2_attn_cuda
 
     q, k, tokens, kv_count = inputs.q, inputs.k, inputs.head_tokens, inputs.kv_count
     if tokens is None:
-        raise ValueError("SpargeAttn's kernel needs head_tokens: it supports only whole heads")
+        raise ValueError("kernel sparge supports only whole heads; pass head_tokens")
     lse = torch.full(q.shape[:2], torch.nan, device=q.device, dtype=torch.float32)
     out = torch.zeros_like(q)
     if len(q) == 0 or len(k) == 0:
@@ -46,7 +46,7 @@ def sparge_attention(inputs: KernelInputs) -> PartialAttention:
     q, scale = inputs.positively_scaled()
     count = len(q) // -(-tokens // q.shape[1])
     heads = [t.reshape(1, count, -1, t.shape[-1])[:, :, :tokens].contiguous() for t in (q, k, inputs.v)]
-    # int8[1, heads, nq, nk] from the rows' lists, whose entries beyond their counts go to a column that is dropped
+    # Rows' lists → int8[1, heads, nq, nk]; entries beyond a row's count go to an extra column, dropped below
     per_head = len(k) // count
     listed = torch.arange(inputs.kv_index.shape[1], device=q.device) < kv_count[:, None]
     block = torch.where(listed, inputs.kv_index % per_head, per_head).long()
@@ -57,14 +57,14 @@ def sparge_attention(inputs: KernelInputs) -> PartialAttention:
             *heads, mask_id=mask, scale=scale, tensor_layout="HND", output_dtype=q.dtype
         )
     out.view(1, count, -1, q.shape[-1])[:, :, :tokens] = result
-    return out.masked_fill(kv_count[:, None, None] == 0, 0.0), lse  # rows without blocks: it leaves memory as it was
+    return out.masked_fill(kv_count[:, None, None] == 0, 0.0), lse  # rows without blocks are not written
 
 
 @contextlib.contextmanager
 def _default_stream(device: torch.device) -> Iterator[None]:
-    """Runs the body on the device's default stream, on which SpargeAttn always launches, ordered with the current one.
+    """Runs the body on the device's default stream, where SpargeAttn always launches, ordered with the current stream.
 
-    SpargeAttn changes the current device, too: the caller's is restored.
+    Restores the current device, which SpargeAttn changes.
     """
     if device.type != "cuda":
         yield

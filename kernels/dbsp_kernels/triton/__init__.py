@@ -1,1 +1,1 @@
-"""Implementations in Triton."""
+"""Triton implementations."""

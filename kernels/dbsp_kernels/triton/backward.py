@@ -1,7 +1,7 @@
-"""Backward of the Triton kernel: rows give dQ, blocks dK and dV by the transposed table. Deterministic: no atomics.
+"""Triton backward: dQ by rows, dK and dV by blocks with the transposed table. Deterministic, without atomics.
 
-Each program owns what it writes. P = exp2(S·log2 e·scale − lse₂) is computed again from the log-sum-exp of the whole
-attention, dS = P ∘ (dO·Vᵀ − δ) with δ = Σ dO·O (FlashAttention-2, arXiv 2307.08691, Alg. 2).
+P = exp2(S·log2 e·scale − lse₂) is recomputed from the log-sum-exp of the whole attention, and dS = P ∘ (dO·Vᵀ − δ)
+with δ = Σ dO·O (FlashAttention-2, arXiv 2307.08691, Alg. 2).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _tile(  # type: ignore[no-untyped-def]
     pointer, block, start, inside, UPCAST: tl.constexpr,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Loads [TILE, TILE_D] of tokens `start` and following of `block`; zero if not `inside` and beyond HEAD_DIM."""
+    """Loads tokens from `start` on of `block` → [TILE, TILE_D]; zero if not `inside` or beyond HEAD_DIM."""
     token, dims = start + tl.arange(0, TILE), tl.arange(0, TILE_D)
     at = pointer + (block * BLOCK + token[:, None]) * HEAD_DIM + dims[None, :]
     tile = tl.load(at, mask=inside[:, None] & (dims[None, :] < HEAD_DIM), other=0.0)
@@ -73,7 +73,7 @@ def backward_keys_kernel(  # type: ignore[no-untyped-def]
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_Q: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes dK and dV of up to TILE_K keys of one block, over the rows that attend to it, in rising order."""
+    """Computes dK and dV of up to TILE_K keys of one block, over the rows that attend to it in ascending order."""
     STEPS: tl.constexpr = (BLOCK_Q + TILE_Q - 1) // TILE_Q
     block = tl.load(order_ptr + tl.program_id(0)).to(tl.int64)
     first = tl.program_id(1) * TILE_K

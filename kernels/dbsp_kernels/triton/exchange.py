@@ -1,4 +1,4 @@
-"""Copying segments of tokens, and rounding them to int8, as Triton kernels."""
+"""Triton kernels that copy token segments and quantize them to int8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dbsp_kernels.triton.tiles import padded
 
 @triton.jit
 def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
-    """Loads the columns of a segment: positions int64, and tokens and zeros int32, none beyond the last segment."""
+    """Loads a segment's columns: positions as int64, length and zeros as int32; 0 beyond the last segment."""
     there = segment < segments
     entry = table_ptr + segment.to(tl.int64) * 6
     from_head = tl.load(entry, mask=there, other=0).to(tl.int64)
@@ -30,10 +30,10 @@ def _entry(table_ptr, segment, segments):  # type: ignore[no-untyped-def]
     return from_head, from_token, to_head, to_token, length, tl.load(entry + 5, mask=there, other=0)
 
 
-ELEMENTS = 8192  # per program and step: 8 loads of 16 bytes in flight for each of 128 threads, in 16 bits
+ELEMENTS = 8192  # per program and step: in 16 bits, 8 loads of 16 bytes in flight for each of 128 threads
 
 
-@triton.jit(do_not_specialize=range(5, 11))  # tables, and their numbers of segments
+@triton.jit(do_not_specialize=range(5, 11))  # tables and their numbers of segments
 def copy_kernel(  # type: ignore[no-untyped-def]
     from_ptr, second_from_ptr, third_from_ptr, to_ptr, second_to_ptr, table_ptr, second_table_ptr, third_table_ptr,
     segments, second_segments, third_segments,
@@ -44,13 +44,13 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Copies ROWS tokens at a time: TOKENS of each of ROWS / TOKENS segments of one table, of one batch element.
 
-    Tables are those of SEVERAL sources, or of BOTH destinations.
+    There is one table per source (SEVERAL) or per destination (BOTH).
     """
     PROGRAM: tl.constexpr = ROWS // TOKENS
     program = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     to_heads, to_head_stride = to_ptr + batch * to_batch, tl.cast(to_head_stride, tl.int64)
-    if BOTH:  # a branch: of a pointer chosen by tl.where it is not known that it is a multiple of 16 bytes
+    if BOTH:  # branch instead of tl.where, which loses the pointer's 16-byte alignment
         of_first = tl.cdiv(segments, PROGRAM)
         if program >= of_first:
             program -= of_first
@@ -71,7 +71,7 @@ def copy_kernel(  # type: ignore[no-untyped-def]
     size = length + zeros
     from_row = from_ptr + batch * from_batch + from_head * from_head_stride + from_token * from_token_stride
     to_row = to_heads + to_head * to_head_stride + to_token * to_token_stride
-    dims = tl.arange(0, TILE_D).to(tl.int64)  # times strides of any size, as tokens are
+    dims = tl.arange(0, TILE_D).to(tl.int64)  # int64 for large strides
     for first in range(0, tl.max(size, 0), TOKENS):
         token = first + (row % TOKENS).to(tl.int64)
         copied = (token < length)[:, None] & (dims[None, :] < HEAD_DIM)
@@ -88,17 +88,17 @@ def copy_kernel(  # type: ignore[no-untyped-def]
 
 
 def _tokens_per_segment(mean: float, rows: int) -> int:
-    """Returns how many tokens of a segment a program copies at a time, given the mean length and its `rows` tokens.
+    """Returns how many tokens of a segment a program copies at a time, by mean length; `rows` is its capacity.
 
-    If segments are short (heads with different token orders), a program takes several segments. Powers of four, so
-    that few variants are compiled.
+    A program takes several segments if they are short (heads with different token orders). Rounded to powers of four,
+    so that few variants are compiled.
     """
-    bits = (max(1, round(mean)) - 1).bit_length()  # of the next power of two
+    bits = (max(1, round(mean)) - 1).bit_length()  # log2 of the next power of two
     return min(rows, 1 << bits + bits % 2)
 
 
 def _strides(t: torch.Tensor) -> tuple[int, ...]:
-    """Returns the strides of batch, heads, tokens and D of [B, heads, tokens, D], or of a buffer [tokens, B, D]."""
+    """Returns strides (batch, head, token, D) of [B, heads, tokens, D] or of a buffer [tokens, B, D]."""
     if t.ndim == 4:
         return t.stride()
     token, batch, dim = t.stride()
@@ -111,20 +111,20 @@ def triton_copy_segments(
     segments: Sequence[CopySegments],
     add: bool = False,
 ) -> None:
-    """Implements the contract of `dbsp_kernels.exchange.copy_segments`: one launch for sources of the same strides."""
+    """Implements the contract of `dbsp_kernels.exchange.copy_segments` in one launch for sources of equal strides."""
     _copy([(source, destination, of_source) for source, of_source in zip(sources, segments, strict=True)], add=add)
 
 
 def triton_copy_to_both(
     source: torch.Tensor, destinations: Sequence[torch.Tensor], segments: Sequence[CopySegments]
 ) -> None:
-    """Implements the contract of `dbsp_kernels.exchange.copy_to_both`: one launch for tokens of the same strides."""
+    """Implements the contract of `dbsp_kernels.exchange.copy_to_both` in one launch for tokens of equal strides."""
     _copy([(source, to, of_destination) for to, of_destination in zip(destinations, segments, strict=True)], both=True)
 
 
-@functools.lru_cache(maxsize=256)  # the same at every attention of a plan
+@functools.lru_cache(maxsize=256)  # equal in every attention of a plan
 def _copy_grid(counts: tuple[int, ...], means: tuple[float, ...], head_dim: int) -> tuple[int, int, int, int]:
-    """Returns the programs for tables of these sizes, tokens of a segment and of a program at a time, and TILE_D."""
+    """Returns the number of programs, tokens of a segment and of a program at a time, and TILE_D."""
     tile_d = padded(head_dim)
     rows = max(1, ELEMENTS // tile_d)
     mean = sum([count * mean for count, mean in zip(counts, means, strict=True)]) / sum(counts)
@@ -138,7 +138,7 @@ def _copy(
 ) -> None:
     """Copies from up to three sources to one destination, or from one source to `both` destinations.
 
-    Those with segments take one launch if their strides are the same, otherwise one each.
+    Copies with segments share one launch if their strides are equal, otherwise one each.
     """
     copies = [copy for copy in copies if copy[2].count]
     if len(copies) > 1 and len({(source.stride(), _strides(to)[2:]) for source, to, _ in copies}) > 1:
@@ -166,7 +166,7 @@ def _copy(
     )  # fmt: skip
 
 
-INT8_ELEMENTS = 4096  # per program and step, as numbers of 32 bits
+INT8_ELEMENTS = 4096  # per program and step, in 32 bits
 TINY = tl.constexpr(rounding.TINY)
 
 
@@ -178,7 +178,7 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     LESS: tl.constexpr, ROTATE: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes ROWS tokens at a time, as `copy_kernel` copies them; strides of the destination are in words."""
+    """Quantizes ROWS tokens at a time, scheduled like `copy_kernel`; the destination's strides are in words."""
     row = tl.arange(0, ROWS)
     segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)
@@ -220,7 +220,7 @@ def triton_quantise_segments(
     less: torch.Tensor | None,
     rotate: bool,
 ) -> None:
-    """Implements the contract of `dbsp_kernels.exchange.quantise_segments`, given the fields of its `CopySegments`."""
+    """Implements the contract of `dbsp_kernels.exchange.quantise_segments`, with the fields of `CopySegments`."""
     count, head_dim, words = table.shape[0], source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
@@ -244,7 +244,7 @@ def rotate_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, WORDS: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE_D: tl.constexpr,
     STAGES: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Rotates ROWS tokens back at a time, as `copy_kernel` copies them, or int8 rows of WORDS > 0 words."""
+    """Rotates ROWS tokens back at a time, scheduled like `copy_kernel`; int8 rows if WORDS > 0."""
     row = tl.arange(0, ROWS)
     segment = tl.program_id(0) * (ROWS // TOKENS) + row // TOKENS
     batch = tl.program_id(1).to(tl.int64)

@@ -17,7 +17,7 @@ from dbsp_kernels.triton.merge import triton_merge_parts
 from dbsp_kernels.triton.tiles import HOPPER, Tiles, int8_tiles_for, padded, tiles_for
 
 LOG2_E = 1 / math.log(2)
-LEAST_INT8_WIDTH = 32  # what tensor cores sum up at once of int8
+LEAST_INT8_WIDTH = 32  # reduction width of tensor cores for int8
 
 
 @triton.jit
@@ -26,9 +26,8 @@ def _keys_tile(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr,
 ):  # fmt: skip
-    """Loads [TILE_K, TILE_D] of keys or values: tokens `start` and following of `block`, columns FIRST and following;
-    zero beyond HEAD_DIM, and, where MASKED, at tokens that are not real."""
-    if USE_TMA:  # zero beyond the block, too: its end is the end of the descriptor's second dimension
+    """Loads [TILE_K, TILE_D] of `block` from token `start`, column FIRST; 0 beyond HEAD_DIM, if MASKED at padding."""
+    if USE_TMA:  # also zero beyond the block, where the descriptor's second dimension ends
         tile = tl.reshape(source.load([block.to(tl.int32), start, FIRST]), [TILE_K, TILE_D])
         if MASKED:
             tile = tl.where(real[:, None], tile, 0.0)
@@ -49,9 +48,9 @@ def _keys_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _online_softmax(scores, top, total, scale_log2):  # type: ignore[no-untyped-def]
-    """Computes one step of the online softmax, in base 2, of scores times their row's scale_log2.
+    """Computes one base-2 online softmax step of scores · scale_log2 (per row).
 
-    Returns weights, the factor of what was summed before, and the new top and total.
+    Returns the weights, the decay of earlier sums, and the new top and total.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     weights = tl.exp2(scores * scale_log2[:, None] - new_top[:, None])
@@ -61,7 +60,7 @@ def _online_softmax(scores, top, total, scale_log2):  # type: ignore[no-untyped-
 
 @triton.jit
 def _scores(q, k, block, scale_ptr, scale_log2):  # type: ignore[no-untyped-def]
-    """Returns q·kᵀ in fp32 and the factors of its rows; those of int8 keys include the block's scale."""
+    """Returns q·kᵀ in fp32 and the factor of each row, which for int8 keys includes the block's scale."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if scale_ptr is not None:
         scores, scale_log2 = scores.to(tl.float32), scale_log2 * tl.load(scale_ptr + block)
@@ -75,16 +74,16 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr, HALVES: tl.constexpr,
     USE_TMA: tl.constexpr, MASKED: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes the online softmax over entries first … last − 1 of a row; unless MASKED all of them are full blocks.
+    """Computes the online softmax over entries first … last − 1 of a row, all full blocks unless MASKED.
 
-    RAGGED blocks are no multiple of TILE_K: the last step of each masks keys by constants, also of full ones.
+    RAGGED blocks are not a multiple of TILE_K: the last step of each, full or not, masks keys by constants.
 
-    One flat loop that reads each step's index in that step: so Triton's pipeliner sees index → tile → product and
-    keeps all three in flight. An index carried over from the step before would tie each tile's copy to its own use.
+    The loop is flat and reads each step's index in that step, so that Triton's pipeliner keeps index, tile and product
+    in flight. An index carried over from the previous step would tie each tile's copy to its use.
 
-    With HALVES the output is two tiles of half of D, acc and second; else second is not used. The compiler lays
-    the warps of a product along rows only where its result is no wider than the scores: then each warp has its rows'
-    weights in registers already, and none go through shared memory.
+    With HALVES the output is two tiles of half of D, acc and second; otherwise second is unused. The compiler lays the
+    warps of a product along rows only if its result is at most as wide as the scores: each warp then has its rows'
+    weights in registers instead of reading them from shared memory.
     """
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
     RAGGED: tl.constexpr = BLOCK_K % TILE_K != 0
@@ -96,7 +95,7 @@ def _attend(  # type: ignore[no-untyped-def]
         real = inside
         if MASKED:
             real = start + tl.arange(0, TILE_K) < tl.load(length_ptr + block)
-        # Scores of keys that are not real are masked, NaN or not; but a NaN in a value survives a weight of 0.
+        # Scores of padding keys are masked even if NaN, but padding values must be zero: 0 · NaN is NaN.
         k = _keys_tile(
             k_source, block, start, k_block, k_token, inside, 0,
             BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, RAGGED and not USE_TMA, INTERPRET_FP32 and scale_ptr is None,
@@ -108,7 +107,7 @@ def _attend(  # type: ignore[no-untyped-def]
         scores, step_scale = _scores(q, k, block, scale_ptr, scale_log2)
         if MASKED or RAGGED:
             scores = tl.where(real[None, :], scores, float("-inf"))
-        # The first step of a block has a real key, so the new top is finite from the first step on.
+        # The first step of a block has a real key, so top is finite from the first step on.
         weights, decay, top, total = _online_softmax(scores, top, total, step_scale)
         weights = weights.to(v.dtype)
         acc = tl.dot(weights, v, acc * decay[:, None], input_precision="ieee")
@@ -128,13 +127,13 @@ def _attend_late(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_K: tl.constexpr, TILE_D: tl.constexpr,
     USE_TMA: tl.constexpr, INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr, SCALE_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Computes the online softmax over the first `full` entries, full blocks: weights meet their values one step late.
+    """Computes the online softmax over the first `full` entries (full blocks), with outputs one step late.
 
-    So the tensor cores compute a step's scores and the step before's output in one go, and that output is not waited
-    for while exponentials run (the second of FlashAttention-3's devices, arXiv 2407.08608, section 3.2). Weights are
-    carried in fp32: cast before they are, they would need their registers twice.
+    The tensor cores compute a step's scores and the previous step's output back to back, and exponentials overlap with
+    that output (intra-warpgroup overlap of FlashAttention-3, arXiv 2407.08608, section 3.2). Weights are carried in
+    fp32: casting them first would need their registers twice.
 
-    SCALE_FIRST: the output is scaled before the step's first product starts, not between the two.
+    SCALE_FIRST: scale the output before the step's first product instead of between the two.
     """
     STEPS: tl.constexpr = (BLOCK_K + TILE_K - 1) // TILE_K
     RAGGED: tl.constexpr = BLOCK_K % TILE_K != 0
@@ -195,26 +194,26 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     USE_TMA: tl.constexpr, FULL_FIRST: tl.constexpr, SHORT_ONLY: tl.constexpr, RUNNING: tl.constexpr,
     INTERPRET_FP32: tl.constexpr, STAGES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Computes up to TILE_Q queries of one row in one program; see `triton_attention` for the arguments.
+    """Computes up to TILE_Q queries of one row per program.
 
     Args:
         q, out, running: [rows, BLOCK_Q, HEAD_DIM].
-        k, v: [blocks, BLOCK_K, HEAD_DIM], the last dimension contiguous: pointers, or with USE_TMA tensor descriptors.
-        scale: [blocks], scales of int8 keys, with which queries are rounded to int8, too; None: k is of v's dtype.
-        order: [rows]; or, if there is `part`, the items of `RowParts`.
-        part, part_lse: fp32 [places, BLOCK_Q, HEAD_DIM] and [places, BLOCK_Q], of parts; None: rows are whole.
+        k, v: [blocks, BLOCK_K, HEAD_DIM], last dimension contiguous: pointers, or tensor descriptors with USE_TMA.
+        scale: [blocks], scales of int8 keys; queries are then rounded to int8, too. None: k has v's dtype.
+        order: [rows]; with `part`, the items of `RowParts`.
+        part, part_lse: fp32 [places, BLOCK_Q, HEAD_DIM] and [places, BLOCK_Q], results of parts; None: whole rows.
         LOOP: See `Tiles.loop`.
         FULL_FIRST: The first full[row] entries are full blocks.
-        SHORT_ONLY: Those entries are left out.
-        RUNNING: The result is merged with running and running_lse, which may be out and lse themselves.
-        INTERPRET_FP32: Computes in fp32 where the interpreter cannot do bf16.
+        SHORT_ONLY: Skips those entries.
+        RUNNING: Merges the result with running and running_lse, which may be out and lse.
+        INTERPRET_FP32: Computes in fp32 where the interpreter does not support bf16.
     """
     PARTS: tl.constexpr = part_ptr is not None
     at = tl.program_id(0) * 5 if PARTS else tl.program_id(0)
     row = tl.load(order_ptr + at).to(tl.int64)
     start = 0
     if PARTS:
-        if row < 0:  # not used
+        if row < 0:  # unused item
             return
         start = tl.load(order_ptr + at + 1)
     queries = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
@@ -251,7 +250,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, HALVES,
         USE_TMA, True, INTERPRET_FP32, 1 if FULL_FIRST or SHORT_ONLY else STAGES,
     )  # fmt: skip
-    if FULL_FIRST and LATE:  # last, or its values would be held while the other loop runs
+    if FULL_FIRST and LATE:  # after the other loop, which would otherwise run with its values in registers
         top, total, acc = _attend_late(
             q, k_source, v_source, top, total, acc, indices, scale_ptr, full, scale_log2,
             k_block, k_token, v_block, v_token, BLOCK_K, HEAD_DIM, TILE_K, TILE_D, USE_TMA, INTERPRET_FP32, STAGES,
@@ -263,7 +262,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr = TILE_D // 2
     if PARTS:
         place = tl.load(order_ptr + at + 4).to(tl.int64)
-        if place >= 0:  # merged with the row's other parts, and then with what was there, by `merge_parts_kernel`
+        if place >= 0:  # `merge_parts_kernel` merges parts and `running`
             slots = place * BLOCK_Q + queries
             _store_merged(part_ptr, part_ptr, acc, share, other_share, slots, queries, 0, BLOCK_Q, HEAD_DIM, False)
             if HALVES:
@@ -295,7 +294,7 @@ def _store_merged(  # type: ignore[no-untyped-def]
     out_ptr, running_ptr, acc, share, other_share, slots, queries, FIRST: tl.constexpr,
     BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
-    """Writes share · acc, if RUNNING with other_share of what was there, to columns FIRST and following of `out`."""
+    """Writes share · acc, plus other_share · running if RUNNING, to `out` from column FIRST on."""
     dims = FIRST + tl.arange(0, acc.shape[1])
     at = slots[:, None] * HEAD_DIM + dims[None, :]
     inside = (queries[:, None] < BLOCK_Q) & (dims[None, :] < HEAD_DIM)
@@ -312,11 +311,11 @@ def triton_attention(
     short_only: bool = False,
     key_scale: torch.Tensor | None = None,
 ) -> PartialAttention:
-    """Computes `dbsp_kernels.block_attention`; tiles and use_tma override what is best for the device.
+    """Computes `dbsp_kernels.block_attention`; tiles and use_tma override the device's defaults.
 
     Args:
-        short_only: Only the entries from kv_full on, which must be given; the others have been computed elsewhere.
-        key_scale: float32[Ck], the blocks' scales if k is int8; see `triton_int8_attention`.
+        short_only: True to skip the first kv_full entries (required), computed elsewhere.
+        key_scale: float32[Ck], block scales if k is int8; see `triton_int8_attention`.
     """
     q, scale = inputs.positively_scaled()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, inputs.k, inputs.v))
@@ -368,16 +367,16 @@ def triton_attention(
 def triton_int8_attention(
     inputs: KernelInputs, tiles: Tiles | None = None, use_tma: bool | None = None
 ) -> PartialAttention:
-    """Computes `dbsp_kernels.block_attention` with q·kᵀ of int8: one scale per query, one per block of keys.
+    """Computes `dbsp_kernels.block_attention` with q·kᵀ in int8: one scale per query, one per block of keys.
 
-    Weights, values and the softmax are as `triton_attention` computes them. (After SageAttention, arXiv 2410.02367.)
+    Softmax and values are computed as in `triton_attention`. (After SageAttention, arXiv 2410.02367.)
     """
     k, key_scale = quantise_blocks(inputs.k, inputs.kv_len)
     return triton_attention(replace(inputs, k=k), tiles, use_tma, key_scale=key_scale)
 
 
 def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: torch.dtype | None) -> PartialAttention:
-    """Returns the tensors for the result: those of the partial one, unless another dtype is required."""
+    """Returns tensors for the result: those of `partial` unless `out_dtype` differs."""
     dtype = out_dtype or (partial[0].dtype if partial else q.dtype)
     lse = partial[1] if partial else torch.empty(q.shape[:2], device=q.device, dtype=torch.float32)
     if partial and partial[0].dtype == dtype:
@@ -386,7 +385,7 @@ def _destination(q: torch.Tensor, partial: PartialAttention | None, out_dtype: t
 
 
 def _copyable(t: torch.Tensor) -> bool:
-    """Returns whether Hopper's copy engine can fetch tiles of blocks [C, B, D]."""
+    """Returns True if Hopper's copy engine (TMA) can fetch tiles of blocks [C, B, D]."""
     (block, token, _), size = t.stride(), t.itemsize
     return t.numel() > 0 and t.data_ptr() % 16 == block * size % 16 == token * size % 16 == 0
 

@@ -1,4 +1,4 @@
-"""Rounding to int8 in Triton: to the nearest, halves to even."""
+"""Rounding to int8 in Triton, half to even."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import triton.language as tl
 from dbsp_kernels.triton.launch import launch
 from dbsp_kernels.triton.tiles import padded
 
-ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
-LEAST = tl.constexpr(2.0**-50)  # the product of two scales is no subnormal, which GPUs may flush to zero
-ELEMENTS = 8192  # of a block at a time, in 32 bits
+ROUND = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds half to even
+LEAST = tl.constexpr(2.0**-50)  # keeps products of two scales normal (GPUs may flush subnormals to zero)
+ELEMENTS = 8192  # of a block per step, in 32 bits
 
 
 @triton.jit
 def largest_magnitudes(values):  # type: ignore[no-untyped-def]
-    """Returns each row's largest magnitude, infinity if a number of it is not finite."""
+    """Returns each row's largest magnitude, infinity if any value is not finite."""
     magnitude = tl.abs(values)
-    return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # NaN is not less
+    return tl.max(tl.where(magnitude < float("inf"), magnitude, float("inf")), 1)  # False for NaN
 
 
 @triton.jit
 def scales_of(largest, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns rows' scales, given each row's largest magnitude: largest / 127.
+    """Returns scales largest / 127 from the rows' largest magnitudes.
 
-    A scale is 1 if largest < LEAST, so that the numbers are zeros, and NaN if largest is not finite.
+    A scale is 1 if largest < LEAST, which rounds the row to zeros, and NaN if largest is not finite.
     """
     scale = tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32))
     return tl.where(largest < LEAST, 1.0, tl.where(largest < float("inf"), scale, float("nan")))
@@ -33,7 +33,7 @@ def scales_of(largest, LEAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def quantise(values, scale):  # type: ignore[no-untyped-def]
-    """Returns int8 numbers of fp32 rows, given the rows' scales; zeros if the scale is NaN."""
+    """Rounds fp32 rows to int8 by the rows' scales; zeros if the scale is NaN."""
     fine = scale < float("inf")
     numbers = tl.div_rn(tl.where(fine[:, None], values, 0.0), tl.where(fine, scale, 1.0)[:, None])
     return ((numbers + ROUND) - ROUND).to(tl.int8)
@@ -41,7 +41,7 @@ def quantise(values, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def signs(dims):  # type: ignore[no-untyped-def]
-    """Returns fp32 `dbsp_kernels.exchange.signs` of channels int32[n]."""
+    """Computes `dbsp_kernels.exchange.signs` of channels int32[n]."""
     odd = dims & (dims >> 1) & 0x5555
     odd ^= odd >> 8
     odd ^= odd >> 4
@@ -51,12 +51,12 @@ def signs(dims):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def butterflies(values, STAGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Does to fp32 rows what `dbsp_kernels.exchange.butterflies` does, operation by operation."""
+    """Computes `dbsp_kernels.exchange.butterflies` of fp32 rows, operation by operation."""
     ROWS: tl.constexpr = values.shape[0]
     DIMS: tl.constexpr = values.shape[1]
     for stage in tl.static_range(STAGES):
         pairs = tl.reshape(values, [ROWS, DIMS // (2 << stage), 2, 1 << stage])
-        # The other number of each pair: exact, as in integers; compiles to nothing, or to an exchange between threads.
+        # The other value of each pair, exact in integers; compiles to nothing or a shuffle between threads.
         bits = pairs.to(tl.int32, bitcast=True)
         other = (tl.sum(bits, 2, keep_dims=True) - bits).to(tl.float32, bitcast=True)
         is_second = tl.arange(0, 2)[None, None, :, None] == 1
@@ -69,7 +69,7 @@ def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
     from_ptr, length_ptr, to_ptr, scale_ptr, from_block, from_token,
     BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Rounds one block per program, which it reads twice: for its scale, and for its numbers."""
+    """Rounds one block per program, read twice: for its scale, then for its values."""
     block = tl.program_id(0).to(tl.int64)
     length = tl.load(length_ptr + block)
     dims = tl.arange(0, TILE_D)
@@ -91,10 +91,9 @@ def quantise_blocks_kernel(  # type: ignore[no-untyped-def]
 
 
 def quantise_blocks(k: torch.Tensor, kv_len: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds blocks of keys [Ck, Bk, D] to int8 with one scale per block: (int8[Ck, Bk, D], float32[Ck]).
+    """Rounds blocks of keys [Ck, Bk, D] to int8[Ck, Bk, D] with one scale per block, float32[Ck].
 
-    Tokens beyond a block's length kv_len int32[Ck] are zeros. The scale of a block with a number that is not finite
-    is NaN.
+    Tokens beyond a block's length kv_len int32[Ck] are zeros. Blocks with a value that is not finite get scale NaN.
     """
     k = k if k.stride(-1) == 1 else k.contiguous()
     blocks, block, head_dim = k.shape

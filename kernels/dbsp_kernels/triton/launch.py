@@ -1,6 +1,6 @@
-"""Availability of Triton kernels, and their launches on the device of their tensors, which may not be the current one.
+"""Checks that Triton kernels are available, and launches them on their tensors' device.
 
-Imports triton only when asked for its version: it need not be installed.
+Triton is optional, so it is imported only to read its version.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 LEAST_TRITON = (3, 5)
-"""3.4 fetches tiles twice as far ahead, too much for Hopper's shared memory; 3.3 has no tensor descriptors."""
+"""3.4 prefetches twice as many tiles, too many for Hopper's shared memory; 3.3 has no tensor descriptors."""
 
 
 def interpreted() -> bool:
-    """Returns True if Triton kernels run in Triton's interpreter, on the CPU: slow, but exact, and without a GPU."""
+    """Returns True if kernels run in Triton's interpreter on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -26,7 +26,7 @@ def triton_version() -> tuple[int, int] | None:
     """Returns the first two numbers of the installed Triton's version, or None without one."""
     if importlib.util.find_spec("triton") is None:
         return None
-    import triton  # here: its import takes a while
+    import triton  # slow to import
 
     major, minor = triton.__version__.split(".")[:2]
     return int(major), int(minor)
@@ -37,7 +37,7 @@ def why_unavailable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; run `pip install triton`"
     if not torch.cuda.is_available() and not interpreted():
-        return "there is no GPU, and TRITON_INTERPRET=1 is not set"
+        return "no GPU found; set TRITON_INTERPRET=1 to run on the CPU"
     if torch.cuda.is_available() and torch.version.cuda and torch.cuda.get_device_capability() < (8, 0):
         return "it needs a GPU of compute capability 8.0 (Ampere) or newer"
     version = triton_version()
@@ -56,16 +56,15 @@ def capability_of(device: torch.device) -> int:
 def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *arguments: Any, **options: Any) -> None:
     """Launches a kernel on the device of its first argument.
 
-    Triton launches on the current device, with the current device's compiled code. On another device the kernel would
-    read memory that it cannot reach.
+    Triton itself launches on the current device, which may not be able to access the tensors.
 
     Args:
         kernel: A function decorated with `triton.jit`.
         grid: Number of programs per axis.
-        first: The kernel's first argument; all other tensors are on its device.
-        arguments, options: The kernel's other arguments, and Triton's options.
+        first: The kernel's first argument; all tensors are on its device.
+        arguments, options: The kernel's other arguments and Triton's options.
     """
-    if not first.is_cuda or first.device.index == torch.cuda.current_device():  # not on CUDA: in the interpreter
+    if not first.is_cuda or first.device.index == torch.cuda.current_device():  # CPU: interpreter
         kernel[grid](first, *arguments, **options)
         return
     with torch.cuda.device(first.device):

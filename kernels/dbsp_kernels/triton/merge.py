@@ -1,4 +1,4 @@
-"""Merges of partial results as Triton kernels: of two, written over the first; and of the parts of cut rows."""
+"""Triton kernels that merge partial results: one into another in place, and the parts of cut rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     out = tl.load(out_ptr + at, mask=inside, other=0.0).to(tl.float32)
     part = tl.load(part_ptr + at, mask=inside, other=0.0).to(tl.float32)
     top = tl.maximum(lse, part_lse)
-    top = tl.where(top == float("-inf"), 0.0, top)  # neither saw a key: the difference of two −inf would be NaN
+    top = tl.where(top == float("-inf"), 0.0, top)  # no keys on either side: −inf − −inf would be NaN
     share, part_share = tl.exp(lse - top), tl.exp(part_lse - top)
     total = share + part_share
     lse = top + tl.log(total)
@@ -48,7 +48,7 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
-    """Implements the contract of `dbsp_kernels.merge_into`; the parts are contiguous, out and lse within each item."""
+    """Implements the contract of `dbsp_kernels.merge_into`; parts are contiguous, out and lse within each item."""
     if lse.numel() == 0:
         return
     head_dim, items = out.shape[-1], 1 if out.is_contiguous() and lse.is_contiguous() else len(lse)
@@ -65,10 +65,10 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
     part_ptr, part_lse_ptr, cuts_ptr, out_ptr, lse_ptr, running_ptr, running_lse_ptr,
     BLOCK_Q: tl.constexpr, HEAD_DIM: tl.constexpr, TILE: tl.constexpr, TILE_D: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
-    """Merges TILE queries of one row per program: what was there if RUNNING, and its parts in rising order."""
+    """Merges TILE queries of one row per program: running if RUNNING, then its parts in ascending order."""
     cut = cuts_ptr + tl.program_id(0) * 3
     parts = tl.load(cut + 2)
-    if parts == 0:  # not used
+    if parts == 0:  # unused cut
         return
     query, dims = tl.program_id(1) * TILE + tl.arange(0, TILE), tl.arange(0, TILE_D)
     there = query < BLOCK_Q
@@ -89,7 +89,7 @@ def merge_parts_kernel(  # type: ignore[no-untyped-def]
         kept, share = tl.exp(top - finite), tl.exp(lse - finite)
         of_part = tl.load(part_ptr + at[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
         out, total, top = out * kept[:, None] + of_part * share[:, None], total * kept + share, new_top
-    total = tl.where(total == 0.0, 1.0, total)  # neither saw a key: top is −inf
+    total = tl.where(total == 0.0, 1.0, total)  # no keys: top is −inf
     lse = top + tl.log(total)
     out = out / total[:, None]
     tl.store(out_ptr + at_row[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
@@ -104,13 +104,13 @@ def triton_merge_parts(
     cuts: torch.Tensor,
     partial: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
-    """Writes the rows that are cut: out [R, Bq, D] and lse [R, Bq], from their parts and, if given, `partial`.
+    """Writes the cut rows of out [R, Bq, D] and lse [R, Bq], merging their parts and `partial` unless None.
 
     Args:
         part: float32[places, Bq, D].
         part_lse: float32[places, Bq].
-        cuts: See `dbsp_kernels.schedule.RowParts`.
-        partial: What `out` is merged with, which may be `out` and `lse` themselves.
+        cuts: See `dbsp_kernels.row_parts.RowParts`.
+        partial: Result to merge with; may be `out` and `lse`.
     """
     (_, block_q, head_dim), (running, running_lse) = out.shape, partial or (out, lse)
     tile = min(padded(block_q), max(1, ELEMENTS // padded(head_dim)))

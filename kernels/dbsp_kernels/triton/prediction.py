@@ -1,4 +1,4 @@
-"""`sum_tokens` in one pass over the tokens: they are read once, and only sums are written. Then their means."""
+"""Triton kernels for block means, scores and selection; `sum_tokens` reads each token once and writes only sums."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ SCALE_EXPONENT = tl.constexpr(rounding.SCALE_EXPONENT)
 LEAST_EXPONENT = tl.constexpr(rounding.LEAST_EXPONENT)
 UNIT_EXPONENT = tl.constexpr(rounding.UNIT_EXPONENT)
 
-TOKENS_TILE = 16  # tokens at a time: of 32, some compilers spill
+TOKENS_TILE = 16  # tokens at a time; with 32, some compilers spill registers
 
 
 @triton.jit
 def _halving_sum(terms, ROWS: tl.constexpr, WIDTH: tl.constexpr, LOG2: tl.constexpr):  # type: ignore[no-untyped-def]
     """Computes `dbsp_kernels.prediction.halving_sum` of ROWS rows; WIDTH is 2 to the LOG2.
 
-    Halves are split and added: from a sum over an axis of two, Triton 3.9 makes code that lives in local memory. To
-    gather the sums from where they are ends the layout that halving led to: else Triton lays out the tokens, which are
-    divided by them, in the same way, in which most threads of a warp hold the same ones.
+    Halves are split and added, because for a sum over an axis of two Triton 3.9 generates code that spills to local
+    memory. The final gather resets the layout: otherwise Triton would lay out the tokens, which are divided by the
+    sums, like the halves, with most threads of a warp holding the same tokens.
     """
     for level in tl.static_range(LOG2):
         halves = tl.reshape(terms, [ROWS, 2, WIDTH >> (level + 1)])
@@ -42,7 +42,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr, LOG2: tl.constexpr,
     PER_MEAN_UNIT: tl.constexpr, PER_DIRECTION_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Sums one block of one head of one batch item in each program, to one of the `blocks` rows of each in sums."""
+    """Sums one block of one head of one batch item per program, into one of the `blocks` rows of sums."""
     block = tl.program_id(0)
     item = tl.program_id(1)
     base = tokens_ptr + (item // heads).to(tl.int64) * batch_stride + (item % heads).to(tl.int64) * head_stride
@@ -57,11 +57,11 @@ def sum_kernel(  # type: ignore[no-untyped-def]
         x = tl.load(at, mask=(entry < end)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(tl.float32)
         x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
-        length = tl.sqrt_rn(_halving_sum(x * x, TILE, PADDED, LOG2))[:, None]  # before sums: else sm120 spills
+        length = tl.sqrt_rn(_halving_sum(x * x, TILE, PADDED, LOG2))[:, None]  # before the sums, or sm120 spills
         values += tl.sum(tl.floor(x * PER_MEAN_UNIT).to(tl.int64), 0)
         x = tl.where(length > 0, tl.div_rn(x, tl.where(length > 0, length, 1.0)), 0.0)
         directions += tl.sum(tl.floor(x * PER_DIRECTION_UNIT).to(tl.int32), 0)
-    row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head after head
+    row = (item % heads).to(tl.int64) * (tl.num_programs(1) // heads) + item // heads  # head-major
     if rows_ptr is not None:
         block = tl.load(rows_ptr + block)
     out = sums_ptr + (row * blocks + block) * (2 * HEAD_DIM + 2)
@@ -71,7 +71,7 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def _power_of_2(size: int) -> int:
-    """Returns the next power of two; Triton's own function takes 5 µs."""
+    """Returns the next power of two; Triton's function takes 5 µs."""
     return 1 << (size - 1).bit_length()
 
 
@@ -104,7 +104,7 @@ def _pool_kernel(  # type: ignore[no-untyped-def]
     sums_ptr, length_ptr, pooled_ptr, copy_stride, block_stride, blocks,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, LOG2: tl.constexpr,
 ):  # fmt: skip
-    """Pools one block of one head of one batch item in each program."""
+    """Pools one block of one head of one batch item per program."""
     block = tl.program_id(0).to(tl.int64)
     copy = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, PADDED)
@@ -133,17 +133,17 @@ def pool_rows_triton(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return pooled
 
 
-SCORE_TILE = 32  # query and key blocks a program scores
-WARPS = 8  # of them: 4 have too few registers
-ROUND = tl.constexpr(1.5 * 2.0**23)  # added and subtracted: to the nearest, halves to even
-UNIT = 2.0**-60  # int64 holds the sum of a row's chances, which is 1
+SCORE_TILE = 32  # query and key blocks per program
+WARPS = 8  # 4 have too few registers
+ROUND = tl.constexpr(1.5 * 2.0**23)  # adding and subtracting it rounds half to even
+UNIT = 2.0**-60  # int64 holds the sum of a row's chances (1)
 
 
 @triton.jit
 def _in_units(  # type: ignore[no-untyped-def]
     rows_ptr, first, count, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr
 ):
-    """Rows from `first` on, of which there are `count`, as whole numbers of three limbs, and the unit of each.
+    """Loads rows from `first` on (of `count` in all) as integers of three limbs, and each row's unit.
 
     Returns:
         int8[TILE, PADDED], limbs of 8 bits, the lowest one first; float64[TILE].
@@ -167,15 +167,15 @@ def score_kernel(  # type: ignore[no-untyped-def]
     rows_ptr, scores_ptr, nq, nk, scale: tl.float64, similarity: tl.float64,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Computes a tile of one head in each program. Products of limbs are exact in int32, and their sum in int64."""
+    """Computes a tile of one head per program. Products of limbs are exact in int32, their sum in int64."""
     q_first, k_first = tl.program_id(0) * TILE, tl.program_id(1) * TILE
     head = tl.program_id(2).to(tl.int64)
     q_rows = rows_ptr + head * (nq + nk) * (HEAD_DIM + 1)
     k_rows = q_rows + nq * (HEAD_DIM + 1)
-    # 1. Rows of queries and keys in whole numbers.
+    # 1. Queries and keys as integers
     q0, q1, q2, q_unit = _in_units(q_rows, q_first, nq, HEAD_DIM, PADDED, TILE)
     k0, k1, k2, k_unit = _in_units(k_rows, k_first, nk, HEAD_DIM, PADDED, TILE)
-    # 2. All products of limbs, those of one weight together.
+    # 2. Products of limbs, grouped by weight
     k0, k1, k2 = tl.trans(k0), tl.trans(k1), tl.trans(k2)
     total = tl.dot(q2, k2, out_dtype=tl.int32).to(tl.int64)
     total = (total << 8) + tl.dot(q1, k2, tl.dot(q2, k1, out_dtype=tl.int32), out_dtype=tl.int32)
@@ -183,7 +183,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
     total = (total << 8) + tl.dot(q0, k2, second, out_dtype=tl.int32)
     total = (total << 8) + tl.dot(q0, k1, tl.dot(q1, k0, out_dtype=tl.int32), out_dtype=tl.int32)
     total = (total << 8) + tl.dot(q0, k0, out_dtype=tl.int32)
-    # 3. Scores.
+    # 3. Scores
     scores = total.to(tl.float64) * (q_unit * scale)[:, None] * k_unit[None, :]
     q, k = q_first + tl.arange(0, TILE), k_first + tl.arange(0, TILE)
     vague = tl.load(k_rows + k * (HEAD_DIM + 1) + HEAD_DIM, mask=k < nk, other=0.0).to(tl.float64) <= similarity
@@ -214,7 +214,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     chance_ptr, dense_ptr, packed_ptr, nq, nk, limit: tl.int64, COUNTED: tl.constexpr, NK: tl.constexpr,
     PER_UNIT: tl.constexpr, CROSSING: tl.constexpr,
 ):  # fmt: skip
-    """Selects one row's blocks in each program. Of non-negative numbers, the larger one has the larger bits."""
+    """Selects one row's blocks per program. Non-negative floats are ordered like their bits."""
     row = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     column = tl.arange(0, NK)
@@ -223,7 +223,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
     chance = tl.where(chance == chance, chance, 0.0)
     bits = tl.where(there, chance.to(tl.int64, bitcast=True), -1)
     units = tl.where(there, 1, 0).to(tl.int64) if COUNTED else (chance * PER_UNIT).to(tl.int64)
-    # 1. The lowest threshold above which all fit within the limit: the bits, in order, of the highest one too low.
+    # 1. Binary search, bit by bit, for the highest threshold that exceeds the limit
     too_low = tl.full([], -1, tl.int64)
     if tl.sum(tl.where(bits >= 0, units, 0), 0) > limit:
         too_low = tl.full([], 0, tl.int64)
@@ -231,7 +231,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
             trial = too_low | (tl.full([], 1, tl.int64) << (61 - position))
             too_low = tl.where(tl.sum(tl.where(bits >= trial, units, 0), 0) > limit, trial, too_low)
     above = bits > too_low
-    # 2. Of those at the threshold, the first ones that still fit; of the largest, the first one in any case.
+    # 2. At the threshold, the first blocks that still fit; always the first block of largest chance
     equal = (bits == too_low) & there
     left = limit - tl.sum(tl.where(above, units, 0), 0)
     fitting = left // tl.maximum(tl.max(tl.where(equal, units, 0), 0), 1)
@@ -239,7 +239,7 @@ def _select_kernel(  # type: ignore[no-untyped-def]
         fitting += 1
     fitting = tl.where(tl.max(bits, 0) == too_low, tl.maximum(fitting, 1), fitting)
     chosen = above | (equal & (tl.cumsum(equal.to(tl.int64), 0) <= fitting))
-    # 3. With what is dense in any case, eight to a byte.
+    # 3. Add dense rows and columns, and pack eight blocks per byte
     whole = tl.load(dense_ptr + head * (nq + nk) + row) != 0
     chosen = chosen | (tl.load(dense_ptr + head * (nq + nk) + nq + column, mask=there, other=0) != 0) | whole
     shifted = tl.where(chosen & there, 1, 0) << (column % 8)
@@ -253,7 +253,7 @@ def select_blocks_triton(
 ) -> torch.Tensor:
     """Implements the contract of `dbsp_kernels.prediction.select_blocks`."""
     heads, nq, nk = chance.shape
-    chance, dense = chance.contiguous(), dense.contiguous()  # it may be one for all heads, expanded
+    chance, dense = chance.contiguous(), dense.contiguous()  # may be expanded over heads
     packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
     if packed.numel():
         padded = max(16, _power_of_2(nk))

@@ -1,6 +1,6 @@
-"""Triton kernels that order rows and cut long ones: each row is compared with all others, so nothing is sorted.
+"""Triton kernels that order rows and cut long ones, by comparing all pairs of rows instead of sorting.
 
-Three launches for all chunks of keys: rows' keys, what comes before each by these keys, and the items.
+Three launches for all chunks of keys: sort keys, positions by these keys, items.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton.language as tl
 from dbsp_kernels.row_parts import LEAST_BLOCKS, PART_BLOCKS, SHARES, SHORT, most_added_parts
 from dbsp_kernels.triton.launch import launch
 
-TILE = 32  # rows of a program
-STEP = 64  # rows that they are compared with at a time
+TILE = 32  # rows per program
+STEP = 64  # rows to compare with at a time
 
 
 @triton.jit
 def _precedes(of_other, of_row, other, row):  # type: ignore[no-untyped-def]
-    """Returns bool[STEP, TILE]: whether others' keys are less than the rows', or equal and the others come first."""
+    """Returns bool[STEP, TILE]: True if the other row has the smaller key, or an equal key and comes first."""
     less, equal = of_other[:, None] < of_row[None, :], of_other[:, None] == of_row[None, :]
     return less | (equal & (other[:, None] < row[None, :]))
 
@@ -28,7 +28,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
     count_ptr, spans_ptr, key_ptr, wave_ptr, rows, all_rows, slots,
     SHORT: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the sort keys of TILE rows in one chunk, and the blocks of those that begin a wave of equal rows."""
+    """Writes the sort keys of TILE rows in one chunk, and the blocks of rows that begin a wave."""
     chunk = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = row < all_rows
@@ -58,7 +58,7 @@ def key_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _earlier(key_ptr, key, row, other, all_rows):  # type: ignore[no-untyped-def]
-    """Returns bool[STEP, TILE]: whether the other rows start before the rows."""
+    """Returns bool[STEP, TILE]: True if the other row starts earlier."""
     of_other = tl.load(key_ptr + other, mask=other < all_rows, other=0)
     return _precedes(of_other, key, other, row) & (other < all_rows)[:, None]
 
@@ -68,7 +68,7 @@ def position_kernel(  # type: ignore[no-untyped-def]
     key_ptr, count_ptr, order_ptr, position_ptr, parts_ptr, end_ptr, rows, all_rows, slots, least_blocks,
     SHARES: tl.constexpr, CUT: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the order of TILE rows in one chunk; or, if CUT, where each stands, its parts, and its latest end."""
+    """Writes the order of TILE rows in one chunk; if CUT, their positions, numbers of parts and latest ends."""
     chunk = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = row < all_rows
@@ -107,7 +107,7 @@ def items_kernel(  # type: ignore[no-untyped-def]
     rows, all_rows, added, slots, least_blocks,
     SHARES: tl.constexpr, PART_BLOCKS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes the items of TILE rows in one chunk, and which of them are cut."""
+    """Writes the items and cuts of TILE rows in one chunk."""
     chunk = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     there = row < all_rows
@@ -118,7 +118,7 @@ def items_kernel(  # type: ignore[no-untyped-def]
     items_ptr += chunk * (all_rows + added) * 5
     cuts_ptr += chunk * added * 3
     at = chunk * all_rows
-    # 1. What all rows have, and what those have that start earlier.
+    # 1. Totals of all rows and of those that start earlier
     key = tl.load(key_ptr + row, mask=there, other=0)
     total, end, waves = tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32)
     of_cut, all_parts, all_cuts = tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32)
@@ -140,7 +140,7 @@ def items_kernel(  # type: ignore[no-untyped-def]
         total += tl.load(count_ptr + other % rows, mask=inside, other=0)
         end = tl.maximum(end, tl.load(end_ptr + at + other, mask=inside, other=0))
         waves += tl.load(wave_ptr + at + other, mask=inside, other=0)
-    # 2. None is cut where the rows end little later than the mean slot with parts.
+    # 2. Cut no row where uncut rows end little later than the mean slot with parts
     work, cost = tl.sum(total, 0), PART_BLOCKS * tl.sum(of_cut, 0)
     least = tl.maximum(tl.cdiv(work, SHARES * slots), least_blocks)
     whole = 2 * tl.minimum(tl.max(end, 0), slots * tl.sum(waves, 0)) <= 2 * (work + cost) + slots * least
@@ -150,7 +150,7 @@ def items_kernel(  # type: ignore[no-untyped-def]
     item = tl.load(position_ptr + at + row, mask=there, other=0) + tl.where(whole, 0, tl.sum(before, 0))
     place = tl.sum(cut_before, 0)
     number = tl.sum(cuts, 0)
-    # 3. The rows' items, one part of each at a time.
+    # 3. Items, one part of each row at a time
     count = tl.load(count_ptr + row % rows, mask=there, other=0)
     full = tl.load(full_ptr + row % rows, mask=there, other=0)
     is_cut = parts > 1
@@ -168,7 +168,7 @@ def items_kernel(  # type: ignore[no-untyped-def]
     tl.store(cuts_ptr + number * 3, row, mask=is_cut)
     tl.store(cuts_ptr + number * 3 + 1, place, mask=is_cut)
     tl.store(cuts_ptr + number * 3 + 2, parts, mask=is_cut)
-    # 4. What is not used.
+    # 4. Mark unused items and cuts
     if tl.program_id(0) == 0:
         used, used_cuts = tl.sum(all_parts, 0), tl.sum(all_cuts, 0)
         if whole:

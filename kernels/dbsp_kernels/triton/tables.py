@@ -1,4 +1,4 @@
-"""Triton kernels from masks to rows' bits and from bits to the kernel's table, each in one pass."""
+"""Triton kernels from masks to rows' bits, and from bits to the attention kernel's table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def expand_kernel(  # type: ignore[no-untyped-def]
     bits_ptr, base_ptr, length_ptr, bounds_ptr, full_ptr, index_ptr, rows, row_bytes, width, block,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Packs one row of one copy in one chunk of keys in each program: full blocks first, short ones behind them."""
+    """Expands the bits of one row of one copy in one chunk of keys per program: full blocks first, then short ones."""
     copy = tl.program_id(1)
     chunk = tl.program_id(2)
     row = chunk.to(tl.int64) * rows + tl.program_id(0)
@@ -45,7 +45,7 @@ def pack_kernel(  # type: ignore[no-untyped-def]
     mask_ptr, rows_ptr, spans_ptr, columns_ptr, present_ptr, full_ptr,
     bits_ptr, count_ptr, counted_ptr, mask_row, spans, width, row_bytes, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Expands one row in one chunk of keys in each program."""
+    """Packs one row of the mask in one chunk of keys per program."""
     row = tl.program_id(0)
     chunk = tl.program_id(1).to(tl.int64)
     position = chunk * tl.num_programs(0) + row

@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton kernel: a fixed table, so that all ranks and runs on a kind of GPU have equal results."""
+"""Tile shapes of the Triton kernel: fixed, so that all ranks and runs on one kind of GPU have equal results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tiles:
 
     Attributes:
         queries: Queries of a row per program.
-        keys: Keys per step of its loop; a larger block takes several steps, the last of which may be cut off.
+        keys: Keys per step of its loop; a larger block takes several steps, the last of which may be partial.
         warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
         loop: Schedule of full blocks in forward. "plain": products and softmax alternate; "late": weights meet their
             values one step late; "scale_first": "late", but the output is scaled before the step's first product;
@@ -35,16 +35,16 @@ class Tiles:
 
 
 def padded(size: int) -> int:
-    """Returns the next power of two that a matrix unit can work on: Triton's tiles have no other sizes."""
+    """Returns the next power of two that matrix units support (at least 16), as Triton tiles require."""
     return max(16, 1 << (size - 1).bit_length())
 
 
-@functools.lru_cache(maxsize=64)  # asked at every launch
+@functools.lru_cache(maxsize=64)  # called at every launch
 def tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """Returns tiles for blocks of block_q × block_k and heads of `head_dim`, on a GPU of this capability (Hopper: 90).
+    """Returns tiles for blocks of block_q × block_k and heads of `head_dim` on a GPU of this capability (Hopper: 90).
 
-    What bounds them is shared memory, (queries + 2 · stages · keys) · head_dim elements: 227 KB per multiprocessor on
-    Hopper, 99 KB on the smallest GPUs since sm80, and registers for queries · (keys + head_dim) fp32 values.
+    Limits: shared memory for (queries + 2 · stages · keys) · head_dim elements (227 KB per multiprocessor on Hopper,
+    99 KB on the smallest GPUs since sm80) and registers for queries · (keys + head_dim) fp32 values.
     """
     block_q, block_k, head_dim = padded(block_q), padded(block_k), padded(head_dim)
     if dtype == torch.float32:
@@ -55,20 +55,20 @@ def tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, cap
         return _tiles_of_warps(block_q, block_k, head_dim, capability)
     queries = 128 if block_q >= 128 else block_q
     if capability == HOPPER and head_dim == 128 and block_k <= 64:
-        queries = min(queries, 64)  # on an H200 1.17 times as fast as one program of 128
+        queries = min(queries, 64)  # 1.17× as fast as one program of 128 on an H200
     loop = _loop(queries, head_dim, capability)
     if queries < 128:
-        # Two programs fit a multiprocessor, 113 KB each at D 128: one's softmax hides behind the other's products.
+        # Two programs per multiprocessor, 113 KB each at D 128: softmax of one overlaps products of the other.
         return Tiles(queries, min(block_k, 64), warps=4, stages=5, loop=loop)
     return Tiles(128, min(block_k, 128), warps=8, stages=5, loop=loop)
 
 
 def _loop(queries: int, head_dim: int, capability: int) -> Literal["plain", "late", "scale_first"]:
-    """Returns the fastest loop where warpgroups multiply: "late", but on Hopper under Triton 3.6.
+    """Returns the fastest loop where warpgroups multiply: "late", except on Hopper with Triton 3.6.
 
-    There "late" has its products serialised (ptxas C7515). On an H200 "plain" was the fastest of 128 queries, and
-    "scale_first" of 64 from density 0.7 on and within 2 % below (docs/kernels.md). Triton 3.7 to 3.9 lose
-    overlap with "scale_first"; under them nothing was timed.
+    There, products of "late" are serialized (ptxas C7515). On an H200 "plain" was fastest for 128 queries;
+    "scale_first" for 64 from density 0.7 on, and within 2 % below (docs/kernels.md). Triton 3.7 to 3.9 lose overlap
+    with "scale_first"; they were not timed.
     """
     if capability != HOPPER or head_dim != 128 or triton_version() != (3, 6):
         return "late"
@@ -76,10 +76,10 @@ def _loop(queries: int, head_dim: int, capability: int) -> Literal["plain", "lat
 
 
 def _tiles_of_warps(block_q: int, block_k: int, head_dim: int, capability: int) -> Tiles:
-    """Returns the tiles if each warp multiplies for itself (sm80 to 89, 120, 121); 99 KB of shared memory but on sm80.
+    """Returns tiles where each warp multiplies alone (sm80 to 89, 120, 121), with 99 KB of shared memory beyond sm80.
 
-    Four warps, two programs a multiprocessor. Few keys a step leave registers for a wide output; the more rows a warp
-    has, the less it reads from shared memory.
+    Four warps, two programs per multiprocessor. Few keys per step leave registers for a wide output; more rows per
+    warp reduce reads from shared memory.
     """
     if head_dim > 64:
         rows = 64 if capability >= 120 else 128
@@ -90,7 +90,7 @@ def _tiles_of_warps(block_q: int, block_k: int, head_dim: int, capability: int) 
 
 
 def int8_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype, capability: int) -> Tiles:
-    """Returns the tiles for queries and keys of int8: smaller, as scores take registers as integers and as fp32."""
+    """Returns tiles for int8 queries and keys: smaller, since scores take registers as integers and as fp32."""
     if capability // 10 == 8:
         block_q = min(block_q, 64)
     return tiles_for(block_q, min(block_k, 64), head_dim, dtype, capability)
@@ -100,7 +100,7 @@ ChooseTiles = Callable[[int, int, int, torch.dtype, int], Tiles]
 
 
 def row_slots(q: torch.Tensor, blocks: tuple[int, int], choose: ChooseTiles = tiles_for) -> int | None:
-    """Returns how many rows of blocks (block_q, block_k) q's GPU computes at a time, and None off GPUs.
+    """Returns how many rows of blocks (block_q, block_k) q's GPU computes at a time, or None off GPUs.
 
     Args:
         q: [..., D].
@@ -109,7 +109,7 @@ def row_slots(q: torch.Tensor, blocks: tuple[int, int], choose: ChooseTiles = ti
     return _slots_on(q.device, blocks, q.shape[-1], q.dtype, choose) if q.is_cuda else None
 
 
-@functools.lru_cache(maxsize=64)  # asked at every attention
+@functools.lru_cache(maxsize=64)  # called in every attention
 def _slots_on(
     device: torch.device, blocks: tuple[int, int], head_dim: int, dtype: torch.dtype, choose: ChooseTiles
 ) -> int:
@@ -132,10 +132,10 @@ def slots_of(
 
 
 def backward_tiles_for(block_q: int, block_k: int, head_dim: int, dtype: torch.dtype) -> tuple[Tiles, Tiles]:
-    """Returns the backward tiles for blocks of block_q × block_k and heads of `head_dim`: of dQ, and of dK and dV.
+    """Returns backward tiles of dQ and of dK and dV, for blocks of block_q × block_k and heads of `head_dim`.
 
-    Registers bound them: dK and dV for 64 keys of D 128 take 234 of a thread's 255 with four warps. At D 64
-    four warps would have their products serialised (ptxas C7515), eight have not.
+    Registers are the limit: dK and dV of 64 keys at D 128 take 234 of a thread's 255 with four warps. At D 64 products
+    are serialized with four warps (ptxas C7515) but not with eight.
     """
     if dtype == torch.float32 or padded(head_dim) > 128:
         rows, keys = Tiles(32, 16, warps=4, stages=3), Tiles(16, 32, warps=4, stages=3)

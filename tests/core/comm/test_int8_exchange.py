@@ -262,4 +262,4 @@ def test_fault_in_rounding_is_found(threads, fault, world, strategy):
 
 @pytest.mark.parametrize(("whose", "out_as"), [(None, "model"), (1, "model"), (1, "int8")])
 def test_gradients_are_rejected_on_all_ranks_before_anything_is_sent(threads, whose, out_as):
-    assert_all_raise(threads, 2, "precision: int8 has no gradients", rejected_gradients, whose, out_as)
+    assert_all_raise(threads, 2, "precision: int8 does not support gradients", rejected_gradients, whose, out_as)

@@ -109,12 +109,12 @@ MISTAKES = {
     "unknown key 'cap' in 'planner'; known keys: name, reward": {"planner": {"cap": 3}},
     "'planner' in the configuration must be a mapping of name, reward, got 3": {"planner": 3},
     "reward=-0.1 must not be negative": {"planner": {"name": "paper", "reward": -0.1}},
-    "planner 'snake' has no reward; leave it out, or take planner paper": {"planner": {"name": "snake", "reward": 2}},
-    "precision cannot be 'int9': use one of model, int8; did you mean 'int8'": {"precision": "int9"},
+    "planner 'snake' has no reward; remove it, or use planner paper": {"planner": {"name": "snake", "reward": 2}},
+    "unknown precision 'int9'; use one of model, int8; did you mean 'int8'": {"precision": "int9"},
     "precision: out: int8 needs qkv: int8; write {qkv: int8, out: int8}": {"precision": {"out": "int8"}},
     "unknown key 'output' in 'precision'; did you mean 'out'": {"precision": {"qkv": "int8", "output": "int8"}},
     "bags.max_tokens=0 must be at least 1": {"bags": {"topology": "g1n2", "max_tokens": 0}},
-    "is for ranks that share all sequences; leave it out, or bags": {"bags": "g2n2", "report": "out"},
+    "requires that all ranks share every sequence; leave out either it or bags": {"bags": "g2n2", "report": "out"},
     "so a predicted mask must come first; set plan: current": {"mask": "sparge", "keys": "needed"},
     "which kernel sparge does not support; leave keys out": {"keys": "needed", "kernel": "sparge"},
     "'generate' in 'transformer_2' is for both transformers": {"transformer_2": {"generate": {"steps": 3}}},
@@ -122,7 +122,7 @@ MISTAKES = {
     "'width' is given twice": "radial:width=1,width=2",
     "'sparg' is " + UNKNOWN + "'sparge'?": "sparg",
     "kernel 'sparge' does not support this plan: it supports blocks of 64×128, 128×64 (block_q × block_k of the mask)"
-    ", not 64×64; use cpu or": {"kernel": "sparge", "mask": "sparge:cdf=0.9"},
+    ", got 64×64; use cpu or": {"kernel": "sparge", "mask": "sparge:cdf=0.9"},
     "configuration file mine.yaml does not exist; give the path of a YAML file or a shipped one": "mine.yaml",
 }
 """Messages, with the settings that give them."""

@@ -126,11 +126,11 @@ def test_worse_constant_makes_the_prediction_slower(name):
 
 def test_arguments_that_do_not_fit_raise():
     plan, _, _ = a_plan("U2R2")
-    with pytest.raises(ValueError, match="the plan is for 6 heads, the shape has 5"):
+    with pytest.raises(ValueError, match="expected a shape with the plan's 6 heads, got 5"):
         predict(plan, replace(shape_of(plan), heads=5), machine())
     with pytest.raises(ValueError, match="use one of U8R1"):
         predict(plan, shape_of(plan), machine(), [0] * 8)
-    with pytest.raises(ValueError, match="give the one the plan was made for"):
+    with pytest.raises(ValueError, match="pass the layout that the plan was made for"):
         predict(plan, shape_of(plan), machine(), layout=SequenceLayout.contiguous(512, 2))
     with pytest.raises(ValueError, match="add network_latency_s and network_bytes_per_s, or use one node"):
         predict(plan, shape_of(plan), machine(), [0, 0, 1, 1])

@@ -26,5 +26,5 @@ def test_strategies_of_a_world_are_listed_ulysses_first():
 
 def test_strategy_for_another_world_raises_with_those_that_fit():
     Strategy(4, 2).require_world(8)
-    with pytest.raises(ValueError, match="needs 4·2 = 8 GPUs but there are 6; use one of U6R1, U3R2, U2R3, U1R6"):
+    with pytest.raises(ValueError, match="needs 4·2 = 8 GPUs, got 6; use one of U6R1, U3R2, U2R3, U1R6"):
         Strategy(4, 2).require_world(6)

@@ -151,7 +151,7 @@ def test_bits_are_packed_from_the_most_significant_one(seed, nk):
 
 def test_what_a_file_has_no_place_for_is_rejected(path):
     mask = a_mask()
-    with pytest.raises(UserError, match="a mask file has no mask's absent keys; save a mask without"):
+    with pytest.raises(UserError, match="a mask file cannot store a mask's absent keys; save"):
         save_mask(path, replace(mask, absent=torch.zeros(mask.heads, mask.grid.nq)))
     assert not path.exists()
 

@@ -131,12 +131,12 @@ def test_mask_or_layout_of_another_size_raises():
     mask, other = (BlockMask.dense(2, BlockGrid.uniform(64, block)) for block in (16, 8))
     plan = make_plan(mask, "U2R1")
     assert not plan.fits(other)
-    with pytest.raises(ValueError, match="the plan has 2 heads, the mask 3; make a plan for this mask"):
+    with pytest.raises(ValueError, match="expected a mask of 2 heads, got 3; make a plan for this mask"):
         plan.counted(BlockMask.dense(3, mask.grid))
-    with pytest.raises(ValueError, match=r"the plan is on .*, the mask on .*; make a plan for this mask"):
+    with pytest.raises(ValueError, match=r"expected a mask on .*, got .*; make a plan for this mask"):
         plan.counted(other)
-    with pytest.raises(ValueError, match=r"row counts of shape \(2, 5\) do not fit a plan of 2 heads of 4 query"):
+    with pytest.raises(ValueError, match=r"expected row counts of 2 heads of 4 query blocks, got \(2, 5\)"):
         plan.counted(np.ones((2, 5), dtype=np.int64))
     for tokens, world in ((63, 2), (64, 4)):
-        with pytest.raises(ValueError, match=f"sequence layout of {tokens} tokens on {world} ranks does not fit"):
+        with pytest.raises(ValueError, match=f"got {tokens} on {world}; build it from the same grid and strategy"):
             make_plan(mask, "U2R1", layout=SequenceLayout.contiguous(tokens, world))

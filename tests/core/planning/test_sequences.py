@@ -152,7 +152,7 @@ def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"tokens": [], "cost": [], "loader": []}, "there are no sequences"),
+        ({"tokens": [], "cost": [], "loader": []}, "expected at least one sequence, got none"),
         ({"loader": [0, 1, 8]}, "loaded by ranks 0 to 8, but bags g2n4 have ranks 0 to 7"),
         (
             {"max_tokens": 30},

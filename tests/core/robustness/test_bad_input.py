@@ -89,7 +89,7 @@ UNFIT: dict[str, tuple[Callable[[Attend, torch.Tensor], object], str]] = {
     "vmap": (lambda attend, q: torch.func.vmap(lambda one: attend(one, one, one))(q[None]), TRANSFORM),
     "dtype": (
         lambda attend, q: attend(q.bfloat16(), q, q),
-        "q, k, v must be of one dtype, got bfloat16, float32, float32; cast them to one",
+        "q, k, v must share a dtype, got bfloat16, float32, float32; cast them to one dtype",
     ),
     "batch": (lambda attend, q: attend(*[q[:0]] * 3), "are empty; skip this call"),
     "turned": (
@@ -132,7 +132,7 @@ def assert_fails_identically(pool, message, function, *args):
 @pytest.mark.parametrize(
     ("options", "culprits", "message"),
     [
-        ({"strategy": "U2R2"}, (0, 1, 2), "strategy U2R2 needs 2·2 = 4 GPUs but there are 3; use one of U3R1, U1R3"),
+        ({"strategy": "U2R2"}, (0, 1, 2), "strategy U2R2 needs 2·2 = 4 GPUs, got 3; use one of U3R1, U1R3"),
         (
             {"kernel": "sparge", "strategy": "U1R3"},
             (0, 1, 2),
@@ -153,7 +153,7 @@ def test_arguments_that_do_not_fit(pool, options, culprits, message):
         (0, "not finite", "rank(s) [{}]: q, k or v has values that are not finite"),
         (1, "other mask", "the mask differs on rank(s) [{}]"),
         (2, "other layout", "the sequence layout differs on rank(s) [{}]"),
-        (0, "other scale", "the scale of the scores differs on rank(s) [{}]"),
+        (0, "other scale", "the softmax scale differs on rank(s) [{}]"),
         (1, "other kernel", "rank(s) [{}] selected a different attention kernel"),
         (2, "other version", "the version of triton differs on rank(s) [{}]; install the same for all ranks"),
         (0, "no debug", "debug differs on rank(s) [{}]"),
@@ -175,14 +175,14 @@ def test_unsupported_inputs_are_rejected(pool, where, fault):
     assert_fails_identically(pool, said, call_with_unfit_inputs, where, fault, culprits)
 
 
-NO_STRATEGY = "a strategy is needed here, of the form UxRy, for example U4R2 for 8 GPUs; "
+NO_STRATEGY = "expected a strategy of the form UxRy, for example U4R2 for 8 GPUs; "
 
 
 @pytest.mark.parametrize(
     ("mask", "strategy", "options", "message"),
     [
         (a_mask().bits, "U2R1", {}, "got a Tensor; make one of these bits: BlockMask(bits, BlockGrid.uniform("),
-        ("U2R1", a_mask(), {}, "mask must be a BlockMask, got a str; the mask comes first, then the strategy"),
+        ("U2R1", a_mask(), {}, "mask must be a BlockMask, got a str; pass the mask first, then the strategy"),
         (a_mask(), 8, {}, NO_STRATEGY + "got 8"),
         (a_mask(), " Auto", {}, NO_STRATEGY + "'auto' is a setting of sessions"),
         (a_mask(), "U2R1", {"precision": "in8"}, "cannot be 'in8': use one of model, int8; did you mean 'int8'"),

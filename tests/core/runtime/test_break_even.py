@@ -217,4 +217,4 @@ def test_ranks_with_other_rates_raise_together(threads, machine, tmp_path):
     values["constants"]["dense_flops_per_s"] /= 2
     other.write_text(yaml.safe_dump(values))
     for text in threads(2).run(rates_differ, PREDICTED | {"machine": machine}, str(other)):
-        assert "the density from which attention is dense differs on rank(s)" in text
+        assert "the break-even density of dense attention differs on rank(s)" in text

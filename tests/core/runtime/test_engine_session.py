@@ -199,7 +199,7 @@ def test_one_rank_with_text_in_its_sequence_equals_one_process():
 
 
 def test_sequence_that_its_ranks_cannot_hold_is_rejected():
-    with pytest.raises(UserError, match="2 ranks of 20 tokens for a sequence that it says has 75"):
+    with pytest.raises(UserError, match="2 ranks of 20 tokens for a sequence of 75"):
         EngineLayout(THW, shard=20).on(2)
 
 
@@ -241,5 +241,5 @@ def test_second_transformer_is_dense_in_the_videos_last_steps_alone():
 def test_masks_by_step_without_a_step_of_the_engine_are_rejected(config):
     session = EngineSession(*ALONE, config)
     session.begin(Video(THW), "cpu", timestep=900.0)
-    with pytest.raises(UserError, match="depend on the denoising step, which the engine does not say"):
+    with pytest.raises(UserError, match="depend on the denoising step, which the engine does not provide"):
         session.begin(Video(THW), "cpu")

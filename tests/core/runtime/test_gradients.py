@@ -161,5 +161,5 @@ def test_bad_input_raises(threads):
     message = "rank(s) [1]: the gradient of attention's output has values that are not finite"
     assert_all_raise(threads, 3, message, not_finite, 1)
     assert_all_raise(threads, 2, "was made under torch.inference_mode()", inference_tensors)
-    with pytest.raises(UserError, match="it has no backward, and gradients are asked for; use cpu or triton"):
+    with pytest.raises(UserError, match="it has no backward, but gradients are needed; use cpu or triton"):
         require_supported("sparge", KernelRequirements(backward=True))

@@ -82,7 +82,7 @@ def dense_moments(schedule: DenseSchedule, layers: int, timesteps: list[float], 
     [
         (2, OddOneOut(16, 16, rank=1, fault="grid"), "UserError", "rank(s) [1]: the file is broken here"),
         (3, OddOneOut(16, 16, rank=0, fault="mask"), "UserError", "rank(s) [0]: the file is broken here"),
-        (3, OddOneOut(16, 16, rank=2, fault="heads"), "UserError", "rank(s) [2]: the mask source gave"),
+        (3, OddOneOut(16, 16, rank=2, fault="heads"), "UserError", "rank(s) [2]: expected a mask of"),
         (2, OddOneOut(16, 16, rank=1, fault="bug"), "ValueError", "rank(s) [1]: KeyError: 'layer 7'"),
         (3, OddOneOut(16, 16, rank=0, fault="bits"), "UserError", "the mask of layer 0 differs on rank(s)"),
         (3, OddOneOut(16, 16, rank=2, fault="key"), "ValueError", "rank(s) [2]: the table of contents is gone"),
@@ -177,5 +177,5 @@ def test_dense_ends():
 
 
 def test_last_steps_need_the_number_of_steps():
-    with pytest.raises(ValueError, match="attach db-SP to the pipeline"):
+    with pytest.raises(ValueError, match="enable db-SP on the pipeline"):
         DenseSchedule(last_steps=1).is_dense(0, 4, 3, None)

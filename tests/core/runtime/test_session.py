@@ -223,8 +223,8 @@ def test_plans_for_kernels_of_whole_heads_split_none(monkeypatch, threads, mask,
 @pytest.mark.parametrize(
     ("changes", "passed", "message"),
     [
-        ({"ragged_rows": False}, {"text_tokens": 21}, "it supports only whole heads, and here heads are split"),
-        ({"least_tokens": 200}, {}, "it supports heads of 200 tokens and more, not of 180"),
+        ({"ragged_rows": False}, {"text_tokens": 21}, "it supports only whole heads, but heads are split"),
+        ({"least_tokens": 200}, {}, "it needs at least 200 tokens per head, got 180"),
     ],
 )
 def test_limits_of_a_kernel_are_reported_on_all_ranks_at_the_first_attention(
@@ -330,8 +330,8 @@ class TestInputs:
             ("gradients", False, "or whether they need gradients, differ on rank(s) [1]"),
             ("shard", False, "rank(s) [1]: q of shape (1, 5, 59, 16) does not fit: the model has 5 heads"),
             ("size", False, "differs on rank(s) [1]"),
-            ("scale", True, "the scale of the scores differs on rank(s) [1]"),
-            ("layer", False, "another layer's attention is reached on rank(s) [1]"),
+            ("scale", True, "the softmax scale differs on rank(s) [1]"),
+            ("layer", False, "rank(s) [1] are at another layer's attention"),
             ("pass", False, "the denoising step or CFG pass differs on rank(s) [1]"),
         ],
     )

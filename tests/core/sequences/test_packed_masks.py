@@ -59,7 +59,9 @@ def test_counts_are_those_of_the_block_diagonal(mask, seed):
 
 
 def test_mask_of_packed_sequences_is_not_saved(tmp_path):
-    with pytest.raises(UserError, match=r"mask files are of one sequence; save each of `mask\.parts`"):
+    with pytest.raises(
+        UserError, match=r"a mask file holds one sequence, got a packed mask; save each of `mask\.parts`"
+    ):
         save_mask(tmp_path / "masks.safetensors", BlockMask.packed(packed_sequences()))
 
 
@@ -85,7 +87,7 @@ def test_sequences_that_cannot_be_packed():
     first, second, _ = packed_sequences()
     with pytest.raises(UserError, match="at least one sequence's mask"):
         BlockMask.packed([])
-    with pytest.raises(UserError, match=r"equal block sizes, got 16×8 and 16×16; give all their mask sources one"):
+    with pytest.raises(UserError, match=r"equal block sizes, got 16×8 and 16×16; set one block_q and block_k"):
         BlockMask.packed([first, BlockMask.dense(3, replace(second.grid, block_k=16))])
     with pytest.raises(UserError, match="equal numbers of heads, got masks of 3 and 4"):
         BlockMask.packed([first, BlockMask.dense(4, BlockGrid(9, 0, 16, 8))])

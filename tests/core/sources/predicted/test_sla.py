@@ -196,5 +196,5 @@ def test_mistakes_are_rejected():
         SlaSource(topk=0)
     session = AttentionSession(DbspConfig(mask=case.source), SequenceGroup(0, 1), Strategy(1, 1), case.heads, 1)
     session.begin(Video(case.thw))
-    with pytest.raises(UserError, match="gradients do not flow through a linear branch; give the mask source linear"):
+    with pytest.raises(UserError, match="a linear branch does not support gradients; set linear"):
         session.attend(0, q.requires_grad_(), k, k, gate=units(projection_and_values(case)[0]))
