@@ -214,8 +214,8 @@ class Plan:
             counts: A mask of the same grid and heads, or active blocks of each row int64[H, nq].
             compare: True to also compute `baseline_work` and `rho_bound`.
 
-            Raises:
-                UserError: The counts have another shape.
+        Raises:
+            UserError: The counts have another shape.
         """
         if isinstance(counts, BlockMask):
             self.require_fit(counts)
@@ -266,11 +266,11 @@ def make_plan(
             without gradients; {"qkv": "int8", "out": "int8"}: also the output. Does not affect owners.
         whole_heads: True to not split heads over Ulysses ranks, for kernels that support only whole heads.
 
-        Returns:
-            The plan, with statistics for this mask.
+    Returns:
+        The plan, with statistics for this mask.
 
-        Raises:
-            UserError: Unknown planner, keys or precision, or a layout of another size.
+    Raises:
+        UserError: Unknown planner, keys or precision, or a layout of another size.
     """
     require_mask(mask)
     require_keys(keys)

@@ -159,8 +159,8 @@ def assign_heads(
         price: Time to receive the keys and values of one head, in active blocks.
         whole_heads: True to not split heads.
 
-        Returns:
-            int64[H, nq], Ulysses rank of each row.
+    Returns:
+        int64[H, nq], Ulysses rank of each row.
     """
     if columns == 1:
         return np.zeros_like(row_work)

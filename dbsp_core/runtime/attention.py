@@ -95,9 +95,9 @@ class DualBalancedAttention:
                 equal on all ranks, and now that package versions are. False: compare shapes, plans and scales at the
                 first call only.
 
-            Raises:
-                UserError: On all ranks, if plan, mask, layout and group do not fit together, plans differ, or the
-                    kernel does not support the plan.
+        Raises:
+            UserError: On all ranks, if plan, mask, layout and group do not fit together, plans differ, or the
+                kernel does not support the plan.
         """
         group = SequenceGroup.from_group(group)
         plan.strategy.require_world(group.size)

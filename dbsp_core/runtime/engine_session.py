@@ -159,8 +159,8 @@ class EngineSession:
         clock: Step clock shared by transformers that alternate in a denoising. None: one transformer.
         transformer: "transformer", or "transformer_2" for the second of two, whose settings may differ.
 
-        Raises:
-            UserError: The configuration is invalid here; raised on all ranks.
+    Raises:
+        UserError: The configuration is invalid here; raised on all ranks.
     """
 
     def __init__(
@@ -216,8 +216,8 @@ class EngineSession:
             steps: Number of denoising steps, if known.
             generation: A different object for each generation, if known.
 
-            Raises:
-                UserError: Masks depend on the step, but neither step nor timestep is known; raised on all ranks.
+        Raises:
+            UserError: Masks depend on the step, but neither step nor timestep is known; raised on all ranks.
         """
         session = self.session
         if step is None and timestep is None and session.by_step:
@@ -255,9 +255,9 @@ class EngineSession:
                 0). None: no replicated text, or a single rank has it in its sequence.
             gate: For mask source vsa the gate of the coarse branch, of q's shape; for sla [D + 1, D].
 
-            Returns:
-                [B, shard, H, D]; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
-                text's outputs are equal on all ranks.
+        Returns:
+            [B, shard, H, D]; with text [B, slots + shard, H, D], or [B, shard + slots, H, D] if text is last. The
+            text's outputs are equal on all ranks.
         """
         slots = q.shape[1]
         if self._layout.text_shares:
