@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 from para_attn.context_parallel import init_context_parallel_mesh
 from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
@@ -21,8 +21,7 @@ if gpu:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl" if gpu else "gloo")
 device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-vae = AutoencoderKLWan.from_pretrained(MODEL, subfolder="vae", torch_dtype=torch.float32)
-pipe = WanPipeline.from_pretrained(MODEL, vae=vae, torch_dtype=dtype).to(device)
+pipe = WanPipeline.from_pretrained(MODEL, torch_dtype={"default": dtype, "vae": torch.float32}).to(device)
 
 mesh = init_context_parallel_mesh("cuda" if gpu else "cpu", max_ring_dim_size=2)
 parallelize_pipe(pipe, mesh=mesh, attn="dbsp", config=CONFIG)  # db-SP adds attn and config

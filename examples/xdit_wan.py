@@ -7,7 +7,7 @@ xfuser needs GPUs. For xDiT's own command, see xdit_command.sh.
 """
 
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import WanPipeline
 from diffusers.utils import export_to_video
 from xfuser import xFuserArgs
 from xfuser.config import FlexibleArgumentParser
@@ -19,8 +19,7 @@ args = xFuserArgs.from_cli_args(xFuserArgs.add_cli_args(FlexibleArgumentParser()
 engine_config, wanted = args.create_config()  # creates xfuser's process groups
 gpu, rank = torch.cuda.is_available(), get_world_group().rank
 device, dtype = (f"cuda:{get_world_group().local_rank}", torch.bfloat16) if gpu else ("cpu", torch.float32)
-vae = AutoencoderKLWan.from_pretrained(args.model, subfolder="vae", torch_dtype=torch.float32)
-pipe = WanPipeline.from_pretrained(args.model, vae=vae, torch_dtype=dtype).to(device)
+pipe = WanPipeline.from_pretrained(args.model, torch_dtype={"default": dtype, "vae": torch.float32}).to(device)
 initialize_runtime_state(pipe, engine_config)
 
 dbsp_xdit.attach(pipe)  # the settings shipped for the checkpoint; Ulysses × ring from the arguments

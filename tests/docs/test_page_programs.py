@@ -92,6 +92,27 @@ def test_the_script_makes_a_video_and_shows_what_sparse_attention_does(tmp_path,
 
 
 @pytest.mark.long
+def test_the_script_of_readme_makes_a_video_on_cpus(tmp_path):
+    (script,) = programs_of((ROOT / "README.md").read_text(encoding="utf-8"), "dbsp_diffusers")
+    make_tiny("wan-trained", tmp_path / "tiny")
+    on_cpus = {
+        'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n': "",
+        '"nccl"': '"gloo"',
+        '"cuda"': '"cpu"',
+        "torch.bfloat16": "torch.float32",
+        '"Wan-AI/Wan2.1-T2V-14B-Diffusers"': '"tiny"',
+        "enable(pipe)": 'enable(pipe, "tiny-wan-trained")',
+        "height=720, width=1280": "height=64, width=96, num_frames=9, num_inference_steps=2",
+    }
+    for on_gpus, instead in on_cpus.items():
+        assert script.count(on_gpus) == 1, on_gpus
+        script = script.replace(on_gpus, instead)
+    (tmp_path / "generate.py").write_text(script)
+    run_on_ranks(2, tmp_path, "generate.py")
+    assert (tmp_path / "ball.mp4").stat().st_size > 1000
+
+
+@pytest.mark.long
 def test_the_training_program_trains_on_three_ranks_of_which_one_has_no_data(tmp_path):
     (program, *_) = programs_of(page("training"), "MODEL =")
     folder = make_tiny("wan", tmp_path / "tiny")
