@@ -1,6 +1,6 @@
 """A video server on several GPUs: torchrun --nproc_per_node 8 --max-restarts 100 server.py --port 8000 --timeout 120
 
-    curl localhost:8000/generate --json '{"prompt": "a red ball bounces over a blue checkered floor", "seed": 1}'
+    curl localhost:8000/generate -H 'Content-Type: application/json' -d '{"prompt": "a red ball bounces", "seed": 1}'
     curl localhost:8000/videos/NAME.mp4 --output ball.mp4
 
 Rank 0 takes the requests. All ranks agree before, in and after each call of the pipeline; docs/serving.md says why.

@@ -28,10 +28,17 @@ FRAMEWORKS = {
     ),
     "xdit": ("xfuser", "yunchang"),
     "para": ("para_attn",),
+    "server": ("fastapi", "starlette", "uvicorn"),
 }
 """Packages of each extra, by the names of their folders."""
 OF_NONE = ("cache_dit", "peft")
-NEEDS = {"none": (), "diffusers": ("diffusers",), "xdit": ("diffusers", "xdit"), "para": ("diffusers", "para")}
+NEEDS = {
+    "none": (),
+    "diffusers": ("diffusers",),
+    "xdit": ("diffusers", "xdit"),
+    "para": ("diffusers", "para"),
+    "server": ("diffusers", "server"),
+}
 MOST_BYTES = 1.2e6
 
 
