@@ -44,7 +44,7 @@ else:  # to try it: first `dbsp tiny wan-trained tiny`, then torchrun --nproc_pe
 VIDEOS, MOST_WAITING, STOPPING = Path("videos"), 16, "the server is stopping"
 
 
-class VideoRequest(BaseModel, extra="forbid"):  # the rest gets 422; set the ranges to what fits your GPUs
+class VideoRequest(BaseModel, extra="forbid"):  # anything else gets 422; set the ranges to what fits your GPUs
     prompt: str = Field(min_length=1, max_length=4000)
     negative_prompt: str = Field("", max_length=4000)
     height: int = Field(HEIGHT, ge=16, le=1280, multiple_of=16)
