@@ -1,5 +1,4 @@
-"""Seconds of a video on 8 GPUs, modelled: dense Ulysses, and sparse attention with masks as they ship, split equally
-and by db-SP.
+"""Seconds of a video on 8 GPUs, modelled: dense Ulysses, and sparse attention split equally and by db-SP.
 
 What `dbsp plan --model NAME --gpus 8` says of each machine, with the density that each mask has on that model, and the
 steps that its settings keep dense. What all ways have in common but decoding is included.
@@ -29,10 +28,10 @@ GPUS, LAYERS = 8, 2
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask as it ships.
+    """A mask, and how many steps its shipped settings keep dense.
 
     Attributes:
-        name: As `enable` takes it.
+        name: Its source.
         density: Share of blocks that it keeps on this model. None: as many in each row, as its settings say.
         origin: Of the density.
         style: The preset whose imbalance and blocks its synthetic stand-in has; "": rows are equal.
@@ -55,10 +54,10 @@ class Mask:
 
 
 MASKS = (
-    Mask(WAN, "sparge:cdf=0.92", UNKNOWNS.sparge_density[WAN], "fitted", f"{WAN}-sparge"),
+    Mask(WAN, "sparge", UNKNOWNS.sparge_density[WAN], "fitted", f"{WAN}-sparge", dense_steps=5),
     Mask(WAN, "paro", DENSITIES[WAN, f"{PARO} 0.414"], "published", WAN),
     Mask(WAN, "subblock", None, "its setting", dense_steps=10),
-    Mask(COGVIDEOX, "sparge:cdf=0.92", UNKNOWNS.sparge_density[COGVIDEOX], "fitted", f"{COGVIDEOX}-sparge"),
+    Mask(COGVIDEOX, "sparge", UNKNOWNS.sparge_density[COGVIDEOX], "fitted", f"{COGVIDEOX}-sparge", dense_steps=5),
     Mask(COGVIDEOX, "paro", DENSITIES[COGVIDEOX, f"{PARO} 0.414"], "published", COGVIDEOX),
 )
 """Densities are those of the db-SP paper's authors: PAROAttention's as they published it; SpargeAttn's fitted to their
