@@ -20,7 +20,7 @@ from dbsp_cli.tiny_models import trained_weights
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig, default_config, require_same_model
 from dbsp_core.cost.machine import kernel_order
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.models.settings import TOKEN_PIXELS, GenerateSettings, side_message
+from dbsp_core.models.settings import GenerateSettings, side_message
 from dbsp_core.models.signature import PIPELINES, ModelSignature, token_grid
 from dbsp_core.models.table import (
     GENERATED,
@@ -229,7 +229,8 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
         require_value(video, "num_frames", message is None, str(message), "generate.")
     for side in ("height", "width"):
         value = getattr(video, side)
-        message = None if value is None or spec is None else side_message(value, spec.token_pixels)
+        sized = spec or pipeline
+        message = None if value is None or sized is None else side_message(value, sized.token_pixels)
         require_value(video, side, message is None, str(message), "generate.")
     has_effect = pipeline is None or pipeline.passes > 1 or not video.negative_prompt
     message = f"has no effect: {title} has no unconditional pass; leave it out"
@@ -249,7 +250,7 @@ def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video:
     pipeline, spec = PIPELINES[signature.pipeline], published_model(signature)
     if pipeline.text_varies or (spec is None and signature not in TINY_MODELS.values()):
         return
-    pixels = TOKEN_PIXELS if spec is None else spec.token_pixels
+    pixels = (spec or pipeline).token_pixels
     size = video.num_frames or 1, video.height or 0, video.width or 0
     thw = token_grid(*size, signature.sizes[3], pixels, pipeline.vae_frames)
     mask_request = MaskRequest(0, signature.sizes[1], thw, pipeline.text_tokens)

@@ -22,6 +22,7 @@ class Pipeline:
     from_video: str | None = None  # diffusers' class for the same checkpoint that starts from a video
     float32_vae: bool = True  # True if diffusers' examples load the VAE in float32, other parts in bfloat16
     vae_frames: int = 4  # frames per latent frame after the first
+    token_pixels: int = TOKEN_PIXELS  # height and width of a token, where no published model differs
     sound: bool = False  # True if it generates sound
     passes: int = 2  # forward passes per step with guidance; 1: the scale is an input of the transformer
 
@@ -55,6 +56,7 @@ PIPELINES = {
         from_image="LTX2ImageToVideoPipeline",
         float32_vae=False,
         vae_frames=8,
+        token_pixels=32,
         passes=4,
         sound=True,
     ),
