@@ -196,7 +196,7 @@ class _Attaching:
                 self.generations.hook(transformer, self.changes, always=debug)
             together = shard_transformer(transformer, session, self.changes)
             self.changes.set_attribute(transformer, "_is_parallelized", together)
-            Coverage(transformer, together.reached).attach(self.changes)
+            Coverage(transformer, together.reached, session).attach(self.changes)
             if self.framework.halves is not None:
                 from dbsp_diffusers.sharding.guidance import GuidedCalls
 

@@ -118,13 +118,17 @@ def write_run_report(
     first, *others = sessions
     for session in others:
         session.flush()
-    layers, records = first.layers, dict(first.records)
+    layers, records, names = first.layers, dict(first.records), ["transformer"]
     for number, session in enumerate(others, 2):
+        names.append(f"transformer_{number}")
         last = layers + session.layers - 1
         model += f", layers {layers} to {last}: transformer_{number}"
         records |= {layers + layer: plan for layer, plan in session.records.items()}
         layers = last + 1
     report, observer = make_report(first, model, framework), run_observer(first)
+    if observer is not None:
+        by_name = zip(names, (observer.skipped.get(session.first_layer) for session in sessions), strict=True)
+        report = replace(report, skipped={name: counts for name, counts in by_name if counts})
     if is_writer(first.group) and observer is not None:
         write_report_files(report, first, Path(folder or observer.folder), records)
         observer.report = report

@@ -17,7 +17,7 @@ from dbsp_cli.generate.outputs import Output
 from dbsp_cli.generate.ranks import RankInfo, processes_here, run_ranks
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.output import PATH, options_for
-from dbsp_core.reports.page import in_a_line
+from dbsp_core.reports.page import features, in_a_line
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.process import NOTICE
 
@@ -108,6 +108,8 @@ def _say_what_was_made(generation: Generation, reports: Mapping[Output, RunRepor
     for output, report in reports.items():
         if report is not None:
             print(in_a_line(report))
+            for what, value, note in features(report):
+                print(f"{what}: {value} ({note})")
         folder = generation.report_of(output)
         page = f" and {folder / 'report.html'}" if folder and report else ""
         lacking = ", but no report" if folder and not report else ""

@@ -6,12 +6,15 @@ import inspect
 import os
 import shutil
 import tempfile
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -24,10 +27,14 @@ from dbsp_cli.video_quality import VIDEO
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import tiny_architecture
+from dbsp_core.reports.collect import write_page
 from dbsp_core.reports.observer import run_observer
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.files import TEMPORARY, write_atomically
 from dbsp_core.utils.process import log
+
+_FRAME = 480
+"""Pixels of a report's picture on its longer side."""
 
 
 def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
@@ -80,6 +87,7 @@ def _make_videos(
     pipe = load_pipeline(model, generation.identity, settings, features, device, from_video=from_video)
     pipe.set_progress_bar_config(disable=dist.get_rank() != 0)
     config = replace(generation.config, report=str(generation.report or unwanted))
+    counts = quantized_weights(transformers_in(pipe))
     session = enable(pipe, config)
     speed_up(transformers_in(pipe), features)
     # 2. One video after another.
@@ -91,14 +99,64 @@ def _make_videos(
             log.info("video %d of %d: %s", number, len(outputs), output.path)
         if observer is not None:
             observer.folder = str(generation.report_of(output) or unwanted)
+        compiled = _compile_seconds(features)
         made = pipe(prompt=output.prompt, generator=torch.Generator(device).manual_seed(output.seed), **of_pipeline)
         if dist.get_rank() == 0:
             _write(made.frames[0], output.path, settings.fps or 16, sound=_sound(pipe, made))
-            reports[output] = None if observer is None else observer.report
+            report = None if observer is None else observer.report
+            if report is not None:
+                report = replace(report, quantized=counts, compile_s=_compile_seconds(features) - compiled)
             folder = generation.report_of(output)
-            if folder is not None and reports[output] is not None:
+            if folder is not None and report is not None:
                 write_atomically(folder / VIDEO, output.path.read_bytes())  # for dbsp report A B
+                report = replace(report, video=VIDEO)
+                write_page(report, folder, _first_frame(made.frames[0]))
+            reports[output] = report
     return reports
+
+
+def quantized_weights(transformers: Mapping[str, torch.nn.Module]) -> dict[str, tuple[int, int, int]]:
+    """Returns the number of each transformer's quantized linear layers, and bytes of their weights before and after.
+
+    Transformers without any are left out.
+    """
+    counts = {}
+    for name, transformer in transformers.items():
+        sizes = []
+        for layer in transformer.modules():
+            weight: Any = layer.weight if isinstance(layer, torch.nn.Linear) else None
+            state = getattr(weight, "quant_state", None)
+            if state is not None:  # bitsandbytes: packed numbers, with a scale for each group
+                sizes.append((state.shape.numel() * state.dtype.itemsize, weight.nbytes + state.absmax.nbytes))
+            elif hasattr(weight, "__tensor_flatten__"):  # torchao: one tensor of several, which looks as before
+                parts = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
+                sizes.append((weight.numel() * weight.dtype.itemsize, sum(part.nbytes for part in parts)))
+        if sizes:
+            before, after = map(sum, zip(*sizes, strict=True))
+            counts[name] = (len(sizes), before, after)
+    return counts
+
+
+def _compile_seconds(features: Features) -> float:
+    """Returns the seconds that torch.compile has taken in this process, by its own count; 0 where it is not used."""
+    if not features.compile:
+        return 0.0
+    from torch._dynamo.utils import calculate_time_spent
+
+    return float(calculate_time_spent().get("entire_frame_compile", 0.0))
+
+
+def _first_frame(pictures: Any) -> str:
+    """Returns a video's first frame as a data URI, a JPEG of at most 480 pixels."""
+    from PIL import Image
+
+    frame = pictures[0].copy()
+    if not isinstance(frame, Image.Image):  # float[H, W, 3]
+        frame = Image.fromarray((np.asarray(frame) * 255).round().astype(np.uint8))
+    frame.thumbnail((_FRAME, _FRAME))
+    file = BytesIO()
+    frame.save(file, "JPEG")
+    return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
 
 def _sound(pipe: Any, made: Any) -> tuple[torch.Tensor, int] | None:

@@ -113,7 +113,12 @@ def write_report_files(
     latents = None if observer is None else observer.latents
     if latents is not None:
         write_atomically(folder / LATENTS, save({"latents": latents.cpu().contiguous()}))
-    write_atomically(folder / PAGE, report_page(report))
+    write_page(report, folder)
+
+
+def write_page(report: RunReport, folder: Path, frame: str = "") -> None:
+    """Writes report.html and report.json, over those without the video; `frame` as in `report_page`."""
+    write_atomically(folder / PAGE, report_page(report, frame))
     report.write(folder / REPORT)
 
 

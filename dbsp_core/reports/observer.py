@@ -146,6 +146,8 @@ class RunObserver(SessionObserver):
     seconds: float | None = None  # time of the last pipeline call, if there is a pipeline
     latents: torch.Tensor | None = None  # the last result of the pipeline's scheduler
     report: RunReport | None = None  # of the last run, on the rank that has written it
+    skipped: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By the first layer of each session with a step cache: attentions that this left out, and all."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
     _kernels: dict[str, None] = field(default_factory=dict)  # names of those that ran, by their first run
@@ -162,6 +164,7 @@ class RunObserver(SessionObserver):
     def restart(self) -> None:
         """Forgets the run so far; plans that were made in it are not counted again."""
         self.calls.clear()
+        self.skipped.clear()
         self._passes.clear()
         self._open.clear()
         self.seconds = self.latents = self.report = None
@@ -201,6 +204,10 @@ class RunObserver(SessionObserver):
         )
         self.calls.append(call)
         self._open.append(call)
+
+    def pass_ends(self, first_layer: int, skipped: int, attentions: int) -> None:
+        before, all_before = self.skipped.get(first_layer, (0, 0))
+        self.skipped[first_layer] = before + skipped, all_before + attentions
 
     def read_counts(self) -> None:
         """Takes over the numbers of calls whose masks have been counted since."""

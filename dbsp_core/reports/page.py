@@ -51,14 +51,12 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
         more = t.bytes_sent / t.bytes_usp - 1
         share = "as much as plain USP" if abs(more) < 0.005 else f"{more:+.0%} against plain USP"
     saved = in_seconds(t.saved_s), f"modelled from ρ_s; perfectly even would save {in_seconds(t.left_s)} more"
-    ratios, note = (
-        f"{t.rho_before:.3f} → {t.rho:.3f}",
-        "imbalance, slowest rank over mean; contiguous → db-SP; at best",
-    )
+    ratios = f"{t.rho_before:.3f} → {t.rho:.3f} × the mean"
+    note = f"ρ_s: equal split → db-SP; at best {t.rho_best:.3f}{_if_worse(report)}"
     attention = f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each"
     of_slot = f"{t.row_share:.2f} of a slot's share", f"worst {t.row_share_worst:.2f}; {t.slots} slots"
     return [
-        ("ρ_s", ratios, f"{note} {t.rho_best:.3f}"),
+        ("work of the slowest rank", ratios, note),
         *([("longest row", *of_slot)] if t.row_share_worst >= SHOWN_ROW else []),
         ("density", f"{t.density:.3f}", "share of blocks computed"),
         ("plans made", f"{t.replans}", f"in {t.calls} attentions of {t.steps} steps; {in_seconds(t.plan_s)} planning"),
@@ -66,7 +64,24 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
         ("sent by all ranks", in_bytes(t.bytes_sent), share),
         ("time in attention", in_seconds(t.attention_s), attention),
         ("saved", *(("–", _ON_CPU) if report.environment.on_cpu else saved)),
+        *features(report),
     ]
+
+
+def features(report: RunReport) -> list[tuple[str, str, str]]:
+    """Returns what a step cache, quantized weights and compilation did, as `headline` does."""
+    rows = []
+    if report.skipped:
+        skipped, blocks = (sum(counts) for counts in zip(*report.skipped.values(), strict=True))
+        shares = [f"{count / max(1, of):.0%} of {name}" for name, (count, of) in report.skipped.items()]
+        rows.append(("skipped by the cache", f"{skipped:,} of {blocks:,} blocks", ", ".join(shares)))
+    if report.quantized:
+        layers, before, after = (sum(counts) for counts in zip(*report.quantized.values(), strict=True))
+        weights = f"{in_bytes(before)} → {in_bytes(after)}"
+        rows.append(("quantized weights", weights, f"{layers:,} linear layers of {' and '.join(report.quantized)}"))
+    if report.compile_s:
+        rows.append(("compiling", in_seconds(report.compile_s), f"of {in_seconds(report.seconds)}; rank 0"))
+    return rows
 
 
 def in_a_line(report: RunReport) -> str:
@@ -75,10 +90,19 @@ def in_a_line(report: RunReport) -> str:
     parts = [f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}", f"density {t.density:.3f}"]
     if report.world_size > 1:
         saved = f"{'saved' if t.saved_s >= 0 else 'lost'} {in_seconds(abs(t.saved_s))} (modelled)"
-        parts += [f"ρ_s {t.rho_before:.3f} → {t.rho:.3f}", _ON_CPU if report.environment.on_cpu else saved]
+        balance = f"slowest rank's work {t.rho_before:.3f} → {t.rho:.3f} × the mean (ρ_s){_if_worse(report)}"
+        parts += [balance, _ON_CPU if report.environment.on_cpu else saved]
     if t.row_share_worst >= SHOWN_ROW:
         parts.append(f"longest row {t.row_share:.2f} of a slot's share ({t.slots} slots)")
     return ", ".join(parts)
+
+
+def _if_worse(report: RunReport) -> str:
+    """Explains plans that were less even than an equal split; "" where they were not."""
+    if report.totals.rho < report.totals.rho_before + 5e-4:
+        return ""
+    lagged = report.environment.settings.get("plan") == "lagged"
+    return "; worse, as plans are made from the step before: try plan: current" if lagged else "; worse"
 
 
 def strategies_in_words(report: RunReport) -> str:
@@ -142,8 +166,12 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
     return picture.getvalue()
 
 
-def report_page(report: RunReport) -> str:
-    """Returns the HTML of a report, with tables as text; its script draws heat maps and bars from embedded data."""
+def report_page(report: RunReport, frame: str = "") -> str:
+    """Returns the HTML of a report, with tables as text; its script draws heat maps and bars from embedded data.
+
+    Args:
+        frame: The video's first frame as a data URI.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -160,6 +188,7 @@ def report_page(report: RunReport) -> str:
         text = text.replace(character, f"\\u{ord(character):04x}")
     return environment.get_template("report.html").render(
         report=report,
+        frame=frame,
         totals=report.totals,
         headline=headline(report),
         columns=LAYER_COLUMNS,

@@ -161,6 +161,12 @@ class RunReport:
     environment: Environment
     calls: CallColumns
     ranks: RankTotals
+    skipped: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By transformer with a step cache: attentions that it left out, and all."""
+    quantized: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By transformer: quantized linear layers, and bytes of their weights before and after."""
+    compile_s: float = 0.0  # Seconds that torch.compile counted on rank 0; they are in `seconds`
+    video: str = ""  # File name of the video in the report's folder
 
     @cached_property
     def totals(self) -> Totals:

@@ -48,3 +48,10 @@ class SessionObserver:
         Args:
             use: Its plan; `use.counted` is set once the session's `flush` returns.
         """
+
+    def pass_ends(self, first_layer: int, skipped: int, attentions: int) -> None:
+        """Observes the end of a forward pass with a step cache, of the session with this first layer.
+
+        Args:
+            skipped: Number of its attentions that a step cache left out, of all `attentions`.
+        """

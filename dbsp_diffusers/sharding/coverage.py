@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import architecture_of
 from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
 from dbsp_diffusers.sharding.attention import require_torch_attention
-from dbsp_diffusers.sharding.step_caches import may_skip
+from dbsp_diffusers.sharding.step_caches import may_skip, names_of_caches
 
 _CAUSE = (
     "an offload hook or device map that was removed, a LoRA, a quantiser or a library may have put another forward, "
@@ -31,10 +32,13 @@ class Coverage:
 
     Args:
         reached: Returns the layers whose attention db-SP has computed in the current pass.
+        session: Its observers hear how many attentions a step cache left out.
     """
 
-    def __init__(self, transformer: nn.Module, reached: Callable[[], Collection[int]]) -> None:
-        self._transformer = transformer
+    def __init__(
+        self, transformer: nn.Module, reached: Callable[[], Collection[int]], session: AttentionSession
+    ) -> None:
+        self._transformer, self._session = transformer, session
         self._architecture = architecture_of(transformer)
         self._reached = reached
         self._layers = {attention: layer for layer, attention in enumerate(self._attentions())}
@@ -50,7 +54,7 @@ class Coverage:
         for path in (*shard_plan.gathered, *shard_plan.gathered_early):
             for module in modules_at(transformer, path):
                 patches.hook(module.register_forward_hook, self._require_all, prepend=True)
-        patches.hook(transformer.register_forward_hook, self._require_all)
+        patches.hook(transformer.register_forward_hook, self._end)
 
     @torch.compiler.disable
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -76,15 +80,26 @@ class Coverage:
 
     @torch.compiler.disable
     def _require_all(self, *_: Any) -> None:
-        """Raises UserError unless db-SP has computed every attention that no cache leaves out."""
+        self._left_out()
+
+    @torch.compiler.disable
+    def _end(self, *_: Any) -> None:
+        skipped, observers = self._left_out(), self._session.observers
+        if observers and names_of_caches(self._transformer, self._architecture.blocks_of(self._transformer)):
+            for observer in observers:
+                observer.pass_ends(self._session.first_layer, skipped, len(self._expected))
+
+    def _left_out(self) -> int:
+        """Returns how many attentions a cache left out. Raises UserError unless db-SP has computed all others."""
         reached = self._reached()
         missed = [attention for layer, attention in self._expected.items() if layer not in reached]
-        missed = [attention for attention in missed if not may_skip(self._transformer, self._parent(attention))]
-        if missed:
+        lost = [attention for attention in missed if not may_skip(self._transformer, self._parent(attention))]
+        if lost:
             raise UserError(
-                f"{len(missed)} of {len(self._expected)} self-attentions did not reach db-SP, {self._named(missed)}: "
+                f"{len(lost)} of {len(self._expected)} self-attentions did not reach db-SP, {self._named(lost)}: "
                 f"{_CAUSE}"
             )
+        return len(missed)
 
     def _parent(self, attention: nn.Module) -> nn.Module:
         """Returns the block that an attention module is in."""

@@ -281,6 +281,10 @@ def test_json_is_read_back_equal_and_other_files_are_rejected(tmp_path):
     assert again == RunReport.read(tmp_path)
     again.write(tmp_path / "again.json")
     assert json.loads((tmp_path / "again.json").read_text()) == values
+    for added in ("skipped", "quantized", "compile_s", "video"):  # what older reports lack
+        del values[added]
+    path.write_text(json.dumps(values))
+    assert RunReport.read(path) == again
     for change, message in (
         ({"format": "db-SP report 3"}, "expected format 'db-SP report 5'"),
         ({"calls": values["calls"] | {"rho": [1.0]}}, "columns have different lengths"),
@@ -300,6 +304,28 @@ def test_page_has_the_numbers_and_loads_nothing():
     data = html.split('<script type="application/json" id="data">')[1].split("</script>")[0]
     assert json.loads(data)["calls"]["rho"] == [1.0, 1.125] * 3
     assert "<script>alert" not in report_page(small_report(model='</script><script>alert("x")</script>'))
+
+
+def test_plans_that_are_worse_than_an_equal_split_are_named():
+    calls = small_report().calls
+    swapped = dataclasses.replace(calls, rho=calls.rho_before, rho_before=calls.rho)
+    for values, advised in (({"plan": "lagged"}, True), ({"plan": "current"}, False)):
+        environment = dataclasses.replace(small_report().environment, settings=values)
+        line = in_a_line(small_report(calls=swapped, environment=environment))
+        assert ("worse" in line, "try plan: current" in line) == (True, advised)
+    assert "worse" not in in_a_line(small_report())
+
+
+def test_features_are_among_the_main_numbers_and_the_page_shows_the_video():
+    counts = {"skipped": {"transformer": (10, 40), "transformer_2": (20, 40)}, "compile_s": 1.5}
+    report = small_report(**counts, quantized={"transformer": (7, 4096, 1024)}, video="video.mp4")
+    shown = {what: (value, note) for what, value, note in headline(report)}
+    assert shown["skipped by the cache"] == ("30 of 80 blocks", "25% of transformer, 50% of transformer_2")
+    assert shown["quantized weights"] == ("4 KiB → 1 KiB", "7 linear layers of transformer")
+    assert shown["compiling"] == ("1.5 s", "of 6 s; rank 0")
+    html = report_page(report, "data:image/jpeg;base64,AAAA")
+    assert '<a href="video.mp4"><img class="frame" src="data:image/jpeg;base64,AAAA"' in html
+    assert "30 of 80 blocks" in html
 
 
 def test_longest_row_is_shown_from_a_quarter_of_a_slots_share():
