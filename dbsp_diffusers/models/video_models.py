@@ -301,9 +301,10 @@ VIDEO_MODELS = {
             inputs={"transformer_blocks.0": STREAMS}, outputs={"rope_embedding": ROTARY}, gathered=OUTPUT
         ),
     ),
-    "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, guidance="calls"),
+    "HunyuanVideoTransformer3DModel": replace(_HUNYUAN, pipeline="HunyuanVideoPipeline", guidance="calls"),
     "HunyuanVideo15Transformer3DModel": replace(
         _HUNYUAN,
+        pipeline="HunyuanVideo15Pipeline",
         guidance="calls",
         attention=("transformer_blocks.*.attn",),
         sequence=on_sample_grid(_hunyuan_15_text),
@@ -359,6 +360,7 @@ VIDEO_MODELS = {
             whole=("audio_proj_out",),
         ),
         attention_to_video=("transformer_blocks.*.video_to_audio_attn",),
+        pipeline="LTX2Pipeline",
         skipped_by="all_perturbed",
         skipped=lambda inputs: inputs.get("spatio_temporal_guidance_blocks") or (),
     ),
@@ -421,5 +423,6 @@ VIDEO_MODELS = {
             gathered={"proj_out": PACKED, "audio_proj_out": PACKED},
         ),
         text="first",
+        pipeline="MiniMaxH3ModularPipeline",
     ),
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import types
 
+import diffusers
 import pytest
 import torch
 import yaml
-from diffusers import WanTransformer3DModel
 
 from dbsp_core.config import DEFAULT_ORIGIN, DbspConfig
 from dbsp_core.models.table import MODEL_SPECS, published_model
@@ -44,10 +44,24 @@ def test_known_model_without_a_configuration_has_its_own(name):
         assert config.model == same
 
 
-def test_transformer_without_a_pipeline_has_the_configuration_of_its_sizes():
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("wan2.1-t2v-14b", "WanTransformer3DModel"),
+        ("hunyuanvideo", "HunyuanVideoTransformer3DModel"),
+        ("hunyuanvideo1.5", "HunyuanVideo15Transformer3DModel"),
+        ("ltx-2", "LTX2VideoTransformer3DModel"),
+        ("minimax-h3", "MiniMaxH3Transformer3DModel"),
+    ],
+)
+def test_transformer_without_a_pipeline_has_the_configuration_of_its_sizes(name, kind):
+    """The default sizes of diffusers' classes are those of these checkpoints."""
     with torch.device("meta"):
-        known = WanTransformer3DModel(**published("wan2.1-t2v-1.3b")[1].config)
-    assert resolve_config(None, known) == DbspConfig.load("wan2.1-t2v-1.3b-subblock")
+        known = getattr(diffusers, kind)()
+    assert resolve_config(None, known) == DbspConfig.load(f"{name}-{MODEL_SPECS[name].mask}")
+
+
+def test_transformer_of_unknown_sizes_is_dense():
     assert resolve_config(None, make_tiny_transformer("wan")) == DbspConfig()
 
 
