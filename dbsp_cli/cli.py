@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
+from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -51,13 +56,24 @@ app.command("bench", short_help="Measure this machine, for strategy: auto and ke
 app.add_typer(masks_app, name="masks")
 
 
+def _tell_torchrun(line: str) -> None:
+    """Leaves an error where torchrun, if it started this process, looks for one: it ends its own report with it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        moment = {"py_callstack": line, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": moment}}), encoding="utf-8")
+
+
 def main() -> None:
     """Runs the command. A user error is one line on standard error and exit code 2, an interrupt exit code 130."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, OSError, UsageError) as error:
         text = error.format_message() if isinstance(error, UsageError) else str(error)
-        print(f"{ERROR}{printable(' '.join(text.split()))}", file=sys.stderr)
+        line = f"{ERROR}{printable(' '.join(text.split()))}"
+        print(line, file=sys.stderr)
+        _tell_torchrun(line)
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED

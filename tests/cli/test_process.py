@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 import dbsp_cli
 import dbsp_core
@@ -148,6 +149,15 @@ def test_standard_streams_take_all_text_and_may_be_closed(tmp_path):
     opened = ["-c", f"from dbsp_cli.entry import _open_streams; _open_streams(); {child}"]
     done = subprocess.run([sys.executable, *opened], env=child_environment(), preexec_fn=lambda: os.close(1))
     assert done.returncode == 0, "the number is inherited"
+
+
+def test_torchrun_ends_with_the_error_of_a_rank(mistake, monkeypatch, tmp_path):
+    """Reads the error as torchrun does, which names a file for it to every rank."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    line = mistake("bench", "wan2.1-t2v-14c").rstrip("\n")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    report = ChildFailedError("dbsp_cli", {0: failure}).format_msg()
+    assert report.rstrip("=\n").endswith(line)
 
 
 ESCAPES = "\x1b]0;title\x07\x1b[31m"
