@@ -53,6 +53,7 @@ from dbsp_core.models.table import (
     unknown_model,
 )
 from dbsp_core.planning.plan import Plan, make_plan, usual_layout
+from dbsp_core.reports.page import ON_CPU
 from dbsp_core.runtime.attention import DualBalancedAttention
 from dbsp_core.runtime.tables import KernelTable, build_tables, table_layout
 from dbsp_core.utils.errors import in_number
@@ -130,6 +131,8 @@ def bench_command(
         print_json(model=model, ranks=work.group.size, file=str(out), hardware=asdict(hardware) | record, **values)
     else:
         print_tables(_tables(f"{model} on {hardware.device}, measured: {work}", measured))
+    if device.type == "cpu":
+        work.say(ON_CPU)
     if work.group.size == 1:
         work.say(f"one rank exchanges nothing: rates of exchanges are those of {measured.others.name}, not measured")
     worst = max(abs(run["predicted_s"] / run["seconds"] - 1) for run in measured.attentions)

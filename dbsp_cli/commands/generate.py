@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -88,7 +89,8 @@ def _make(generation: Generation, rank_info: RankInfo) -> None:
     start = time.perf_counter()
     reports = make_videos(generation)
     if rank_info.rank == 0:
-        _say_what_was_made(generation, reports, time.perf_counter() - start)
+        on = f" on {socket.gethostname()}" if rank_info.nodes > 1 else ""
+        _say_what_was_made(generation, reports, time.perf_counter() - start, on)
     if generation.report is not None and rank_info.rank == 0 and not all(reports.values()):
         raise typer.Exit(_NO_REPORT)
 
@@ -100,7 +102,10 @@ def _say_what_would_be_made(generation: Generation, rank_info: RankInfo) -> None
     print(yaml.safe_dump(generation.effective, allow_unicode=True, sort_keys=False), end="")
 
 
-def _say_what_was_made(generation: Generation, reports: Mapping[Output, RunReport | None], seconds: float) -> None:
+def _say_what_was_made(
+    generation: Generation, reports: Mapping[Output, RunReport | None], seconds: float, on: str = ""
+) -> None:
+    """Prints what was made, `on` which host if ranks are on several."""
     if not reports:
         count = len(generation.outputs)
         print(f"nothing to make: {count} of {count} videos are there")
@@ -113,5 +118,5 @@ def _say_what_was_made(generation: Generation, reports: Mapping[Output, RunRepor
         folder = generation.report_of(output)
         page = f" and {folder / 'report.html'}" if folder and report else ""
         lacking = ", but no report" if folder and not report else ""
-        print(f"wrote {output.path}{page}{lacking}")
+        print(f"wrote {output.path}{page}{lacking}{on}")
     print(f"{len(reports)} video{'s' if len(reports) > 1 else ''} in {seconds:.1f} s")

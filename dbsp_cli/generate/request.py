@@ -179,7 +179,7 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
 def _video(config: DbspConfig, model: str, identity: ModelSignature, settings: Settings) -> GenerateSettings:
     """Returns the video to make, with the model's usual settings for what is not given."""
     spec = find_model_spec(model) or published_model(identity)
-    shipped = None if spec else _shipped_for(model)
+    shipped = None if spec else _shipped_for(model) or (_shipped_for("tiny-wan") if tiny_architecture(model) else None)
     usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
     with settings.located(), blame_setting("generate"):
         video = config.generate.filled(usual)
@@ -341,9 +341,11 @@ def _require_results(generation: Generation, is_written_here: bool) -> None:
 
 def _origin(config: DbspConfig, changes: Sequence[str]) -> str | None:
     """Returns where the settings come from: their file, and what was changed of it."""
-    if config.origin in (None, DEFAULT_ORIGIN) or not changes:
+    if config.origin is None or not changes:
         return config.origin
     keys = ", ".join(change.partition("=")[0] for change in changes)
+    if config.origin == DEFAULT_ORIGIN:
+        return f"--set {keys}" if any(key.startswith("mask") for key in keys.split(", ")) else DEFAULT_ORIGIN
     return f"{shown_config(config.origin)}, but for {keys}"
 
 
@@ -363,7 +365,10 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
         )
     require_same_model(config, identity)
     if identity.pipeline not in PIPELINES:
-        raise UserError(f"--model {model} is {model_title(identity)}; db-SP generates with {', '.join(PIPELINES)}")
+        raise UserError(
+            f"--model {model} is a {identity.pipeline}; db-SP generates with {', '.join(PIPELINES)}; others run in a "
+            f"script, by dbsp_diffusers.enable: {page('diffusers')}"
+        )
     spec = find_model_spec(model)
     other = published_model(identity)
     if spec is not None and other not in (None, spec) and other.hub == spec.hub:

@@ -40,9 +40,10 @@ class Recording:
                 raise ValueError(f"of a model with {layers} layers")
             return cls(folder, _longest(content["passes"]), layers, content["stopped"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            reason = f"no {INDEX}" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
             raise UserError(
-                f"{folder} is no recording of masks ({type(error).__name__}: {error}); make one with "
-                "DBSP_RECORD=OUT in the environment of a run"
+                f"{folder} is not a recording of masks ({reason}); make one with DBSP_RECORD=OUT in the environment "
+                "of a run"
             ) from error
 
     @property

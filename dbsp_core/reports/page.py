@@ -40,7 +40,7 @@ LAYER_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 """A layer's numbers in tables, after its own: heading, field of `Totals`, and how to write it."""
 SHOWN_ROW = 0.25
 """Longest row over a slot's share from which it is shown: below, rows of one rank end at most 1.14 times its mean."""
-_ON_CPU = "times on CPUs say nothing about GPUs"
+ON_CPU = "times on CPUs say nothing about GPUs"
 
 
 def headline(report: RunReport) -> list[tuple[str, str, str]]:
@@ -63,7 +63,7 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
         ("strategy", strategies_in_words(report), f"on {report.world_size} ranks, planner {report.planner}"),
         ("sent by all ranks", in_bytes(t.bytes_sent), share),
         ("time in attention", in_seconds(t.attention_s), attention),
-        ("saved", *(("–", _ON_CPU) if report.environment.on_cpu else saved)),
+        ("saved", *(("–", ON_CPU) if report.environment.on_cpu else saved)),
         *features(report),
     ]
 
@@ -91,7 +91,7 @@ def in_a_line(report: RunReport) -> str:
     if report.world_size > 1:
         saved = f"{'saved' if t.saved_s >= 0 else 'lost'} {in_seconds(abs(t.saved_s))} (modelled)"
         balance = f"slowest rank's work {t.rho_before:.3f} → {t.rho:.3f} × the mean (ρ_s){_if_worse(report)}"
-        parts += [balance, _ON_CPU if report.environment.on_cpu else saved]
+        parts += [balance, ON_CPU if report.environment.on_cpu else saved]
     if t.row_share_worst >= SHOWN_ROW:
         parts.append(f"longest row {t.row_share:.2f} of a slot's share ({t.slots} slots)")
     return ", ".join(parts)

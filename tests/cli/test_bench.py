@@ -18,6 +18,7 @@ from dbsp_cli.commands import bench
 from dbsp_cli.commands.bench import KernelResult, Measured, Workload, compare_kernels, fit, measure
 from dbsp_core import SequenceGroup, make_plan
 from dbsp_core.cost.machine import device_class, kernel_order, load_hardware, measured_file, save_hardware
+from dbsp_core.reports.page import ON_CPU
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels import KERNELS, choose_kernel
 from tests.support.generators import SEEDS, examples
@@ -103,6 +104,7 @@ def test_one_process_measures_and_writes_where_runs_look(dbsp, tmp_path, monkeyp
     assert code == 0, err
     assert err.endswith(f"wrote {measured_file('cpu')}\n")
     assert "rates of exchanges are those of cpu-demo, not measured" in err
+    assert f"dbsp: {ON_CPU}\n" in err
     report = json.loads(out)
     assert (report["ranks"], report["file"]) == (1, str(measured_file("cpu")))
     (cpu,) = report["kernels"]

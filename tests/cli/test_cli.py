@@ -176,7 +176,7 @@ MISTAKES = [
     ),
     (
         ["generate", "--model", "minimax-h3", "--prompt", "x"],
-        "--model minimax-h3 is minimax-h3; db-SP generates with WanPipeline",
+        "--model minimax-h3 is a MiniMaxH3ModularPipeline; db-SP generates with WanPipeline",
     ),
     (
         ["generate", "--model", "hunyuanvideo", "--prompt", "x", "--negative-prompt", "y"],

@@ -181,7 +181,7 @@ def test_a_run_is_recorded_where_the_environment_says(tmp_path, monkeypatch):
 
 MISTAKES = [
     (["info", "none.safetensors"], "none.safetensors does not exist"),
-    (["info", "."], "is no recording of masks"),
+    (["info", "."], "is not a recording of masks (no index.json); make one"),
     (["info", "FILE", "--branch", "1"], "is a mask file, whose masks are of every pass; leave out --branch"),
     (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
     (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),

@@ -152,6 +152,20 @@ def test_the_rank_that_was_killed_is_named(capsys, codes, code, explained):
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("nodes", "where"), [("1", ""), ("2", " on node7")])
+def test_rank_0_names_its_host_where_there_are_others(dbsp, monkeypatch, tmp_path, nodes, where):
+    """Runs the command as rank 0, which makes nothing."""
+    names = TORCHRUN | MEETING | {"RANK": "0", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": nodes}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    monkeypatch.setattr("dbsp_cli.generate.videos.make_videos", lambda generation: {generation.left[0]: None})
+    code, out, err = dbsp("generate", "--config", "tiny-wan", "--prompt", "a ball", "--out", tmp_path / "ball.mp4")
+    assert code == 0, err
+    assert out.splitlines()[0] == f"wrote {tmp_path / 'ball.mp4'}{where}"
+
+
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("option", ["", "--dry-run", "--resume"])
 def test_warnings_are_said_once_by_rank_0_of_those_that_a_launcher_started(dbsp, monkeypatch, tmp_path, option):
     """Runs the command as each rank in turn, which makes nothing; `--resume` finds the video there."""

@@ -17,6 +17,7 @@ from dbsp_cli.generate.inputs import Features, Lora
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
+from dbsp_core.config import DEFAULT_ORIGIN
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
 from dbsp_core.masks.mask_writer import save_mask
@@ -61,6 +62,18 @@ class TestSettings:
         video = decided(tmp_path, config=str(tmp_path / "mine.yaml"), changes=()).config.generate
         sizes = (video.height, video.width, video.num_frames, video.steps, video.seed, video.guidance_scale)
         assert sizes == (144, 240, 33, 12, shipped.generate.seed, 3.0)
+
+    def test_a_tiny_model_without_a_file_has_the_video_of_tiny_wan(self, tmp_path):
+        usual = decided(tmp_path, config="tiny-wan", changes=()).config.generate
+        video = decided(tmp_path, config=None, model="tiny-wan2.2", changes=()).config.generate
+        assert (video.height, video.num_frames, video.steps) == (usual.height, usual.num_frames, usual.steps)
+
+    def test_the_mask_of_an_option_is_said_to_come_from_it(self, tmp_path):
+        made = [
+            decided(tmp_path, config=None, model="tiny-wan2.2", changes=changes).config.origin
+            for changes in ((), ("reuse=1.05",), ("reuse=1.05", "mask.source=sparge"))
+        ]
+        assert made == [DEFAULT_ORIGIN, DEFAULT_ORIGIN, "--set reuse, mask.source"]
 
     @pytest.mark.parametrize(("model", "thw", "text"), [("wan", (3, 4, 6), 0), ("cogvideox", (2, 4, 6), 226)])
     def test_a_mask_file_of_another_size_is_noticed_before_weights_are_loaded(self, tmp_path, model, thw, text):

@@ -124,7 +124,7 @@ def test_damaged_files_raise(tmp_path):
     with pytest.raises(ValueError, match="is damaged"):
         Recording.read(tmp_path).mask(0, DenoisingStep())
     (tmp_path / INDEX).write_text('{"passes": 3}')
-    with pytest.raises(UserError, match="is no recording of masks"):
+    with pytest.raises(UserError, match="is not a recording of masks"):
         Recording.read(tmp_path)
 
 
