@@ -147,8 +147,8 @@ class Totals:
 class RunReport:
     """The report of one run.
 
-    `seconds` is the wall time of the pipeline on rank 0 without loading and compiling; of a transformer without a
-    pipeline, from the beginning of its first attention to the end of its last.
+    `seconds` is the wall time of the pipeline's call on rank 0, in which blocks may be compiled; of a transformer
+    without a pipeline, from the beginning of its first attention to the end of its last.
     """
 
     model: str
