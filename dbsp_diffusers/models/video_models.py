@@ -103,9 +103,9 @@ _COGVIDEOX = Architecture(
 
 def _hunyuan_15_text(inputs: Inputs) -> int:
     """Counts text from an image's embedding, and two prompts'."""
-    text, image = _two_texts(inputs), inputs["image_embeds"]
+    image = inputs["image_embeds"]
     is_given = not read_once(image, lambda image: bool((image == 0).all()))
-    return text + (image.shape[1] if is_given else 0)
+    return _two_texts(inputs, image.shape[1] if is_given else 0)
 
 
 def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -125,11 +125,14 @@ def _hunyuan_image_text(inputs: Inputs) -> int:
     return text_before_padding(inputs) if inputs.get("encoder_hidden_states_2") is None else _two_texts(inputs)
 
 
-def _two_texts(inputs: Inputs) -> int:
-    """Counts the tokens of two prompts, of which the model itself puts the valid ones first."""
+def _two_texts(inputs: Inputs, image: int = 0) -> int:
+    """Counts the tokens of two prompts and an image, of which the model itself puts the valid ones first."""
     masks = (inputs[name] for name in ("encoder_attention_mask", "encoder_attention_mask_2"))
     lengths = (read_once(mask, lambda mask: mask.bool().sum(dim=1).tolist()) for mask in masks)
-    return sum(one_for_all(of_items, TEXTS_DIFFER) for of_items in lengths)
+    text = image + sum(one_for_all(of_items, TEXTS_DIFFER) for of_items in lengths)
+    if text == 0:  # diffusers splits the sequence by text's length, from the end
+        raise UserError("the prompt has no tokens: encoder_attention_mask and encoder_attention_mask_2 are all zero")
+    return text
 
 
 def _token_replace(transformer: Any) -> str | None:

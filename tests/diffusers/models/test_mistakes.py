@@ -122,6 +122,7 @@ TWO_LENGTHS = {"encoder_attention_mask": torch.tensor([[1] * 9 + [0] * 4, [1] * 
 WITHIN_TEXT = {"encoder_hidden_states_mask": torch.tensor([[1, 0] * 6 + [1]] * 2)}
 TWO_IMAGES = {"img_ids": torch.cat([torch.zeros(3, 3), torch.ones(32, 3)])}
 PADDING = {"encoder_attention_mask": torch.eye(13)[:2].bool()}
+NO_TEXT = {"encoder_attention_mask": torch.zeros(2, 10), "encoder_attention_mask_2": torch.zeros(2, 6)}
 BETWEEN_TOKENS = {"video_self_attention_mask": torch.ones(2, 105, 105)}
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "token_replace": ("hunyuan", {}, "with image_condition_type token_replace"),
@@ -129,6 +130,7 @@ UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "diffusion forcing": ("skyreels", {"enable_diffusion_forcing": True}, "with enable_diffusion_forcing"),
     "a control video of another size": ("vace", CONTROL, "the control video has latents of (2, 10, 14)"),
     "texts of two lengths": ("hunyuan", TWO_LENGTHS, "differ in length"),
+    "text without tokens": ("hunyuan1.5", NO_TEXT, "the prompt has no tokens"),
     "padding within text": ("qwen", WITHIN_TEXT, "differ in length, or have padding before their end"),
     "a size that makes no tokens": ("ltx", {"num_frames": 4}, "must make the 105 tokens of hidden_states"),
     "an image next to the image": ("flux", TWO_IMAGES, "img_ids is not one grid of tokens"),
