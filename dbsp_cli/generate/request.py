@@ -345,7 +345,7 @@ def _origin(config: DbspConfig, changes: Sequence[str]) -> str | None:
         return config.origin
     keys = ", ".join(change.partition("=")[0] for change in changes)
     if config.origin == DEFAULT_ORIGIN:
-        return f"--set {keys}" if any(key.startswith("mask") for key in keys.split(", ")) else DEFAULT_ORIGIN
+        return f"--set {keys}" if config.mask_is_named else DEFAULT_ORIGIN
     return f"{shown_config(config.origin)}, but for {keys}"
 
 
