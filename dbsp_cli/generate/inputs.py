@@ -227,7 +227,7 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
                 "as transformer.blocks.0.attn1.to_q.lora_A.weight, as pipe.save_lora_weights writes them"
             )
         # 3. The model's modules of these names: weight [out, in] takes down [rank, in] and up [out, rank]
-        transformer = _without_weights(model, str(lora.target))
+        transformer = without_weights(model, str(lora.target))
         modules = {} if transformer is None else dict(transformer.named_modules())
         known = {name: modules[name].weight.shape for name in shapes if hasattr(modules.get(name), "weight")}
         for name, size in known.items():
@@ -244,7 +244,7 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
             )
 
 
-def _without_weights(model: str, name: str) -> torch.nn.Module | None:
+def without_weights(model: str, name: str) -> torch.nn.Module | None:
     """Returns a model's transformer, on the meta device or tiny; None where its configuration is not here."""
     import diffusers
 
@@ -262,6 +262,17 @@ def _without_weights(model: str, name: str) -> torch.nn.Module | None:
     with torch.device("meta"):
         transformer = getattr(diffusers, config["_class_name"]).from_config(config)
     return transformer
+
+
+def cache_first_block(transformer: Any, threshold: float) -> None:
+    """Gives a transformer diffusers' first-block cache. Raises UserError where diffusers does not know its blocks."""
+    from diffusers import FirstBlockCacheConfig
+
+    try:
+        transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
+    except (ValueError, AttributeError) as error:
+        title = type(transformer).__name__
+        raise UserError(f"--cache: diffusers does not cache a {title} ({reason(error)}); leave it out") from error
 
 
 def load_loras(pipe: Any, loras: Sequence[Lora]) -> None:

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from dbsp_cli.generate.inputs import TRANSFORMERS, Features, fitted, require_fitting, source_frames
+from dbsp_cli.generate.inputs import (
+    TRANSFORMERS,
+    Features,
+    cache_first_block,
+    fitted,
+    require_fitting,
+    source_frames,
+    without_weights,
+)
 from dbsp_cli.generate.outputs import Output, outputs_of, prompts_of, replaced_message
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.output import require_apart
@@ -216,6 +224,10 @@ def _require_loadable(
         trained_weights()  # raises where they are not
     if not tiny:
         require_checkpoint(loaded, ask_hub=False)
+    threshold = request.features.cache_threshold()
+    transformer = None if threshold is None else without_weights(loaded, TRANSFORMERS[0])
+    if threshold is not None and transformer is not None:
+        cache_first_block(transformer, threshold)
     require_fitting([lora.within(identity) for lora in request.features.loras()], loaded, identity)
     return loaded
 

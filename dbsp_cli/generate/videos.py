@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dbsp_cli.generate.inputs import TRANSFORMERS, Features, load_loras
+from dbsp_cli.generate.inputs import TRANSFORMERS, Features, cache_first_block, load_loras
 from dbsp_cli.generate.outputs import Output
 from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation
@@ -266,14 +266,15 @@ def _quantization(name: str, identity: ModelSignature) -> Any:
 
 def speed_up(transformers: Mapping[str, torch.nn.Module], features: Features) -> None:
     """Gives transformers a cache, and compiles their blocks, after db-SP is enabled on them."""
-    from diffusers import FirstBlockCacheConfig
+    from dbsp_diffusers.models import architecture_of
 
     threshold = features.cache_threshold()
     for transformer in transformers.values():
         if threshold is not None:
-            transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))  # type: ignore[operator]
-        if features.compile:
-            transformer.compile_repeated_blocks()  # type: ignore[operator]
+            cache_first_block(transformer, threshold)
+        if features.compile:  # not compile_repeated_blocks, which knows no blocks of CogVideoX
+            for block in architecture_of(transformer).blocks_of(transformer):
+                block.compile()
 
 
 def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *, from_video: bool) -> dict[str, Any]:

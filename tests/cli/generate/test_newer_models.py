@@ -21,6 +21,7 @@ import torch.distributed as dist
 from PIL import Image, ImageOps
 from safetensors.torch import load_file
 
+from dbsp_cli.generate.inputs import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import GenerationRequest, resolve
 from dbsp_cli.generate.videos import _make_videos
@@ -136,6 +137,14 @@ def test_a_size_that_ltx2_would_reject_is_rejected_before_weights_are_loaded(tmp
     folder = make_checkpoint("ltx-2", tmp_path / "checkpoint")
     request = GenerationRequest(model=folder, prompt=PROMPT, **SIZE | {"height": 48})
     with pytest.raises(UserError, match=r"^--height: generate.height=48 must be a multiple of 32"):
+        resolve(request, RankInfo())
+
+
+@pytest.mark.parametrize("model", ["hunyuanvideo-1.5", "ltx-2"])
+def test_a_cache_that_diffusers_lacks_is_rejected_before_weights_are_loaded(tmp_path, model):
+    folder = make_checkpoint(model, tmp_path / "checkpoint")
+    request = GenerationRequest(model=folder, prompt=PROMPT, features=Features(cache="first-block"), **SIZE)
+    with pytest.raises(UserError, match=r"^--cache: diffusers does not cache a .* leave it out$"):
         resolve(request, RankInfo())
 
 

@@ -175,13 +175,18 @@ def test_lora_weights_change_the_video_and_reach_the_transformer_that_is_named(t
 
 def test_a_cache_computes_the_first_step_and_blocks_are_compiled_after_db_sp_is_enabled(tmp_path, monkeypatch):
     """Takes every step for the same as the first."""
-    seen = []
-    compiled = diffusers.WanTransformer3DModel
-    monkeypatch.setattr(compiled, "compile_repeated_blocks", lambda self: seen.append(session_of(self)))
+    seen, speed_up = [], videos.speed_up
+
+    def seen_enabled(transformers, features):
+        seen.extend(session_of(transformer) is not None for transformer in transformers.values())
+        speed_up(transformers, features)
+
+    monkeypatch.setattr(videos, "speed_up", seen_enabled)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda block: seen.append(type(block).__name__))
     features = Features(cache="first-block=1000", compile=True)
     (cached,) = make_videos(decided(tmp_path, changes=(*SMALL, "generate.steps=3"), features=features)).values()
     assert cached.totals.calls == (4 + 2) * 2, "4 layers of the first step, then the first block, in two passes"
-    assert [session is not None for session in seen] == [True]
+    assert seen == [True, *["WanTransformerBlock"] * 4]
 
 
 def test_quantized_weights_are_asked_for_by_transformer(monkeypatch):
