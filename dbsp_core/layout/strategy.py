@@ -59,7 +59,7 @@ class Strategy:
         if self.world != world:
             choices = ", ".join(str(s) for s in Strategy.all_for(world))
             raise UserError(
-                f"strategy {self} needs {self.ulysses}·{self.ring} = {self.world} GPUs , got {world}; "
+                f"strategy {self} needs {self.ulysses}·{self.ring} = {self.world} GPUs, got {world}; "
                 f"use one of {choices}"
             )
 

@@ -39,8 +39,8 @@ def require_order(order: str) -> None:
 def video_order(order: str, thw: tuple[int, int, int]) -> np.ndarray:
     """Returns read-only int64[t·h·w]: the (t, h, w) position of each video token in `order`.
 
-    Order "tile:TxHxW" (Sliding Tile Attention) sorts tiles by (t, h, w), and tokens within a tile likewise; tiles at the
-    border may be smaller. Raises UserError for an unknown order.
+    Order "tile:TxHxW" (Sliding Tile Attention) sorts tiles by (t, h, w), and tokens within a tile likewise; border
+    tiles may be smaller. Raises UserError for an unknown order.
     """
     require_order(order)
     tiles = _TILES.fullmatch(order)

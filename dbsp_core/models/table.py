@@ -258,8 +258,7 @@ MODEL_SPECS = {spec.name: spec for spec in (*_WANS, _WAN_VACE, _WAN_VACE_1_3B, *
 
 Sizes of HunyuanVideo, LTX-2 and MiniMax-H3 are the defaults of diffusers' classes (0.42), and parameters are counted
 from them, without H3's text encoder. H3's text length varies, 512 tokens are assumed; its schedule of 50 points has 49
-passes. LTX-2's video is ten seconds in 1080p: at its pipeline's default size of 6,144 tokens, attention takes little
-time.
+passes. LTX-2's video is ten seconds in 1080p: at its default size of 6,144 tokens, attention takes little time.
 """
 _BY_SIGNATURE = {spec.signature: spec for spec in reversed(MODEL_SPECS.values())}  # first of equals wins
 GENERATED = {name: spec for name, spec in MODEL_SPECS.items() if spec.pipeline in PIPELINES}

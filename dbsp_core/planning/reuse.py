@@ -92,9 +92,7 @@ class ReuseStatistics:
     waits: int = 0  # Calls that waited for the counts of their predicted mask
     wait_s: float = 0.0  # Seconds of these waits
     plan_s: float = 0.0  # Seconds of planning by these counts, including agreement between ranks
-    replaced: Counter[int] = field(
-        default_factory=Counter
-    )  # By layer, calls that ran dense because masks were too dense
+    replaced: Counter[int] = field(default_factory=Counter)  # By layer, calls that ran dense: masks were too dense
 
     @property
     def mean_rho(self) -> float:

@@ -1,4 +1,4 @@
-"""What is kept of one attention: its mask, its plan, its tables and the counts that are under way."""
+"""State of one attention: its mask, plan, tables, and counts in flight."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dbsp_core.runtime.prepared import KnownMask, PreparedAttention
 
 @dataclass(eq=False)
 class Slot:
-    """One attention of one size of video: a layer in a CFG pass.
+    """One attention of one video size: a layer in a CFG pass.
 
     Attributes:
         key: The videos, the layer and the CFG pass.
-        threshold: P_s, the largest ρ_s up to which a plan is kept; see `dbsp_core.planning.reuse`.
-        lags: True if predicted masks have plans by the counts before them; False: by their own, which are waited for.
-        compare: True if plans are compared with the contiguous plan; see `make_plan`.
-        statistics: Sums over the calls of a session.
-        usual: Mean counts of its predicted masks, by step.
-        known: The mask of its last call, if that was known without q and k.
-        prepared: What its last call was computed with.
-        use: Its last call with a mask that changes.
+        threshold: P_s, largest ρ_s at which a plan is kept; see `dbsp_core.planning.reuse`.
+        lags: True if predicted masks use plans by earlier counts; False: by their own counts, waiting for them.
+        compare: True to compare plans with the contiguous plan; see `make_plan`.
+        statistics: Sums over the session's calls.
+        usual: Mean counts of predicted masks by step.
+        known: Static mask of the last call, or None.
+        prepared: Prepared attention of the last call.
+        use: Last call with a changing mask.
     """
 
     key: tuple[tuple[Video, ...], int, int]
@@ -44,20 +44,20 @@ class Slot:
     use: PlanUse | None = None
 
     def plan_known(self, known: KnownMask, mask: BlockMask, make: MakePlan) -> PlanUse:
-        """Returns the plan for a mask that is known beforehand: the last one while it fits, else a new one.
+        """Returns the plan for a static mask that changes: the last plan while it fits, else a new one.
 
-        Waits for the mask's counts. Nothing is kept before `keep`.
+        Waits for the mask's counts. `keep` stores the result.
         """
         last = known.plan if known.shares_plan else self.counted()
         return self._use_by_own_counts(last, mask, mask.counts.rows, make)
 
     def next_use(self, q: torch.Tensor, now: DenoisingStep, make: MakePlan) -> PlanUse | None:
-        """Returns the next call's plan before its mask is predicted; None if that mask's own counts decide.
+        """Returns the next call's plan before its mask is predicted, or None if the plan needs the mask's counts.
 
-        Waits for the counts of the last call. Nothing is kept before `keep`.
+        Waits for the counts of the last call. `keep` stores the result.
 
         Args:
-            q: [B, H, n_local, D]. A plan is for all items of a batch, or for each item's heads.
+            q: [B, H, n_local, D]. Plans cover H heads, or B · H with masks per item.
             now: The call's step and generation.
         """
         counted, use, heads = self.counted(), self.use, (q.shape[1], q.shape[0] * q.shape[1])
@@ -70,9 +70,9 @@ class Slot:
         return next_use(counted, expected, self.threshold, make)
 
     def use_predicted(self, mask: BlockMask, use: PlanUse | None, make: MakePlan, now: DenoisingStep) -> PlanUse:
-        """Returns `next_use` with its mask, whose counts are read at the next call.
+        """Returns `use` with its predicted mask, whose counts are read at the next call.
 
-        If there was none, or its plan does not fit the mask, the call's own counts decide, and are waited for.
+        Without `use`, or if its plan does not fit the mask, plans by the mask's counts and waits for them.
         """
         counts = RowCounts(*(part.bits for part in mask.parts))
         if use is None or not use.plan.fits(mask):
@@ -84,7 +84,7 @@ class Slot:
         return use
 
     def _use_by_own_counts(self, last: Plan | None, mask: BlockMask, rows: np.ndarray, make: MakePlan) -> PlanUse:
-        """Returns a call with a mask of known counts int64[H, nq]: the last plan while it is balanced, or another."""
+        """Returns a call with a mask of known counts int64[H, nq]: the last plan while balanced, else a new one."""
         if last is None or not last.fits(mask):
             use = PlanUse(make(rows, last), True)
         else:
@@ -93,20 +93,20 @@ class Slot:
         return use
 
     def keep(self, known: KnownMask | None, prepared: PreparedAttention, use: PlanUse) -> None:
-        """Keeps what a call was computed with."""
-        # 1. The plan in use. Its numbers are those of the call's own mask, if that is known.
+        """Stores a call's mask, plan and tables."""
+        # 1. Plan, with statistics of the call's mask if known
         self.statistics.calls += 1
         self.statistics.plans += use.new
         if use.counted is not None:
             self._count(use.counted)
-        if known is not None and known.replaces:  # plan and tables of predicted masks stay, for the next one
+        if known is not None and known.replaces:  # keep plan and tables of predicted masks
             known.plan, known.prepared = use.plan, prepared
             self.statistics.replaced[self.key[1]] += 1
             return
         if known is not None:
             known.prepared = prepared
         elif prepared.branch is not None:
-            # It belongs to one call, and holds tensors as large as q: layers must not keep it.
+            # The branch belongs to one call and holds tensors as large as q.
             prepared = replace(prepared, branch=None)
         if known is not None and known.shares_plan:
             known.plan = use.plan
@@ -114,7 +114,7 @@ class Slot:
             if self.use is not None and self.use.counts is not None:
                 self.usual.add(self.use.counts.rows, self.use.moment.step)
             self.use = use
-        # 2. The mask, which drops its tables when no attention has it any longer.
+        # 2. Mask, which drops its tables after its last user
         if known is not self.known:
             if known is not None:
                 known.users += 1
@@ -123,7 +123,7 @@ class Slot:
         self.known, self.prepared = known, prepared
 
     def counted(self) -> Plan | None:
-        """Returns the plan of the last call with a mask that changes, with that mask's numbers. Waits for them."""
+        """Returns the plan of the last call with a changing mask, with that mask's statistics. Waits for counts."""
         use = self.use
         if use is None:
             return None
@@ -133,20 +133,20 @@ class Slot:
         return use.counted or use.plan
 
     def _count(self, plan: Plan) -> None:
-        """Adds the plan of a call, with the numbers of the call's own mask, to the statistics."""
+        """Adds a call's plan, with the statistics of its mask, to the sums."""
         self.statistics.counted += 1
         self.statistics.rho_sum += plan.rho
         self.statistics.worst_rho = max(self.statistics.worst_rho, plan.rho)
         self.statistics.dense += plan.density == 1
 
     def last_plan(self) -> Plan | None:
-        """Returns the plan of the last call with the numbers of its mask. Waits for its counts."""
+        """Returns the last call's plan with the statistics of its mask. Waits for counts."""
         if self.known is None or self.prepared is None:
             return self.counted()
         return self.prepared.plan
 
     def restart(self) -> None:
-        """Drops the plan and the tables of a predicted mask, and what was usual: the next call plans at once."""
+        """Drops plan, tables and usual counts of predicted masks; the next call makes a new plan."""
         self.counted()
         if self.use is not None and self.use.counts is not None:
             self.use = None
@@ -155,7 +155,7 @@ class Slot:
         self.usual = UsualCounts()
 
     def close(self) -> None:
-        """Reads the counts under way, and drops what no other attention uses."""
+        """Reads counts in flight, and releases the static mask."""
         self.counted()
         if self.known is not None:
             self.known.release()

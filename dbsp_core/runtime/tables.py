@@ -21,9 +21,9 @@ from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 
 
-@dataclass(eq=False, repr=False)  # not frozen, as `KernelInputs`
+@dataclass(eq=False, repr=False)  # not frozen, like `KernelInputs`
 class KernelTable:
-    """Input of the kernel in one chunk; see `dbsp_kernels.block_attention`."""
+    """Kernel tables of one chunk; see `dbsp_kernels.block_attention`."""
 
     kv_index: torch.Tensor  # int32[B·Rq, width]
     kv_count: torch.Tensor  # int32[B·Rq]
@@ -35,23 +35,23 @@ class KernelTable:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DenseRows:
-    """Rows of heads (or of their sequences) whose every block is dense, in one chunk."""
+    """Rows of fully dense heads (or their sequences) in one chunk."""
 
-    parts: tuple[DensePart, ...]  # Groups of heads of equal size
-    every: bool  # True if they are all rows of this rank
+    parts: tuple[DensePart, ...]  # groups of heads of equal size
+    every: bool  # True if all rows of this rank are dense
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChunkTables:
-    """Compact tables of all chunks: the rows' blocks as bits, an eighth of a byte each (`pack_bits`).
+    """Compact tables of all chunks: each row's blocks as bits (`pack_bits`).
 
     Attributes:
-        layout: What the tables of all masks have in common.
-        bits: uint8[y, Rq, ceil(width / 8)]; row r attends to packed block base[r] + j of the chunk where bit j is set.
-        kv_count, kv_full: int32[y, Rq], the blocks of each row, and how many of them are not short.
-        dense: By chunk, the rows that torch's dense kernels compute better; None: there are none, or none are known.
-        others: int32[y, Rq], 0 for those rows, 1 for the others; None if no chunk has any.
-        scheduled: Counts, orders and parts of rows by the arguments of `expanded`.
+        layout: Part of the tables common to all masks.
+        bits: uint8[y, Rq, ceil(width / 8)]; row r attends to packed block base[r] + j of the chunk if bit j is set.
+        kv_count, kv_full: int32[y, Rq], number of blocks and of full blocks per row.
+        dense: Per chunk, rows for torch's dense kernels; None: none, or unknown.
+        others: int32[y, Rq], 0 for dense rows, 1 for others; None if no chunk has dense rows.
+        scheduled: Cached counts, orders and parts of rows, by the arguments of `expanded`.
     """
 
     layout: TableLayout
@@ -64,73 +64,71 @@ class ChunkTables:
 
     @classmethod
     def none(cls, layout: TableLayout) -> ChunkTables:
-        """Returns the tables of no chunk: there is no mask yet."""
+        """Returns empty tables, for an attention without mask."""
         nothing = layout.rows.new_empty(0)
         return cls(layout, nothing, nothing, nothing, ())
 
     def expanded(
         self, batch: int = 1, slots: int | None = None, *, cut: bool = False, dense: bool = False
     ) -> list[KernelTable]:
-        """Returns the tables by chunk for `batch` copies of the rows, the b-th attending to the b-th copy of blocks.
+        """Returns the kernel tables per chunk for `batch` copies of the rows; copy b attends to copy b of the blocks.
 
         Args:
-            slots: Rows that the device computes at a time. None: not known, so rows start in an order of the kernel's.
-            cut: True to cut long rows, for kernels that have `slots`.
-            dense: True if dense rows are computed elsewhere, so that they list no blocks.
+            slots: Rows that the device computes at a time. None: unknown, so the kernel orders rows.
+            cut: True to cut long rows, for kernels with `slots`.
+            dense: True if dense rows are computed elsewhere and list no blocks here.
         """
         layout, count, full = self.layout, self.kv_count, self.kv_full
-        # 1. The lists of all chunks at once: [y, B·Rq, width].
+        # 1. Lists of all chunks at once: [y, B·Rq, width]
         index = expand_rows(
             self.bits, layout.base, layout.kv_len, layout.bounds, full, layout.width, layout.block_k, batch
         )
-        # 2. What rows have to do, and the order in which they start, or the parts of those that are cut; kept for the
-        # next call with this mask.
+        # 2. Counts, and the order or parts of rows, cached for the next call with this mask
         key = batch, slots, cut, dense
         if key not in self.scheduled:
             if dense and self.others is not None:
                 count, full = count * self.others, full * self.others
             orders: Sequence[torch.Tensor | None] = [None] * len(count)
             parts: Sequence[RowParts | None] = [None] * len(count)
-            if slots is not None and cut and layout.width >= 2 * LEAST_BLOCKS:  # else no row has two parts
+            if slots is not None and cut and layout.width >= 2 * LEAST_BLOCKS:  # shorter rows are never cut
                 parts = cut_rows(count, full, layout.spans_of, slots, batch)
             elif slots is not None:
                 orders = order_rows(count, layout.spans_of, slots, batch).unbind(0)
             if batch > 1:
                 count, full = count.repeat(1, batch), full.repeat(1, batch)
             self.scheduled[key] = count, full, orders, parts
-        # 3. Chunk by chunk.
+        # 3. One table per chunk
         lengths = layout.lengths if batch == 1 else [length.repeat(batch) for length in layout.lengths]
         count, full, *starts = self.scheduled[key]
         return [KernelTable(*of_chunk) for of_chunk in zip(index, count, lengths, full, *starts, strict=True)]
 
 
 class Span(NamedTuple):
-    """The packed rows and blocks of one sequence of one head: its rows attend to no others."""
+    """The packed rows and blocks of one sequence of one head, which attend only to each other."""
 
-    number: int  # Head · sequences + sequence
-    rows: tuple[int, int]  # First and last packed ones, exclusive
-    blocks: tuple[int, int]  # First and last packed ones, exclusive
-    lengths: np.ndarray  # int64, tokens of each of the blocks
+    number: int  # head · sequences + sequence
+    rows: tuple[int, int]  # half-open range of packed rows
+    blocks: tuple[int, int]  # half-open range of packed blocks
+    lengths: np.ndarray  # int64, tokens of each block
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TableLayout:
-    """Common part of the kernel tables of all masks under one plan, on one rank.
+    """Part of one rank's kernel tables common to all masks under one plan.
 
-    The rank's spans are the sequences of the heads whose keys come to it: S of each, 1 where nothing is packed.
+    The rank's spans are the sequences (one if not packed) of the heads whose keys it receives.
 
     Attributes:
-        spans_of: int64[Rq], each row's span.
-        rows: int64[Rq], its position in the mask's `row_bits`.
-        number: int64[Rq], its head · nq + its query block.
-        columns: int64[chunks, spans, width]: column j of a row is this KV block of its sequence, the j-th of
-            its span's in the chunk, in packing order.
-        present: bool[chunks, spans, width], whether there is such a block.
-        full: True if it has a whole block's tokens.
-        spans: By chunk, on the host: of each span with rows, where its rows and blocks are.
-        base: int32[chunks, Rq], the packed block of each row's column 0, counted from the chunk's first.
+        spans_of: int64[Rq], span of each row.
+        rows: int64[Rq], position of each row in the mask's `row_bits`.
+        number: int64[Rq], head · nq + query block of each row.
+        columns: int64[chunks, spans, width], KV block (within its sequence) of each column, in packing order.
+        present: bool[chunks, spans, width], True if the column has a block.
+        full: bool[chunks, spans, width], True if that block is full.
+        spans: Per chunk, on the host, the spans with rows.
+        base: int32[chunks, Rq], packed block of each row's column 0, relative to the chunk's first block.
         kv_len: int32[ΣCk], tokens of each packed block, chunk by chunk.
-        bounds: int32[chunks + 1], where each chunk's blocks begin, and where the last end.
+        bounds: int32[chunks + 1], start of each chunk's blocks, and the end of the last.
         blocks: Ck, by chunk.
         head_tokens: See `whole_head_tokens`.
     """
@@ -155,11 +153,11 @@ class TableLayout:
 
     @cached_property
     def lengths(self) -> tuple[torch.Tensor, ...]:
-        """By chunk int32[Ck], tokens of each packed block."""
+        """Tokens of each packed block, int32[Ck] per chunk."""
         return self.kv_len.split(self.blocks)
 
     def to(self, device: torch.device) -> TableLayout:
-        """Returns a copy with all tables on `device`. The tables of `self` must be on the CPU; spans stay there."""
+        """Returns a copy with tables on `device` (spans stay on the CPU); tables of `self` must be on the CPU."""
         if device == self.rows.device:
             return self
 
@@ -169,7 +167,7 @@ class TableLayout:
 
     @cached_property
     def transposed(self) -> tuple[TransposedLayout, ...]:
-        """Transposing tables of each chunk, for backward. Made at the first use, which synchronises."""
+        """Transposed tables of each chunk, for backward; made at first use, which synchronizes."""
         per_span = torch.bincount(self.spans_of, minlength=self.columns.shape[1])  # rows are packed span by span
         first = per_span.cumsum(0) - per_span
         most = int(per_span.max()) if len(per_span) else 0
@@ -182,10 +180,10 @@ class TableLayout:
 
 
 def table_layout(plan: Plan, rank: int) -> TableLayout:
-    """Makes the layout of one rank's tables, on the host."""
+    """Builds one rank's table layout on the host."""
     grid, axis, sequences = plan.grid, plan.grid.k_axis, len(plan.grid.sequences)
     packed = plan.chunks.blocks_for(rank)
-    # 1. The rank's spans, and the span of each of its rows.
+    # 1. Spans of the rank, and the span of each row
     here = np.flatnonzero(columns_of_heads(plan.owner, plan.strategy.ulysses)[:, rank % plan.strategy.ulysses])
     local_head = np.zeros(plan.heads, dtype=np.int64)
     local_head[here] = np.arange(len(here))
@@ -193,13 +191,13 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
     head, block = plan.rows_of(rank)
     row_span = local_head[head] * sequences + grid.q_axis.sequence_of[block]
     rows, number = row_positions(grid, plan.heads, head, block), head * grid.nq + block
-    # 2. Rows and blocks of a head are packed sequence by sequence, so that those of a span follow one another.
+    # 2. Columns: blocks are packed by head and sequence, so the blocks of a span are adjacent
     of_blocks = (local_head[head] * sequences + axis.sequence_of[block] for head, block in packed)
     per_span = np.stack([np.bincount(span, minlength=len(numbers)) for span in of_blocks])  # int64[chunks, spans]
     first = np.cumsum(per_span, axis=1) - per_span
     width = max(1, int(per_span.max(initial=0)))
     width += -width % 8  # whole bytes of bits
-    # 3. Blocks are packed by chunk and span, as these arrays have them.
+    # 3. Arrays by chunk and span, in packing order
     present = np.arange(width) < per_span[..., None]
     block, blocks = np.concatenate([block for _, block in packed]), [len(block) for _, block in packed]
     columns, full = np.zeros(present.shape, dtype=np.int64), np.zeros(present.shape, dtype=bool)
@@ -228,7 +226,7 @@ def table_layout(plan: Plan, rank: int) -> TableLayout:
 def _spans(
     number: np.ndarray, row_span: np.ndarray, first: np.ndarray, count: np.ndarray, lengths: np.ndarray
 ) -> tuple[Span, ...]:
-    """Makes the spans with rows, from each span's number, first packed block and count of them, int64[spans]."""
+    """Makes the spans with rows from each span's number, first packed block and number of blocks, int64[spans]."""
     having_rows, start = np.unique(row_span, return_index=True)
     stop = np.append(start, len(row_span))[1:]
     return tuple(
@@ -238,8 +236,7 @@ def _spans(
 
 
 def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
-    """Returns bool[H · S], sequences of heads whose every block is active; None if asking would make the host wait for
-    device."""
+    """Returns bool[H · S], True for fully dense sequences of heads; None if this would synchronize with the device."""
     if mask.bits.device.type != "cpu" or device.type != "cuda":
         return None
     dense: np.ndarray = torch.stack([part.bits.flatten(1).all(dim=1) for part in mask.parts], dim=1).flatten().numpy()
@@ -268,13 +265,13 @@ def build_tables(layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray |
 def _dense_rows(
     layout: TableLayout, spans: tuple[Span, ...], dense_spans: np.ndarray
 ) -> tuple[DenseRows | None, np.ndarray]:
-    """Returns the dense rows of one chunk, and int32[Rq], 0 for them and 1 for the others.
+    """Returns the dense rows of one chunk, and int32[Rq] that is 0 for dense rows, else 1.
 
-    Spans of less than two tokens, which cuDNN rejects, are left out.
+    Excludes spans of less than two tokens, which cuDNN rejects.
     """
     others = np.ones(len(layout.rows), dtype=np.int32)
     groups: dict[tuple[int, bytes], list[list[Span]]] = {}
-    # 1. Spans of equal size that follow one another at equal distance form a group.
+    # 1. Group evenly spaced spans of equal size
     for span in spans:
         if not dense_spans[span.number] or span.lengths.sum() < 2:
             continue
@@ -284,13 +281,13 @@ def _dense_rows(
             of_size[-1].append(span)
         else:
             of_size.append([span])
-    # 2. The block kernel computes the other rows.
+    # 2. Mark the other rows, which the block kernel computes
     parts = tuple(_dense_part(group, layout) for of_size in groups.values() for group in of_size)
     return (DenseRows(parts, not others.any()) if parts else None), others
 
 
 def _continues(group: list[Span], span: Span) -> bool:
-    """Returns True if a span follows a group's last one at the distance of the group's spans."""
+    """Returns True if a span continues a group's even spacing."""
 
     def distance(a: Span, b: Span) -> tuple[int, int]:
         return b.rows[0] - a.rows[0], b.blocks[0] - a.blocks[0]
@@ -300,7 +297,7 @@ def _continues(group: list[Span], span: Span) -> bool:
 
 
 def _dense_part(group: list[Span], layout: TableLayout) -> DensePart:
-    """Makes the part of a group of spans."""
+    """Makes the `DensePart` of a group of spans."""
 
     def starts(of_spans: list[int], count: int) -> range:
         step = of_spans[1] - of_spans[0] if len(of_spans) > 1 else count
@@ -320,43 +317,43 @@ def _dense_part(group: list[Span], layout: TableLayout) -> DensePart:
 
 
 def whole_head_tokens(plan: Plan) -> int | None:
-    """Returns the tokens of a head if every rank's rows are simply all those of whole heads, or None."""
+    """Returns the tokens per head if every rank's rows are exactly those of whole heads, else None."""
     grid = plan.grid
     if plan.strategy.ring > 1 or plan.split_heads or not grid.only_last_is_short:
         return None
-    if not plan.chunks.sends_every_block:  # a block that nobody needs, or that comes by itself
+    if not plan.chunks.sends_every_block:  # blocks that no rank needs are missing
         return None
     return grid.tokens
 
 
 @dataclass(frozen=True, eq=False)
 class TransposedLayout:
-    """The rows of each packed block in one chunk: those of its span, one after the other."""
+    """The rows of each packed block's span in one chunk, which are adjacent."""
 
     span: torch.Tensor  # int64[Ck]
-    first: torch.Tensor  # int32[Ck], the first of them
-    rows: torch.Tensor  # int64[Ck], how many
-    column: torch.Tensor  # int64[Ck], the block's in these rows
+    first: torch.Tensor  # int32[Ck], first row
+    rows: torch.Tensor  # int64[Ck], number of rows
+    column: torch.Tensor  # int64[Ck], the block's column in these rows
     bounds: torch.Tensor  # int32[2], 0 and Rq
-    most: int  # rows of a span, at most
+    most: int  # most rows of a span
 
     def table(self, bits: torch.Tensor, batch: int = 1, slots: int | None = None) -> TransposedTable:
-        """Returns the rows that attend to each block, for `batch` copies; on the bits' device, not synchronising.
+        """Returns the rows that attend to each block, for `batch` copies, without synchronizing.
 
         Args:
-            bits: uint8[Rq, ceil(width / 8)], the chunk's.
+            bits: uint8[Rq, ceil(width / 8)] of the chunk.
             slots: See `ChunkTables.expanded`.
         """
         blocks, device = len(self.first), bits.device
         if not blocks or not self.most:
             nothing = torch.zeros(batch * blocks, 1, dtype=torch.int32, device=device)
             return nothing, nothing[:, 0], None
-        # 1. bool[Ck, most]: whether the i-th row of the block's span attends to it.
+        # 1. bool[Ck, most]: True if the i-th row of the block's span attends to it
         local_head = torch.arange(self.most, device=device)
         row = (self.first[:, None] + local_head).clamp(max=len(bits) - 1)
         byte, bit = self.column // 8, (self.column % 8).to(torch.uint8)
         needed = (bits[row.long(), byte[:, None]] >> bit[:, None] & 1).bool() & (local_head < self.rows[:, None])
-        # 2. As bits, they expand as the rows' own do: there is nothing short.
+        # 2. Pack to bits and expand like rows' tables, without short blocks
         count = needed.sum(dim=1, dtype=torch.int32)[None]
         whole = torch.full((len(bits),), 1, dtype=torch.int32, device=device)
         of_blocks = pack_bits(needed)[None], self.first[None], whole, self.bounds, count

@@ -1,6 +1,6 @@
-"""Tensors that every rank has whole next to a shared sequence: their attention to the shared keys, and gradients.
+"""Replicated tensors (such as audio) next to a sharded sequence: attention to the sharded keys, and gradients.
 
-Audio next to video, for example. Every rank computes identically all that is made of it.
+Every rank computes everything derived from a replicated tensor identically.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ from dbsp_kernels import (
 )
 
 BLOCK = 64
-"""Tokens of a kernel's rows and blocks."""
+"""Tokens per row and block of the kernel."""
 
 
 def attend_shared_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, group: SequenceGroup
 ) -> torch.Tensor:
-    """Computes attention of queries that every rank has, to keys of which each has its own. Collective, also backward.
+    """Computes attention of replicated queries to sharded keys. Collective, also in backward.
 
     1. Each rank attends to its own keys.
-    2. Outputs and log-sum-exps of all ranks are gathered: as much as the queries, not as the keys.
-    3. Every rank merges them by log-sum-exp, in the order of ranks.
+    2. Outputs and log-sum-exps of all ranks are gathered, which are as large as the queries.
+    3. Every rank merges them by log-sum-exp, in order of ranks.
 
-    Of the output's gradient each rank has its part of a sum, as of all that every rank has (`count_gradient_once`).
-    Backward adds the parts up; from the whole gradient, and out and log-sum-exp over all keys, each rank has the
-    gradients of its own keys and values, and its part of the queries'.
+    Each rank has a summand of the output's gradient (see `count_gradient_once`). Backward sums them, then computes
+    gradients of the rank's own keys and values and its summand of the queries' gradient.
 
     Args:
-        q: [B, H, n, D], the same on every rank.
-        k, v: [B, H, m, D], this rank's, without padding; m may be 0 and differ between ranks.
+        q: [B, H, n, D], equal on every rank.
+        k, v: [B, H, m, D], this rank's tokens without padding; m may be 0 and differ between ranks.
         scale: Softmax scale.
 
     Returns:
         [B, H, n, D], bitwise identical on every rank.
 
     Raises:
-        UserError: For tensors whose derivatives would be lost.
+        UserError: Derivatives of the tensors would be lost.
     """
     problem = unfollowed(q, k, v)
     if problem is None and needs_gradients(q, k, v) and any(t.is_inference() for t in (q, k, v)):
@@ -90,12 +89,12 @@ class _SharedKeys(torch.autograd.Function):
 
 
 def _kernel_for(q: torch.Tensor) -> Kernel:
-    """Returns db-SP's own kernel on q's device, for any kernel of the shared sequence."""
+    """Returns db-SP's kernel on q's device, whatever kernel the sharded sequence uses."""
     return choose_kernel("triton" if q.is_cuda else "cpu", q.device, q.dtype)
 
 
 def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> KernelInputs:
-    """Builds a block kernel's inputs for q [B, H, n, D] that attends to all of k and v [B, H, m, D]."""
+    """Builds kernel inputs for q [B, H, n, D] attending to all of k and v [B, H, m, D]."""
     heads, keys = len(q) * q.shape[1], k.shape[2]
     rows, blocks = _blocks(q), _blocks(k)
     tables = _item_table(heads, len(rows) // heads, len(blocks) // heads, q.device)
@@ -106,22 +105,22 @@ def _in_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) 
 
 
 def _item_table(items: int, rows: int, blocks: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns kv_index int32[items · rows, blocks] and kv_count of rows that attend to all blocks of their item."""
+    """Returns kv_index int32[items · rows, blocks] and kv_count for rows that attend to all blocks of their item."""
     every = torch.arange(items * blocks, dtype=torch.int32, device=device).view(items, blocks)
     return every.repeat_interleave(rows, 0), torch.full((items * rows,), blocks, dtype=torch.int32, device=device)
 
 
 def _blocks(tokens: torch.Tensor) -> torch.Tensor:
-    """Reshapes [B, H, n, D] → [B · H · ceil(n / BLOCK), BLOCK, D], with zeros behind the last token."""
+    """Reshapes [B, H, n, D] → [B · H · ceil(n / BLOCK), BLOCK, D], padded with zeros."""
     padded = torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[2] % BLOCK))
     return padded.reshape(-1, BLOCK, tokens.shape[3])
 
 
 def count_gradient_once(output: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """Returns an output that every rank has whole, with the gradient on the first rank alone; the others have zeros.
+    """Returns a replicated output whose gradient is kept on the first rank and zero on others.
 
-    Every rank computes the whole loss, and the gradients of its parameters are its part of a sum over the group:
-    without this an output that is computed P times would count P times.
+    Every rank computes the whole loss, and parameter gradients are summed over the group, so an output computed on P
+    ranks would otherwise count P times.
     """
     if group.size == 1:
         return output
@@ -142,10 +141,9 @@ class _CountedOnce(torch.autograd.Function):
 
 
 def sum_gradient(whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """Returns a tensor that was made whole for what every rank computes identically.
+    """Returns a gathered tensor (see `gather_shards`) for replicated computation. Collective in backward.
 
-    Of its gradient each rank has its part of a sum, and what made the tensor whole wants all of it (`gather_shards`):
-    backward adds the parts up. Collective in backward.
+    Each rank has a summand of its gradient; backward sums them.
     """
     if group.size == 1:
         return whole
@@ -166,5 +164,5 @@ class _Summed(torch.autograd.Function):
 
 
 def _sum(mine: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """Returns the sum over ranks, in their order: bitwise identical on each."""
+    """Returns the sum in order of ranks, bitwise identical on each."""
     return functools.reduce(torch.add, group.all_gather(mine))

@@ -1,4 +1,4 @@
-"""Mask sources, which make the masks of attentions."""
+"""Mask sources."""
 
 from __future__ import annotations
 
@@ -67,4 +67,4 @@ SOURCES: dict[str, type[MaskSource]] = {
     "callable": CallableSource,
     "synthetic": SyntheticSource,
 }
-"""Mask sources by the name after `source:` in a configuration."""
+"""Mask sources by their name in `source:`."""

@@ -1,4 +1,4 @@
-"""The protocols of mask sources, and the mask of packed sequences, each from its own source."""
+"""Protocol and base classes of mask sources, and masks of packed sequences."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from dbsp_core.masks.grid import CANONICAL, BlockGrid, Video, require_order
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, require_value
 
 Changes = Literal["never", "per_step", "per_call"]
-"""How often a layer's mask may change: never, from one denoising step to another, or with every q and k."""
+"""How often a layer's mask may change: never, between denoising steps, or at every call (predicted from q and k)."""
 
 DenseText = bool | Literal["rows", "columns"]
-"""Which rows and columns of text are dense: both, neither, or one of them. Others are predicted as the video's are."""
+"""Whether rows and columns of text are dense: both, neither, or one; otherwise predicted like the video's."""
 
 ByStep = float | tuple[float, ...]
-"""A number, or one for each denoising step from the first on; the last is that of all later steps."""
+"""A number, or one per denoising step; the last applies to all later steps."""
 
-LARGEST_BLOCK = 1 << 16  # tokens whose sum `sum_tokens` can hold
+LARGEST_BLOCK = 1 << 16  # limit of `sum_tokens`
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class MaskRequest:
     Attributes:
         thw: Frames, rows and columns of the video's token grid.
         step: The denoising step, from 0.
-        cfg_branch: The CFG pass, from 0: classifier-free guidance runs the transformer twice a step.
+        cfg_branch: The CFG pass, from 0.
         layers: Number of the model's layers, if known.
-        text_runs: Tokens of each kind of text, where the model distinguishes; see `Video`.
+        text_runs: Tokens of each kind of text, if the model has several; see `Video`.
     """
 
     layer: int
@@ -57,14 +57,14 @@ class MaskRequest:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalQK:
-    """A rank's queries and keys of one attention, [B, H, n_local, D], before they are sent to owners.
+    """A rank's queries and keys of one attention, [B, H, n_local, D], before the exchange.
 
     Attributes:
-        layout: The distribution of tokens over the ranks of `group`.
-        scale: Factor of the scores.
-        v: Its values, for sources that make more of them than a mask; None: not given.
-        gate: What the model has for the branch that a source adds: for vsa a factor of their shape, for sla its
-            projection of zeros and of each channel alone, [D + 1, D]; None: nothing.
+        layout: Distribution of tokens over the ranks of `group`.
+        scale: Softmax scale.
+        v: Values, for sources with a branch, or None.
+        gate: The model's input to the source's branch: for vsa a factor of q's shape; for sla the projection of zeros
+            and of each unit channel, [D + 1, D]; None: none.
     """
 
     q: torch.Tensor
@@ -84,57 +84,54 @@ class LocalQK:
         v: torch.Tensor | None = None,
         gate: torch.Tensor | None = None,
     ) -> LocalQK:
-        """Returns all tokens of one process."""
+        """Returns the tokens of a single process."""
         layout = SequenceLayout.contiguous(q.shape[2], 1)
         return cls(q, k, layout, SequenceGroup(0, 1), q.shape[-1] ** -0.5 if scale is None else scale, v, gate)
 
 
 class MaskSource(Protocol):
-    """Makes the masks of attentions. Every rank makes the same requests and must get identical bits.
+    """Makes masks. Every rank makes the same requests and must get identical bits.
 
-    The sources of db-SP are frozen dataclasses, whose fields are the keys next to `source:` in a configuration.
-    `grid` and `mask` raise ValueError when the request does not fit the source.
+    db-SP's sources are frozen dataclasses, whose fields are their settings. `grid` and `mask` raise ValueError if a
+    request does not fit the source.
 
     Attributes:
-        changes: Frequency with which a layer's mask changes; "per_call" if and only if it is predicted from q and k.
+        changes: How often a layer's mask changes; "per_call" if and only if it is predicted from q and k.
     """
 
     @property
     def changes(self) -> Changes: ...
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """Returns the block grid of the request's tokens, from which sequence layouts are made before there is a mask.
-
-        Masks may have grids with other token orders.
-        """
+        """Returns the request's block grid, for sequence layouts; masks may have other token orders."""
         ...
 
     def cache_key(self, request: MaskRequest) -> Hashable:
-        """Returns a key that requests with equal masks share, within one video size. Not asked "per_call".
+        """Returns a key that is equal for equal masks within one video size. Not called for "per_call" sources.
 
-        Must not raise: ranks raise together only what `grid` or `mask` raises.
+        Must not raise: only errors of `grid` and `mask` are raised on all ranks.
         """
         ...
 
     @property
     def mask(self) -> Callable[..., BlockMask]:
-        """Method mask(request), or mask(request, tokens) if the mask is predicted from `LocalQK`.
+        """Method mask(request), or mask(request, tokens) if predicted from `LocalQK`.
 
-        The latter is called by all ranks together and may use collectives of `tokens.group`. It returns a mask of the
-        request's heads, or of B times as many where each sample of a batch has masks of its own.
+        The latter is called on all ranks and may use collectives of `tokens.group`. It returns a mask of the request's
+        heads, or of B · H heads with masks per batch item.
         """
         ...
 
 
 @functools.lru_cache(maxsize=16)
 def _block_grid(thw: tuple[int, int, int], text_tokens: int, block_q: int, block_k: int, **others: Any) -> BlockGrid:
-    """Makes a grid, or returns one that was made before: all attentions of a video size share its axes."""
+    """Makes a grid, cached so that all attentions of a video size share its axes."""
     return BlockGrid(math.prod(thw) + text_tokens, text_tokens, block_q, block_k, thw, **others)
 
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Base of mask sources: the tokens of a query block and of a key block."""
+    """Base of mask sources with block sizes `block_q` and `block_k` in tokens."""
 
     block_q: int = 64
     block_k: int = 64
@@ -153,13 +150,13 @@ class BlockSizes:
         return self._grid(request)
 
     def _grid(self, request: MaskRequest, **others: Any) -> BlockGrid:
-        """Returns the request's grid in these blocks, with `others` of its fields."""
+        """Returns the request's grid in these blocks, with other fields `others`."""
         return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k, **others)
 
     def _tile_grid(
         self, request: MaskRequest, tile: tuple[int, int, int], whole_tiles: bool = True, **others: Any
     ) -> BlockGrid:
-        """Returns the request's grid tile after tile; with `whole_tiles` no block holds tokens of two."""
+        """Returns the request's grid in tile order; with `whole_tiles` blocks do not mix tiles."""
         cut = any(size % side for size, side in zip(request.thw, tile, strict=True))
         return self._grid(request, orders=("tile:{}x{}x{}".format(*tile),), whole_tiles=whole_tiles and cut, **others)
 
@@ -169,8 +166,8 @@ class PredictedSource(BlockSizes):
     """Base of mask sources that predict each mask from queries and keys.
 
     Attributes:
-        dense_text: Which rows and columns of text are dense; see `DenseText`.
-        scheduled: Fields that may have a number for each denoising step; see `ByStep`.
+        dense_text: Which of text's rows and columns are dense; see `DenseText`.
+        scheduled: Fields that may have a number per denoising step; see `ByStep`.
         approximates_dense: True if models are not trained with these masks, so that dense attention may replace them.
     """
 
@@ -190,16 +187,16 @@ class PredictedSource(BlockSizes):
 
     @property
     def by_step(self) -> bool:
-        """True if a setting depends on the denoising step."""
+        """True if a setting changes by denoising step."""
         return any(isinstance(getattr(self, name), tuple) for name in self.scheduled)
 
     def _at_step(self, name: str, step: int) -> Any:
-        """Returns the number at a denoising step of a field that is a `ByStep`, or None if the field is None."""
+        """Returns the value of a `ByStep` field at a denoising step, or None if the field is None."""
         value = getattr(self, name)
         return value[min(step, len(value) - 1)] if isinstance(value, tuple) else value
 
     def _require_each(self, name: str, allowed: Callable[[float], bool], message: str) -> None:
-        """Raises SettingError unless all numbers of a `ByStep` are allowed, of which there is at least one."""
+        """Raises SettingError unless a `ByStep` has numbers and all are allowed."""
         value = getattr(self, name)
         values = value if isinstance(value, tuple) else (value,)
         require_value(self, name, bool(values) and all(map(allowed, values)), message)
@@ -207,11 +204,11 @@ class PredictedSource(BlockSizes):
 
 @dataclass(frozen=True)
 class OrderedSource(PredictedSource):
-    """Base of predicted masks in blocks of any token order.
+    """Base of predicted masks in any token order.
 
     Attributes:
-        attention_sink: True if the first key block is active in every row.
-        token_order: The token order that is cut into blocks; see `dbsp_core.masks.grid`.
+        attention_sink: True to keep the first key block in every row.
+        token_order: Token order that is cut into blocks; see `dbsp_core.masks.grid`.
     """
 
     attention_sink: bool = field(default=False, kw_only=True)
@@ -227,7 +224,7 @@ class OrderedSource(PredictedSource):
 
 
 def kept_blocks(wanted: float, blocks: int, *, round_up: bool = False, multiple: int = 1) -> int:
-    """Returns how many of its blocks a row keeps: `wanted` as a multiple of a number, at least one and at most all."""
+    """Rounds `wanted` blocks of a row to a multiple, between one and all `blocks`."""
     rounded = (math.ceil if round_up else math.floor)(wanted / multiple) * multiple
     return min(blocks, max(multiple, rounded))
 
@@ -237,35 +234,34 @@ def packed_mask(
     request: MaskRequest,
     tokens: LocalQK | None = None,
 ) -> BlockMask:
-    """Makes the mask of packed sequences, each by its own source for its own size.
+    """Makes the mask of packed sequences, each with its own source and size. Collective for predicted masks.
 
     Args:
-        sequences: The grid and the source of each. Only the grid's numbers of tokens and thw are used: block sizes and
-            token orders are the source's.
-        request: The attention, of which layer, heads and step are used.
-        tokens: The packed queries and keys of one sample, needed by dynamic sources; these make the call collective.
+        sequences: Grid and source of each sequence. Of the grid only token counts and thw are used.
+        request: The attention; its layer, heads and step are used.
+        tokens: Packed queries and keys of one sample, required by predicted masks.
 
     Raises:
-        UserError: For no sequences, one without thw, a dynamic source without tokens, several samples, or masks that
-            can't be packed.
+        UserError: No sequences, one without thw, a predicted mask without tokens, several samples, or masks that
+            cannot be packed.
     """
     bounds = np.cumsum([0, *(grid.tokens for grid, _ in sequences)])
     if tokens is not None and (tokens.layout.tokens, len(tokens.q)) != (bounds[-1], 1):
         raise UserError(
-            f"q of {len(tokens.q)} samples of {tokens.layout.tokens} tokens do not fit the sequences: give one sample "
-            f"with their {bounds[-1]} tokens one after another"
+            f"q of {len(tokens.q)} samples of {tokens.layout.tokens} tokens do not fit the sequences; pass one sample "
+            f"with their {bounds[-1]} tokens concatenated"
         )
     masks = []
     for first, (grid, source) in zip(bounds, sequences, strict=False):
         if grid.thw is None:
-            raise UserError(f"a sequence of {grid.tokens} tokens has no thw, which its mask source needs; give it one")
+            raise UserError(
+                f"a sequence of {grid.tokens} tokens has no thw, which its mask source needs; set thw in its grid"
+            )
         sequence_request = replace(request, thw=grid.thw, text_tokens=grid.text_tokens, text_runs=grid.text_runs)
         if source.changes != "per_call":
             masks.append(source.mask(sequence_request))
         elif tokens is None:
-            raise UserError(
-                "a mask source that predicts from queries and keys needs them; give packed_mask its tokens"
-            )
+            raise UserError("predicted masks need queries and keys; pass tokens to packed_mask")
         else:
             here = slice(first, first + grid.tokens)
             layout = SequenceLayout(

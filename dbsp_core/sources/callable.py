@@ -24,19 +24,19 @@ def _read_function(value: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class CallableSource(BlockSizes):
-    """Calls a function and gets masks from it: function(grid, request, **parameters).
+    """Masks from function(grid, request, **parameters).
 
     Attributes:
-        function: "package.module:name", or in Python the function itself, which is kept by its name. It is given the
-            BlockGrid and the MaskRequest, and returns a bool numpy array or tensor [heads, nq, nk], or [nq, nk] for
-            all heads; the same on every rank.
-        parameters: Passed to it as keywords.
+        function: "package.module:name", or in Python the function itself, which is stored by name. Takes the BlockGrid
+            and the MaskRequest; returns a bool numpy array or tensor [heads, nq, nk], or [nq, nk] for all heads, equal
+            on every rank.
+        parameters: Keyword arguments of the function.
         depends_on: "nothing": one mask for all layers and steps; "layer": one per layer; "step": one per layer,
-            denoising step and CFG pass. The request has 0 for what the mask must not depend on.
-        token_orders: The token order, or one per head, in which the function's blocks are cut (see `BlockGrid`).
+            denoising step and CFG pass. Other fields of the request are 0.
+        token_orders: Token order of the function's blocks, one for all heads or one per head (see `BlockGrid`).
 
     Raises:
-        UserError: If the function cannot be imported, raises, or returns something else.
+        UserError: The function cannot be imported, raises, or returns something else.
     """
 
     function: str | Callable[..., Any] = field(default="", metadata={"read": _read_function})
@@ -56,7 +56,7 @@ class CallableSource(BlockSizes):
             message = f"parameters of {self.function} need names, {strange[0]!r} is none; quote it"
             raise SettingError(message, ("parameters",))
         with blame_setting("function"):
-            self._function  # noqa: B018  rejects a bad name now, not at the first attention
+            self._function  # noqa: B018  rejects a bad name early
 
     @cached_property
     def _function(self) -> Callable[..., Any]:
@@ -121,18 +121,18 @@ class CallableSource(BlockSizes):
                 f"mask function {self.function} returned shape {list(shape)}; return {list(expected)}, "
                 f"heads × query blocks × key blocks, or [{grid.nq}, {grid.nk}] for all heads"
             )
-        # A copy, as the function may change its own
+        # copy, since the function may change its result
         bits = torch.from_numpy(np.array(result)) if isinstance(result, np.ndarray) else result.detach().clone()
         return BlockMask(bits.expand(expected).contiguous(), grid)
 
     def _seen(self, request: MaskRequest) -> MaskRequest:
-        """Returns the request without what the mask must not depend on."""
+        """Returns the request with 0 in fields that the mask must not depend on."""
         if self.depends_on == "step":
             return request
         return replace(request, layer=request.layer if self.depends_on == "layer" else 0, step=0, cfg_branch=0)
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Returns "package.module:name" of a function, or of the class of another object that can be called."""
+    """Returns "package.module:name" of a function, or of a callable object's class."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}:{named.__qualname__}"

@@ -1,4 +1,4 @@
-"""Masks of tiles by pooled scores, whose share is given by step, with each tile's own (SGLang's cube attention)."""
+"""Masks of tiles by pooled scores, with a kept fraction per step (SGLang's cube attention)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dbsp_kernels.tables import pack_bits
 
 @dataclass(frozen=True)
 class CubeSource(TileSource):
-    """Cube attention: blocks are tiles of the video, and a row keeps its own and those of largest pooled score.
+    """Cube attention: blocks are tiles of the video, and a row keeps its own tile and those of largest pooled score.
 
-    Rows differ by at most one block. Pooled, predicted and gathered as `SpargeSource` does it. (SGLang's backend
-    `cube_sparse_attn` for MiniMax-H3, 2026.)
+    Rows differ by at most one block. Predicted like `SpargeSource`. (SGLang's backend `cube_sparse_attn` for
+    MiniMax-H3, 2026.)
 
     Attributes:
-        topk: Share of the tiles that a row keeps by score, ⌊n · topk⌋ in float32 and at least one; 1.0: dense. A
-            list has a share for each denoising step. Its own tile and dense text are kept in addition.
+        topk: Fraction of tiles that a row keeps by score, ⌊n · topk⌋ in float32 and at least one; 1.0: dense. A list
+            has one fraction per denoising step. The row's own tile and dense text are kept in addition.
     """
 
     topk: ByStep = 0.2
@@ -47,7 +47,7 @@ class CubeSource(TileSource):
 
         def choose(some: torch.Tensor) -> torch.Tensor:
             chance = torch.softmax(pooled_scores(some, grid.nq, tokens.scale, ANY_SIMILARITY), dim=-1)
-            chance[..., :text] = 1.0  # active blocks of text are the first: the others compete with one another
+            chance[..., :text] = 1.0  # keep text first; other blocks compete for the rest
             return select_blocks(chance, dense.expand(len(some), -1), None, count) | own
 
         return BlockMask(predict_bits(pool_own_heads(tokens, grid), choose, tokens, grid), grid)

@@ -1,4 +1,4 @@
-"""Masks of lines in attention between frames: radial attention, and SVG's spatial and temporal heads."""
+"""Static masks by distance in frames: radial attention, and SVG's spatial and temporal heads."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from dbsp_core.utils.errors import UserError, require_value
 
 @dataclass(frozen=True, eq=False)
 class LineSegments:
-    """The video blocks of one axis, cut where a line ends."""
+    """Video blocks of one axis, cut at ends of lines."""
 
     line: np.ndarray  # int64[n], the line of each segment
     first: np.ndarray  # int64[n], position of its first token on the line
-    last: np.ndarray  # int64[n], of its last token
+    last: np.ndarray  # int64[n], position of its last token
     begins: np.ndarray  # int64[video blocks], each block's first segment
 
 
 def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegments:
     """Returns the segments of one axis's video blocks.
 
-    `line` and `at` are int64[video tokens] in the order of the blocks: each token's line, and its position there,
-    which never falls along the line.
+    `line` and `at` are int64[video tokens] in block order: each token's line, and its position there, non-decreasing
+    along the line.
     """
     text_tokens = len(axis.block_of) - len(line)
     block = axis.block_of[text_tokens:]
@@ -39,13 +39,13 @@ def line_segments(axis: BlockAxis, line: np.ndarray, at: np.ndarray) -> LineSegm
 
 
 def distances(q: LineSegments, k: LineSegments) -> np.ndarray:
-    """Returns int64[q segments, k segments]: least distance of positions on any lines; 0 if they overlap."""
+    """Returns the least distance of positions, int64[q segments, k segments]; 0 if they overlap."""
     gap = np.maximum(k.first[None] - q.last[:, None], q.first[:, None] - k.last[None])
     return np.maximum(gap, 0)
 
 
 def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: LineSegments) -> np.ndarray:
-    """Returns bool[nq, nk]: blocks with a pair in `dense`, bool[q segments, k segments], and all text."""
+    """Reduces bool[q segments, k segments] to blocks, bool[nq, nk], and adds all text."""
     rows = np.logical_or.reduceat(dense, q.begins, axis=0)
     bits = np.ones((grid.nq, grid.nk), dtype=bool)
     bits[grid.nq - len(q.begins) :, grid.nk - len(k.begins) :] = np.logical_or.reduceat(rows, k.begins, axis=1)
@@ -54,11 +54,11 @@ def reduce_to_blocks(grid: BlockGrid, dense: np.ndarray, q: LineSegments, k: Lin
 
 @dataclass(frozen=True)
 class RadialSource(BlockSizes):
-    """Radial Attention (Li et al., 2025, arXiv:2506.19852, §4), the same for every head; see `radial_bits`.
+    """Radial Attention (Li et al., 2025, arXiv:2506.19852, §4), equal for all heads; see `radial_bits`.
 
     Attributes:
-        width: Share of its own frame and of the next that a query attends to.
-        decay: Factor of this share each time that the distance in frames doubles.
+        width: Fraction of its own frame and adjacent frames that a query attends to.
+        decay: Factor of this fraction per doubling of the distance in frames.
         sink_frames: Number of first frames that every query attends to.
     """
 
@@ -82,23 +82,23 @@ class RadialSource(BlockSizes):
 def radial_bits(
     grid: BlockGrid, thw: tuple[int, int, int], width: float, decay: float, sink_frames: int
 ) -> np.ndarray:
-    """Returns bool[nq, nk]: blocks with a pair of tokens that may attend to each other, and all text.
+    """Returns bool[nq, nk]: blocks with a pair of tokens within the pattern, and all text.
 
-    A frame has s tokens; a query at position x of frame i may attend to a key at position y of frame j if, with d =
-    |i − j| and b = width · s · decay^⌊log₂ max(d, 1)⌋,
+    With s tokens per frame, d = |i − j| and b = width · s · decay^⌊log₂ max(d, 1)⌋, a query at position x of frame i
+    may attend to a key at position y of frame j if
         |x − y| + 1 ≤ b                                if b ≥ B = max(block_q, block_k)
         |x − y| + 1 ≤ B, and d is a multiple of ⌈B/b⌉  if b < B: a block's width of some frames, not less of each
         j < sink_frames                                for any distance
-    With width 1, decay ½ and B = 1 this is the paper's mask; B is a block because a thinner band costs as much.
+    With width 1, decay ½ and B = 1 this is the paper's mask; B is a block because a thinner band costs the same.
     """
     frames, frame = thw[0], thw[1] * thw[2]
     line, at = np.divmod(np.arange(frames * frame), frame)
     q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)
-    # By distance in frames, one more than how far apart positions may be; 0 for no pair: int64[frames]
+    # By distance in frames: largest distance of positions plus one, 0 for none: int64[frames]
     bandwidth, thinnest, reach = width * frame, max(grid.block_q, grid.block_k), []
     for distance in range(frames):
         if distance > 1 and distance & (distance - 1) == 0:
-            bandwidth *= decay  # step by step: powers are rounded differently elsewhere
+            bandwidth *= decay  # repeated products, since powers round differently across machines
         if bandwidth >= thinnest:
             reach.append(math.floor(min(bandwidth, 1 << 40)))
         else:
@@ -113,16 +113,16 @@ TIME_FASTEST = "hwt"
 
 @dataclass(frozen=True)
 class SvgSource(BlockSizes):
-    """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4): spatial heads see near frames, others near positions.
+    """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4) with spatial heads (near frames) and temporal heads.
 
-    Temporal heads have token order "hwt", as in the paper: a position's tokens of all frames share a block.
+    Temporal heads attend to near positions, in token order "hwt" as in the paper: tokens of a position share a block.
 
     Attributes:
-        frames: Number of frames, centred on its own, that a query of a spatial head attends to.
-        bandwidth: Share of every frame, centred on its position, that a query of a temporal head attends to.
+        frames: Number of frames around its own that a query of a spatial head attends to.
+        bandwidth: Fraction of every frame, around its position, that a query of a temporal head attends to.
         sink_frames: Number of first frames that every query of a spatial head attends to.
-        temporal_heads: The temporal heads of every layer: a share, spread equally, or their numbers. The paper decides
-            it at every call from a sample of the head's queries, which this source does not have.
+        temporal_heads: Temporal heads of every layer: a fraction, spread evenly, or head numbers. The paper classifies
+            heads at every call by a sample of queries, which this source does not do.
     """
 
     frames: int = 7
@@ -144,7 +144,7 @@ class SvgSource(BlockSizes):
         require_value(self, "temporal_heads", fits, message)
 
     def temporal(self, heads: int) -> np.ndarray:
-        """Returns bool[heads]: True for temporal heads. Raises UserError for a head that the model lacks."""
+        """Returns bool[heads], True for temporal heads. Raises UserError for head numbers out of range."""
         numbers = np.arange(heads)
         if isinstance(self.temporal_heads, tuple):
             if max(self.temporal_heads, default=0) >= heads:
@@ -163,10 +163,10 @@ class SvgSource(BlockSizes):
     def mask(self, request: MaskRequest) -> BlockMask:
         grid, temporal = self.grid(request), self.temporal(request.heads)
         frames, positions = request.thw[0], request.thw[1] * request.thw[2]
-        # 1. Spatial heads, in order "thw": all positions of near frames.
+        # 1. Spatial heads, in order "thw": all positions of near frames
         near_frames = near_bits(grid, np.repeat(np.arange(frames), positions), self.frames // 2, self.sink_frames)
-        # 2. Temporal heads, in order "hwt": near positions of all frames. The first frame is not a sink here: every
-        # block has tokens of it, so that all blocks would be dense.
+        # 2. Temporal heads, in order "hwt": near positions of all frames. Without sink frames, since every block has
+        # tokens of the first frame and would be dense
         reach = int(self.bandwidth * positions) // 2
         near_positions = near_bits(grid, np.repeat(np.arange(positions), frames), reach)
         bits = np.stack([near_frames, near_positions])[temporal.astype(np.int64)]
@@ -174,10 +174,10 @@ class SvgSource(BlockSizes):
 
 
 def near_bits(grid: BlockGrid, at: np.ndarray, reach: int, sinks: int = 0) -> np.ndarray:
-    """Returns bool[nq, nk]: blocks with a pair that may attend to each other, and all text.
+    """Returns bool[nq, nk]: blocks with a pair within reach, and all text.
 
-    A query at i may attend to all tokens at j if |i − j| ≤ reach or j < sinks; `at` is int64[video tokens], rising in
-    the order of the blocks: frames of tokens in order "thw", positions in a frame in order "hwt".
+    A query at i may attend to tokens at j if |i − j| ≤ reach or j < sinks. `at` int64[video tokens], ascending in
+    block order, has frames for order "thw" and positions in a frame for "hwt".
     """
     line = np.zeros_like(at)
     q, k = line_segments(grid.q_axis, line, at), line_segments(grid.k_axis, line, at)

@@ -1,4 +1,4 @@
-"""Masks predicted with each head on one rank: the exchanges that this needs before any query or key is sent."""
+"""Prediction of masks with each head on one rank, and the exchanges for it."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import unpack_bits
 
 PAIRS_AT_ONCE = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Block pairs to choose among at a time: enough to be fast, few enough for memory: the CPU takes 50 bytes each."""
+"""Block pairs selected at a time, to limit memory: the CPU takes 50 bytes per pair."""
 
 
 @functools.lru_cache(maxsize=8)
 def heads_by_rank(heads: int, ranks: int) -> tuple[int, ...]:
-    """Returns the number of heads whose masks each rank predicts: even runs, rank after rank."""
+    """Returns the number of heads that each rank predicts, in even runs."""
     return tuple(np.bincount(contiguous_heads(heads, ranks), minlength=ranks).tolist())
 
 
 def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None = None) -> torch.Tensor:
-    """Pools the q and k, and the values if given, of the heads whose masks this rank predicts. Collective.
+    """Pools q and k (and values, unless None) of all ranks, for the heads that this rank predicts. Collective.
 
-    Returns float32[Hs · B, nq + nk, D + 1], the mean and similarity of every query block, then of every key block,
-    over all ranks; with values nq + 2 nk of them.
+    Returns float32[Hs · B, nq + nk, D + 1], mean and similarity of every query block, then every key block; with
+    values nq + 2·nk blocks.
     """
     shares = heads_by_rank(tokens.q.shape[1], tokens.group.size)
     tensors = [tokens.q, tokens.k] if values is None else [tokens.q, tokens.k, values]
@@ -43,26 +43,25 @@ def pool_own_heads(tokens: LocalQK, grid: BlockGrid, values: torch.Tensor | None
 def predict_bits(
     rows: torch.Tensor, choose: Callable[[torch.Tensor], torch.Tensor], tokens: LocalQK, grid: BlockGrid
 ) -> torch.Tensor:
-    """Chooses the blocks of this rank's heads, and gathers the bits of all, bool[B · heads, nq, nk]. Collective.
+    """Selects the blocks of this rank's heads, and gathers all heads' bits bool[B · heads, nq, nk]. Collective.
 
     Args:
-        rows: [Hs · B, ...], what is known of the heads that this rank predicts.
-        choose: Takes this of some heads to their bits, uint8[heads, nq, ceil(nk / 8)] from `pack_bits`. It is given
-            few heads at a time, as memory would grow with the square of the tokens; each must be chosen by itself, so
-            that parts cannot change a bit.
+        rows: [Hs · B, ...], pooled inputs of the heads that this rank predicts.
+        choose: Maps rows of some heads to bits uint8[heads, nq, ceil(nk / 8)] (see `pack_bits`). Called with few heads
+            at a time to limit memory; the result for a head must not depend on the others.
     """
     (batch, heads), group = tokens.q.shape[:2], tokens.group
-    # 1. This rank's heads, uint8[Hs · B, nq, ceil(nk / 8)].
+    # 1. Select blocks of this rank's heads → uint8[Hs · B, nq, ceil(nk / 8)]
     together = max(1, PAIRS_AT_ONCE["cuda" if rows.is_cuda else "cpu"] // (grid.nq * grid.nk))
     parts = [choose(some) for some in rows.split(together)] if rows.shape[0] > together else [choose(rows)]
     mine = parts[0] if len(parts) == 1 else torch.cat(parts)
-    # 2. Ranks send equally many heads, the last ones of some being padding.
+    # 2. Gather, padded to equal numbers of heads per rank
     most = -(-heads // group.size) * batch
     padded = mine if mine.shape[0] == most else mine.new_empty(most, *mine.shape[1:])
     if padded is not mine:
         padded[: len(mine)] = mine
     gathered = group.all_gather_along(padded)
-    # 3. Heads take their positions without padding, if they are not there already, and bits are unpacked.
+    # 3. Reorder heads if needed, and unpack bits
     if batch > 1 or heads % group.size:
         gathered = gathered.index_select(0, _gathered_heads(heads, batch, group.size, mine.device))
     return unpack_bits(gathered, grid.nk)
@@ -70,7 +69,7 @@ def predict_bits(
 
 @functools.lru_cache(maxsize=8)
 def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) -> torch.Tensor:
-    """Returns int64[B · heads]: positions of each sample's heads in what all ranks gathered."""
+    """Returns positions of each sample's heads in the gathered tensor, int64[B · heads]."""
     most = -(-heads // ranks)
     positions = np.concatenate(
         [rank * most + np.arange(count) for rank, count in enumerate(heads_by_rank(heads, ranks))]
@@ -79,14 +78,14 @@ def _gathered_heads(heads: int, batch: int, ranks: int, device: torch.device) ->
 
 
 class LocalBlocks(NamedTuple):
-    """The query blocks of which each rank has tokens, and where this rank's are."""
+    """The query blocks with tokens on each rank."""
 
-    of_ranks: tuple[np.ndarray, ...]  # By rank, int64
-    block: torch.Tensor  # int64[n_local], each slot's among this rank's; 0 at padding
-    real: torch.Tensor  # bool[n_local], whether there is a token
+    of_ranks: tuple[np.ndarray, ...]  # by rank, int64
+    block: torch.Tensor  # int64[n_local], index of each slot's block among this rank's; 0 at padding
+    real: torch.Tensor  # bool[n_local], False at padding
 
     @classmethod
-    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    @functools.lru_cache(maxsize=8)  # equal in every attention of a video size
     def from_layout(
         cls, layout: SequenceLayout, grid: BlockGrid, rank: int, n_local: int, device: torch.device
     ) -> LocalBlocks:
@@ -100,9 +99,9 @@ class LocalBlocks(NamedTuple):
 
 
 def send_to_sources(mine: torch.Tensor, heads: int, blocks: LocalBlocks, group: SequenceGroup) -> torch.Tensor:
-    """Sends what ranks computed for each query block of their heads to those that have tokens of it. Collective.
+    """Sends results per query block to the ranks with tokens of the block. Collective.
 
-    Takes [Hs, B, nq, D], of the heads that this rank predicts, to [B · heads, n, D], of the n blocks at this rank.
+    [Hs, B, nq, D] of the heads that this rank predicts → [B · heads, n, D] of the n blocks on this rank.
     """
     heads_here, batch, _, head_dim = mine.shape
     counts = [len(of_rank) for of_rank in blocks.of_ranks]

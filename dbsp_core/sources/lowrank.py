@@ -1,4 +1,4 @@
-"""Masks predicted from low-rank projections of queries and keys (DSV), and the moments that these are fitted to."""
+"""Masks predicted from low-rank projections of queries and keys (DSV), and recording of moments to fit them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from dbsp_core.utils.files import expand_path, require_file, require_folder_path
 from dbsp_kernels.prediction import halving_sum, select_blocks
 from dbsp_kernels.segments import to_device
 
-CHUNK = 1 << 23  # scores of one head that are held at a time
+CHUNK = 1 << 23  # scores of one head at a time
 FIT = "fit one with: dbsp masks fit FILE.safetensors RECORDING"
 
 
 @dataclass(frozen=True, eq=False)
 class LowRankProjections:
-    """Fitted projections: q·k is near (q·query)·(k·key)."""
+    """Fitted projections: q·k ≈ (q·query)·(k·key)."""
 
     sides: Mapping[
         int, tuple[torch.Tensor, torch.Tensor]
@@ -45,7 +45,7 @@ class LowRankProjections:
 
     @classmethod
     def load(cls, path: str) -> LowRankProjections:
-        """Reads a file from `dbsp masks fit`. Raises UserError for anything else, naming the file and the fix."""
+        """Reads a file of `dbsp masks fit`. Raises UserError for other files."""
         path = expand_path(path)
         require_file(Path(path), "fitted file", FIT)
         try:
@@ -69,22 +69,22 @@ class LowRankProjections:
 
     @property
     def fingerprint(self) -> int:
-        """A number below 2^63 that is equal for equal projections."""
+        """Hash below 2^63, equal for equal projections."""
         numbers = [(layer, *(side.numpy().tobytes() for side in both)) for layer, both in self.sides.items()]
         return fingerprint_of((self.layers, *numbers))
 
 
 @dataclass(frozen=True)
 class LowRankSource(LikeliestBlocks):
-    """DSV's predictor: scores of queries and keys that are projected to a few dimensions.
+    """DSV's predictor: scores of queries and keys projected to a few dimensions.
 
-    Each rank projects its own tokens, the projections are sent to the rank that predicts their head, and the bits are
-    gathered. They do not depend on ranks and layout. (Tan et al., DSV: Exploiting Dynamic Sparsity to Accelerate
-    Large-Scale Video DiT Training, 2025. DSV trains the projections together with the model and chooses single keys;
-    here they are fitted in closed form, and blocks are chosen.)
+    Each rank projects its tokens, projections are sent to the rank that predicts their head, and the bits are
+    gathered. The bits do not depend on ranks and layout. (Tan et al., DSV: Exploiting Dynamic Sparsity to Accelerate
+    Large-Scale Video DiT Training, 2025. DSV trains the projections with the model and selects single keys; here they
+    are fitted in closed form, and blocks are selected.)
     """
 
-    path: str = ""  # A file from `dbsp masks fit`
+    path: str = ""  # file of `dbsp masks fit`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,7 +95,7 @@ class LowRankSource(LikeliestBlocks):
             if not self.path:
                 raise UserError(f"mask source 'lowrank' needs the path of a fitted file; {FIT}")
             if not (dist.is_available() and dist.is_initialized()):
-                self._fitted  # noqa: B018  rejected now; several ranks reject it together in `grid`
+                self._fitted  # noqa: B018  with several ranks, `grid` rejects it on all
 
     @cached_property
     def _fitted(self) -> LowRankProjections:
@@ -111,14 +111,14 @@ class LowRankSource(LikeliestBlocks):
         return {}
 
     def _on_device(self, layer: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns a layer's projections of queries and keys on a device, where they stay."""
+        """Returns a layer's projections of queries and keys on a device, cached."""
         if (layer, device) not in self._on_devices:
             query, key = self._fitted.sides[layer]
             self._on_devices[layer, device] = to_device(query.numpy(), device), to_device(key.numpy(), device)
         return self._on_devices[layer, device]
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """Raises UserError where the fitted file is for another model."""
+        """Raises UserError if the fitted file is for another model."""
         layers, heads = self._fitted.layers, self._fitted.shape[0]
         if heads != request.heads or (None not in (layers, request.layers) and layers != request.layers):
             raise UserError(
@@ -132,10 +132,10 @@ class LowRankSource(LikeliestBlocks):
         grid, device = self.grid(request), tokens.q.device
         self._require_fit(request.layer, tokens)
         query, key = self._on_device(request.layer, device)
-        # 1. Each rank projects its own tokens; the projections are sent to the rank that predicts their head.
+        # 1. Project this rank's tokens, and send projections to the rank that predicts their head
         projected = torch.cat([project(tokens.q, query), project(tokens.k, key)], dim=-1)
         rows = gather_own_heads(projected, tokens, grid).flatten(0, 1)
-        # 2. That rank sums each head's predicted attention by blocks, and chooses the largest.
+        # 2. Sum each head's predicted attention by blocks, and select the largest
         dense = always_dense(grid, self.dense_text, self.attention_sink, device)
 
         def choose(some: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class LowRankSource(LikeliestBlocks):
         return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
 
     def _require_fit(self, layer: int, tokens: LocalQK) -> None:
-        """Raises UserError for a file of another model; on all ranks together at a group's first call. Collective."""
+        """Raises UserError for a file of another model, on all ranks at a group's first call. Collective."""
         fitted, head_dim = self._fitted, tokens.q.shape[-1]
 
         def check() -> LowRankProjections:
@@ -168,16 +168,13 @@ class LowRankSource(LikeliestBlocks):
 
 
 def project(tokens: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
-    """Returns float32[B, H, n, rank]: tokens projected by float32[H, D, rank], with sums in one fixed order."""
+    """Projects tokens by float32[H, D, rank] → float32[B, H, n, rank], summing in a fixed order."""
     wide = tokens.float()
     return torch.stack([halving_sum(wide * column[:, None]) for column in onto.unbind(-1)], dim=-1)
 
 
 def gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid) -> torch.Tensor:
-    """Gathers all tokens of the heads that this rank predicts, in the order of the grid. Collective.
-
-    Takes [B, H, n_local, W] to [Hs, B, tokens, W].
-    """
+    """Gathers tokens of the heads that this rank predicts in grid order: [B, H, n_local, W] → [Hs, B, tokens, W]."""
     group, (batch, heads, _, head_dim) = tokens.group, projected.shape
     ids, positions = zip(*(tokens.layout.tokens_at(rank) for rank in range(group.size)), strict=True)
     local = projected.index_select(2, to_device(positions[group.rank], projected.device)).transpose(0, 1).contiguous()
@@ -193,10 +190,10 @@ def gather_own_heads(projected: torch.Tensor, tokens: LocalQK, grid: BlockGrid) 
 
 
 def predicted_mass(query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scale: float) -> torch.Tensor:
-    """Returns the attention that scores query·key predict of each query block to each key block, float64[nq, nk].
+    """Returns the attention that scores query·key predict between blocks, float64[nq, nk].
 
-    `query` and `key` are [tokens, W] of one head, in the order of the grid. A row is that of the block's mean query
-    (DSV's proxy query), and adds up to 1.
+    `query` and `key` are [tokens, W] of one head in grid order. A row is for the block's mean query (DSV's proxy
+    query) and sums to 1.
     """
     (q_position, q_real), (k_position, k_real) = (_padded(grid, side, query.device) for side in (0, 1))
     rows = (query.double()[q_position] * q_real[..., None]).sum(dim=1) / q_real.sum(dim=1)[:, None]  # [nq, W]
@@ -212,7 +209,7 @@ def predicted_mass(query: torch.Tensor, key: torch.Tensor, grid: BlockGrid, scal
 
 @functools.lru_cache(maxsize=8)
 def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the positions of the tokens of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
+    """Returns token positions of query blocks (side 0) or key blocks (side 1), int64[blocks, block].
 
     Short blocks repeat their last token; the second result, bool[blocks, block], is False there.
     """
@@ -224,9 +221,9 @@ def _padded(grid: BlockGrid, side: int, device: torch.device) -> tuple[torch.Ten
 
 
 class Moments:
-    """Second moments by layer and side, float32[H, D, D], Σ x xᵀ over the tokens of all calls on one rank.
+    """Second moments Σ x xᵀ by layer and side, float32[H, D, D], over the tokens of all calls on one rank.
 
-    They are divided by the number of tokens and written whenever a pass begins, and when the process ends.
+    Written, divided by the number of tokens, when a pass begins and at exit.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -251,7 +248,7 @@ class Moments:
             self._sums[name] = total + moments, count + len(tensor) * len(positions)
 
     def write(self) -> None:
-        """Writes this rank's file, whole or not at all."""
+        """Writes this rank's file atomically."""
         if self._sums:
             tensors = {name: (total / count).cpu() for name, (total, count) in self._sums.items()}
             counts = {f"tokens of {name}": str(count) for name, (_, count) in self._sums.items()}
@@ -261,7 +258,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class RecordQKSource(BlockSizes):
-    """Dense masks; writes each layer's second moments of queries and keys to folder `path` for `dbsp masks fit`."""
+    """Dense masks that record second moments of queries and keys in folder `path`, for `dbsp masks fit`."""
 
     path: str = ""
     changes: ClassVar[Changes] = "per_call"
@@ -283,5 +280,5 @@ class RecordQKSource(BlockSizes):
         return BlockMask.dense(request.heads, self.grid(request))
 
     def write(self) -> None:
-        """Writes what was recorded so far."""
+        """Writes the moments so far."""
         self._moments.write()

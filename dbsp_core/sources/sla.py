@@ -1,4 +1,4 @@
-"""Masks of as many blocks in every row, and linear attention to all tokens added to them (SLA)."""
+"""Masks with equal numbers of blocks per row, plus linear attention to all tokens (SLA)."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ FEATURES: dict[str, FeatureMap] = {
 
 @dataclass(frozen=True)
 class SlaSource(OrderedSource):
-    """Sparse-Linear Attention: every row keeps the key blocks of largest pooled score, and a linear branch is added.
+    """Sparse-Linear Attention: every row keeps the key blocks of largest pooled score, plus a linear branch.
 
-    For models that were trained with it, as TurboWan, whose projection of the branch (`attn1.proj_l`) makes it fit; it
-    is added where the model has the projection. The mask is that of `SpargeSource` with topk, without similarity.
-    For the branch ranks exchange sums over all tokens alone, float32[B, H, D, D + 1]. (Zhang et al., SLA: Beyond
-    Sparsity in Diffusion Transformers via Fine-Tunable Sparse-Linear Attention, arXiv 2509.24006, 2025.)
+    For models trained with it, such as TurboWan. The branch is added if the model has its projection (`attn1.proj_l`).
+    The mask is that of `SpargeSource` with topk, without similarity. For the branch, ranks exchange only sums over all
+    tokens, float32[B, H, D, D + 1]. (Zhang et al., SLA: Beyond Sparsity in Diffusion Transformers via Fine-Tunable
+    Sparse-Linear Attention, arXiv 2509.24006, 2025.)
 
     Attributes:
-        topk: Share of the row's blocks, rounded down, but at least one.
-        feature: The branch's feature map: a softmax over a head's channels, elu + 1, or relu.
+        topk: Fraction of key blocks that a row keeps, rounded down, at least one block.
+        feature: Feature map of the branch: softmax over a head's channels, elu + 1, or relu.
         linear: True to add the branch, if the model has a projection for it.
     """
 
@@ -56,7 +56,7 @@ class SlaSource(OrderedSource):
 
     @property
     def branch_layer(self) -> str | None:
-        """Name of the layer of a self-attention module that the branch needs."""
+        """Name of the branch's layer in a self-attention module."""
         return self.projection if self.linear else None
 
     @functools.cached_property
@@ -72,9 +72,9 @@ class SlaSource(OrderedSource):
         )
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        """Predicts the mask, and its linear branch where there is a projection. Collective.
+        """Predicts the mask, with the linear branch if there is a projection. Collective.
 
-        Raises UserError for a projection, `tokens.gate`, of another shape than [D + 1, D].
+        Raises UserError if the projection `tokens.gate` is not [D + 1, D].
         """
         mask, (head_dim, device) = self._choice.mask(request, tokens), (tokens.q.shape[-1], tokens.q.device)
         if not self.linear:
@@ -98,7 +98,7 @@ class SlaSource(OrderedSource):
 
 
 def _local_sums(k: torch.Tensor, v: torch.Tensor, real: torch.Tensor, feature: FeatureMap) -> torch.Tensor:
-    """Returns Σ φ(k)ᵀ[v, 1] over a rank's tokens, [B, H, D, D + 1], of k and v [B, H, n_local, D]."""
+    """Returns Σ φ(k)ᵀ[v, 1] over a rank's tokens [B, H, D, D + 1], for k and v [B, H, n_local, D]."""
     sums, padding = k.new_empty(*k.shape[:2], k.shape[-1], v.shape[-1] + 1), ~real[:, None]
     for heads in heads_at_once(k):
         features = feature(k[:, heads]).masked_fill_(padding, 0.0)
@@ -108,7 +108,7 @@ def _local_sums(k: torch.Tensor, v: torch.Tensor, real: torch.Tensor, feature: F
 
 
 def _sum_over_ranks(mine: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-    """Returns the sum of all ranks' tensors, of which each rank adds up a part: the same bits on all. Collective."""
+    """Sums all ranks' tensors, each rank a part; bitwise identical on all. Collective."""
     share = -(-mine.numel() // group.size)
     parts = F.pad(mine.flatten(), (0, share * group.size - mine.numel()))
     splits = [share] * group.size
@@ -119,6 +119,6 @@ def _sum_over_ranks(mine: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
 @functools.cache
 def _say_without_projection() -> None:
     log.warning(
-        "mask source sla: no projection (attn1.proj_l) reaches it, so its linear branch is left out; a model that was "
-        "trained with one needs it"
+        "mask source sla: no projection (attn1.proj_l) found, so the linear branch is off; models trained with "
+        "SLA need it"
     )

@@ -1,4 +1,4 @@
-"""Masks by a threshold on pooled scores, by which rows keep unequal numbers of blocks (Sol-Attn)."""
+"""Masks by a threshold on pooled scores, with unequal numbers of blocks per row (Sol-Attn)."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from dbsp_kernels.segments import to_device
 from dbsp_kernels.tables import pack_bits
 
 LEAST_VARIANCE = 1e-6 * math.log(2) ** 2  # added to the variance of scores: 1e-6 of scores in base 2
-NEIGHBOURS = 1  # key blocks that are dense on either side of a query block's own
-ANY_SIMILARITY = -2.0  # below every cosine: blocks are pooled however unlike their tokens are
+NEIGHBOURS = 1  # dense key blocks on each side of a query block's own
+ANY_SIMILARITY = -2.0  # below every cosine: disables the similarity test
 
 
 @dataclass(frozen=True)
 class SolSource(OrderedSource):
-    """Sol-Attn's routing: a row keeps the key blocks whose pooled score is above its scores' mean by τ deviations.
+    """Sol-Attn's routing: a row keeps key blocks with pooled scores more than τ deviations above the row's mean.
 
-    Also the blocks at its own position and next to it. Rows and heads differ in how many blocks they keep. Pooled,
-    predicted and gathered as `SpargeSource` does it: the bits do not depend on ranks and layout, and every sample of a
-    batch has its own masks, as B·H heads. (Sol-Attn: Accelerating Video Generation Inference via On-the-Fly Attention
-    Sparsification, arXiv 2607.24027, 2026.)
+    It also keeps the blocks at its own position and next to it. Rows keep unequal numbers of blocks. Predicted like
+    `SpargeSource`, with masks per batch item. (Sol-Attn: Accelerating Video Generation Inference via On-the-Fly
+    Attention Sparsification, arXiv 2607.24027, 2026.)
 
     Attributes:
-        tau: Standard deviations above the mean of a row's scores. Larger keeps fewer blocks.
-        thresh_type: The variance of a row's scores: "diag" from that of each channel of the pooled keys, as if
-            channels were independent; "exact" from the scores themselves.
+        tau: Standard deviations above the mean of a row's scores; larger keeps fewer blocks.
+        thresh_type: How to compute the variance of a row's scores: "diag" from each channel of the pooled keys, as if
+            channels were independent; "exact" from the scores.
     """
 
     tau: ByStep = 1.0
@@ -66,9 +65,9 @@ class SolSource(OrderedSource):
         return BlockMask(predict_bits(rows, choose, tokens, grid), grid)
 
     def _thresholds(self, rows: torch.Tensor, scores: torch.Tensor, scale: float, tau: float) -> torch.Tensor:
-        """Returns float64[heads, nq] from rows of `pool_own_heads` and scores float64[heads, nq, nk].
+        """Returns thresholds float64[heads, nq] for rows of `pool_own_heads` and scores float64[heads, nq, nk].
 
-        All sums are taken in one fixed order, each head's by itself: other heads and ranks cannot change a bit.
+        Sums are per head and in a fixed order, so they do not depend on other heads and ranks.
         """
         nq, nk = scores.shape[1:]
         mean = halving_sum(scores) / nk
@@ -85,7 +84,7 @@ class SolSource(OrderedSource):
 
 @functools.lru_cache(maxsize=8)
 def _near(grid: BlockGrid, device: torch.device) -> torch.Tensor:
-    """Returns bool[nq, nk]: key blocks that hold tokens of a query block, or are next to one that does."""
+    """Returns bool[nq, nk]: key blocks with tokens of a query block, and their neighbors."""
     q, block_of = grid.q_axis, grid.k_axis.block_of
     first, last = block_of[q.starts] - NEIGHBOURS, block_of[q.starts + q.lengths - 1] + NEIGHBOURS
     block = np.arange(grid.nk)

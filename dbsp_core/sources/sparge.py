@@ -1,4 +1,4 @@
-"""Masks predicted from each attention's own queries and keys, before they are sent (SpargeAttn)."""
+"""Masks predicted from each attention's queries and keys before the exchange (SpargeAttn)."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from dbsp_kernels.segments import to_device
 class LikeliestBlocks(OrderedSource):
     """Base of mask sources that keep each row's blocks of largest predicted attention probability.
 
-    One of `cdf`, `topk` and `sparsity` is given.
+    Set one of `cdf`, `topk` and `sparsity`.
 
     Attributes:
-        cdf: Largest cumulative probability of the chosen blocks, of which there is at least one.
-        topk: Share of the row's blocks, rounded down, but at least one.
-        sparsity: Share that is skipped. A row keeps ⌊(1 − sparsity) · n⌋ of n blocks, and at least one, in the
-            floating point of LightX2V: 1 − 0.9 is less than 0.1, so 58 of 590, where topk 0.1 keeps 59.
+        cdf: Largest cumulative probability of the kept blocks; at least one block is kept.
+        topk: Fraction of key blocks that a row keeps, rounded down, at least one block.
+        sparsity: Fraction that is skipped. A row keeps ⌊(1 − sparsity) · n⌋ of n blocks, at least one, in LightX2V's
+            floating point: 1 − 0.9 is less than 0.1, so 58 of 590, where topk 0.1 keeps 59.
     """
 
     cdf: ByStep | None = None
@@ -49,7 +49,7 @@ class LikeliestBlocks(OrderedSource):
         return [name for name in LikeliestBlocks.scheduled if getattr(self, name) is not None]
 
     def limits(self, blocks: int, step: int) -> tuple[float | None, int]:
-        """Returns `cdf` and `count` of `select_blocks` for rows of so many blocks at a denoising step."""
+        """Returns `cdf` and `count` of `select_blocks` for rows of `blocks` blocks at a denoising step."""
         if self.topk is not None:
             return None, kept_blocks(self._at_step("topk", step) * blocks + 1e-9, blocks)
         if self.sparsity is not None:
@@ -63,18 +63,18 @@ USUAL_CDF = 0.92  # xDiT's value
 
 @dataclass(frozen=True)
 class SpargeSource(LikeliestBlocks):
-    """SpargeAttn's block predictor: pooled attention of each head shows where most of its probability will be.
+    """SpargeAttn's block predictor: keeps the blocks with most of each row's pooled attention probability.
 
-    Each rank pools blocks of its own tokens, each head is predicted by one rank, and the bits are gathered, so that
-    the plan is known before any q, k or v is sent. The bits do not depend on ranks and layout. Every sample of a batch
-    has its own masks, as B·H heads. (Zhang et al., SpargeAttn: Accurate and Training-Free Sparse Attention
-    Accelerating Any Model Inference, 2025. Self-similarity is the mean cosine of a block's tokens, as in its code.)
+    Each rank pools blocks of its tokens, each head is predicted by one rank, and the bits are gathered. The bits do
+    not depend on ranks and layout. Every batch item has its own masks, as B·H heads. (Zhang et al., SpargeAttn:
+    Accurate and Training-Free Sparse Attention Accelerating Any Model Inference, 2025. Self-similarity is the mean
+    cosine of a block's tokens, as in its code.)
 
     Attributes:
-        cdf: See `LikeliestBlocks`, as for topk and sparsity; 0.92 as in xDiT if none is given.
-        similarity: Rows and columns of blocks whose tokens have a mean cosine of at most this are dense, as a mean
+        cdf: See `LikeliestBlocks`, like topk and sparsity; 0.92 as in xDiT if none is set.
+        similarity: Blocks whose tokens have a mean cosine of at most this get dense rows and columns, since their mean
             does not represent them.
-        crossing: True if the block with which a row exceeds cdf is chosen too: the fewest blocks with more than cdf.
+        crossing: True to also keep the block at which a row exceeds cdf: the fewest blocks with more than cdf.
     """
 
     similarity: float = 0.3
@@ -99,7 +99,7 @@ class SpargeSource(LikeliestBlocks):
         some_are_dense = self.attention_sink or (self.dense_text and grid.text_tokens)
 
         def choose(rows: torch.Tensor) -> torch.Tensor:
-            # Chances are NaN in rows whose key blocks are all dissimilar and therefore dense.
+            # Chances are NaN in rows where all key blocks are dissimilar, which are dense.
             chance = torch.softmax(pooled_scores(rows, grid.nq, tokens.scale, self.similarity), dim=-1)
             dense = rows[..., -1] <= self.similarity
             if some_are_dense:
@@ -111,7 +111,7 @@ class SpargeSource(LikeliestBlocks):
 
 @functools.lru_cache(maxsize=8)
 def always_dense(grid: BlockGrid, text: DenseText, attention_sink: bool, device: torch.device) -> torch.Tensor:
-    """Returns bool[nq + nk]: query, then key blocks that are dense for any tokens: text, and the first key block."""
+    """Returns bool[nq + nk], query blocks, then key blocks that are always dense: text, and an attention sink."""
     q = (grid.q_axis.starts < grid.text_tokens) & (text in (True, "rows"))
     k = (grid.k_axis.starts < grid.text_tokens) & (text in (True, "columns"))
     k[0] |= attention_sink

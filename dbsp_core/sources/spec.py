@@ -1,8 +1,8 @@
-"""The one spelling of masks, in YAML, in Python and on a command line.
+"""Spelling of masks in YAML, in Python and on the command line.
 
 A mask is a source's name ("sparge"), a name with settings ("sparge:cdf=0.92,block_q=128", values in YAML), several of
-these with "+" between them, a mask file's path, a function's name ("my_masks:diagonal"), or a mapping such as
-{source: sparge, cdf: 0.92}; and in Python also the function itself, or a `MaskSource`.
+these joined by "+", a mask file's path, a function's name ("my_masks:diagonal"), or a mapping such as {source: sparge,
+cdf: 0.92}; in Python also a function or a `MaskSource`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def names_mask(text: str) -> bool:
-    """Returns True if text that may also name a configuration file is meant as a mask, even a wrong one."""
+    """Returns True if text is meant as a mask, even an invalid one, rather than a configuration file."""
     name, meant = _NAME_ENDS.split(text, maxsplit=1)[0], ":" in text
     if text.endswith(".safetensors") or os.path.isfile(os.path.expanduser(text)):
         return text.endswith(".safetensors")
@@ -36,20 +36,20 @@ def names_mask(text: str) -> bool:
 
 
 def _is_function(text: str) -> bool:
-    """Returns True if text is a function's name, package.module:name, and not a misspelled source's."""
+    """Returns True if text is a function's name, package.module:name, and not a misspelled source."""
     name = text.partition(":")[0]
     return bool(_FUNCTION.fullmatch(text)) and name not in SOURCES and not did_you_mean(name, SOURCES)
 
 
 def mask_settings(text: str) -> dict[str, Any]:
-    """Returns the mapping for a mask written in one word.
+    """Returns the mapping for a mask written as text.
 
     Args:
-        text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); several of these with "+"
-            between them, for their union; a mask file's path; or a function's name, package.module:name.
+        text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); several of these joined by
+            "+", for their union; a mask file's path; or a function's name, package.module:name.
 
     Raises:
-        UserError: For anything else. Keys and values are checked by the source.
+        UserError: The text is none of these. The source checks keys and values.
     """
     parts = _BETWEEN_SOURCES.split(text)
     if len(parts) > 1 and _NAME_ENDS.split(text, maxsplit=1)[0] in SOURCES:
@@ -77,10 +77,10 @@ def mask_settings(text: str) -> dict[str, Any]:
 
 
 def read_mask(value: Any, name: str) -> MaskSource:
-    """Returns the source of a mask in any of its spellings; see this module's text.
+    """Returns the source of a mask in any spelling; see this module's docstring.
 
     Raises:
-        UserError: For anything else, called `name`.
+        UserError: The value is not a mask; the message calls it `name`.
     """
     if hasattr(value, "mask"):
         return cast(MaskSource, value)
@@ -106,14 +106,14 @@ def read_mask(value: Any, name: str) -> MaskSource:
 
 
 def mask_values(source: MaskSource) -> dict[str, Any]:
-    """Returns the mapping, for YAML, of which `read_mask` makes an equal source; of a user's own, its name."""
+    """Returns a mapping for YAML from which `read_mask` makes an equal source; for a custom source its name."""
     values = {"of": [mask_values(part) for part in source.of]} if isinstance(source, UnionSource) else None
     plain = plain_value(source) if values is None else values
     return {"source": _name_of(source), **(plain if isinstance(plain, dict) else {})}
 
 
 def mask_in_words(source: MaskSource, defaults: bool = False) -> str:
-    """Returns a source and its settings, such as "sparge:cdf=0.92"; defaults if asked for; long values are cut."""
+    """Returns a source with its settings as text, such as "sparge:cdf=0.92"; long values are shortened."""
     if isinstance(source, UnionSource):
         return "+".join(mask_in_words(part, defaults) for part in source.of)
     name = _name_of(source)
@@ -125,7 +125,7 @@ def mask_in_words(source: MaskSource, defaults: bool = False) -> str:
 
 
 def _name_of(source: MaskSource) -> str:
-    """Returns the name after `source:`, or a user's own class's."""
+    """Returns the name after `source:`, or a custom class's name."""
     return next((name for name, known in SOURCES.items() if type(source) is known), type(source).__name__)
 
 

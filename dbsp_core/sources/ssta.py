@@ -1,4 +1,4 @@
-"""Masks of a window of tiles and the tiles of largest score less redundancy (SSTA of HunyuanVideo-1.5)."""
+"""Masks of a window of tiles plus tiles of largest score minus redundancy (SSTA of HunyuanVideo-1.5)."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ from dbsp_kernels.segments import to_device
 
 IMAGE_TILE = (1, 16, 24)
 HALVED_UP_TO = 31
-"""Frames of the token grid up to which a video's rows keep half of the tiles."""
+"""Largest number of token-grid frames for which rows keep half as many tiles."""
 
 
 @dataclass(frozen=True)
 class SstaSource(PredictedSource):
-    """SSTA: a row keeps a window of tiles around its own, and the tiles most like it that are unlike all others.
+    """SSTA: a row keeps a window of tiles around its own, and the most similar tiles that are not redundant.
 
-    For HunyuanVideo-1.5's sparse checkpoint, which was trained with it. Heads and rows keep unequal numbers of tiles.
-    Pooled, predicted and gathered as `SpargeSource` does it. (Tencent, HunyuanVideo 1.5 Technical Report, 2025, and
-    its code.)
+    For HunyuanVideo-1.5's sparse checkpoint, which was trained with it. Rows keep unequal numbers of tiles. Predicted
+    like `SpargeSource`. (Tencent, HunyuanVideo 1.5 Technical Report, 2025, and its code.)
 
     Attributes:
         topk: Tiles of the video that a row keeps by score, half as many with 2 to 31 frames of the token grid. The
             score of tiles i and j is weight · s(qᵢ, kⱼ) − (1 − weight) · (mean of s(kₗ, kⱼ) over l ≠ j), with s = (1 +
             cosine) / 2 of the means of the tiles' tokens.
-        weight: See topk; λ in its report.
+        weight: See topk; λ in the report.
         tile: Frames, rows and columns of a tile, which blocks divide; 1 × 16 × 24 for an image.
-        window: Frames, rows and columns of the window, in tiles; shifted inside at borders. An image has none.
-        padding: "absent": rows attend to the zeros that fill the tiles at the far sides, as the checkpoint's do, as
-            absent keys. "none": to real tokens alone.
+        window: Frames, rows and columns of the window, in tiles; shifted inside at borders. None for an image.
+        padding: "absent": rows also attend to the zeros that pad border tiles, as in the checkpoint, as absent keys.
+            "none": to real tokens only.
     """
 
     block_q: int = 128
@@ -69,7 +68,7 @@ class SstaSource(PredictedSource):
 
     @property
     def absent_keys(self) -> bool:
-        """True if masks have absent keys, for which a kernel must return its log-sum-exp."""
+        """True if masks have absent keys, which need a kernel that returns its log-sum-exp."""
         return self.padding == "absent"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
@@ -86,42 +85,42 @@ class SstaSource(PredictedSource):
         count = text + kept_blocks(topk, tiles.grid.nk - text)
 
         def choose(some: torch.Tensor) -> torch.Tensor:
-            # 1. Directions of mean queries and keys, [heads, tq + tk, D].
+            # 1. Directions of mean queries and keys, [heads, tq + tk, D]
             means = some[..., :-1].double()
             unit = means / halving_sum(means * means).sqrt().clamp(min=1e-12)[..., None]
             keys = unit[:, nq + text :]
-            # 2. How much a key is like the others: Σ kₗ·kⱼ over l ≠ j, by the sum of all, [heads, D] → [heads, tk].
+            # 2. Redundancy of each key: Σ kₗ·kⱼ over l ≠ j, from the sum of all keys, [heads, D] → [heads, tk]
             like = halving_sum(keys * halving_sum(keys.mT)[:, None]) - halving_sum(keys * keys)
             redundancy = (like / max(1, keys.shape[1] - 1) + 1) / 2
-            # 3. Scores from 0 to 1, and more for text, [heads, tq, tk].
+            # 3. Scores from 0 to 1, higher for text, [heads, tq, tk]
             rows = torch.cat([unit.float(), some[..., -1:]], dim=-1)
             scores = pooled_scores(rows, nq, 1.0, ANY_SIMILARITY).add_(1).mul_(self.weight / 2)
             scores[..., text:] += (1 - self.weight) * (1 - redundancy[:, None])
             scores[..., :text] = 1.5
             return select_blocks(scores.clamp_(min=0), dense.expand(len(some), -1), None, count)
 
-        # 4. What holds for tiles holds for their blocks.
+        # 4. Expand tiles to blocks
         bits = predict_bits(pool_own_heads(tokens, tiles.grid), choose, tokens, tiles.grid) | tiles.near
         absent = None
         if self.absent_keys and tiles.is_padded:
-            absent = (bits * tiles.padding).sum(-1).log_().index_select(1, tiles.of_q)  # whole numbers: exact
+            absent = (bits * tiles.padding).sum(-1).log_().index_select(1, tiles.of_q)  # exact: integers
         bits = bits.index_select(1, tiles.of_q).index_select(2, tiles.of_k)
         return BlockMask(bits, grid, absent=absent)
 
 
 class Tiles(NamedTuple):
-    """The tiles of a grid's blocks, in a grid of their own; text is cut into runs of as many tokens."""
+    """The tiles of a grid's blocks as a grid; text is cut into runs of as many tokens."""
 
     grid: BlockGrid
     near: torch.Tensor  # bool[tq, tk], the window
-    padding: torch.Tensor  # float32[tk], tokens that a tile of the video lacks
-    of_q: torch.Tensor  # int64[nq], each query block's tile
+    padding: torch.Tensor  # float32[tk], padding tokens of each video tile
+    of_q: torch.Tensor  # int64[nq], tile of each query block
     of_k: torch.Tensor  # int64[nk]
-    text: int  # how many are text, the first ones
+    text: int  # number of text tiles, which come first
     is_padded: bool
 
     @classmethod
-    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    @functools.lru_cache(maxsize=8)  # equal in every attention of a video size
     def of(cls, grid: BlockGrid, tile: Sizes, window: Sizes | None, device: torch.device) -> Tiles:
         """Returns the tiles of a grid; `window` is in tiles, or None."""
         if grid.thw is None:

@@ -1,4 +1,4 @@
-"""Dense masks, and masks from files: by layer, or by step group, layer and head as PAROAttention has them."""
+"""Dense masks, and masks from files: by layer, or by step group, layer and head as in PAROAttention."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from dbsp_core.utils.files import user_path
 class StoredMasks:
     """Base of sources that read the mask file at `path` (see docs/mask-files.md).
 
-    A bad file is rejected when the source is made. One that is missing, and with several ranks any, is rejected when
-    a session is made: all ranks raise together, even if the file is bad on only one.
+    A bad file is rejected when the source is made. A missing file, and with several ranks any bad file, is rejected on
+    all ranks when a session is made.
     """
 
     path: str = ""
@@ -42,7 +42,7 @@ class StoredMasks:
             except (FileNotFoundError, NotADirectoryError):
                 return
             except (OSError, ValueError):
-                pass  # which reading it explains
+                pass  # reading it raises a better error
             self._file  # noqa: B018
 
     @cached_property
@@ -58,7 +58,7 @@ class StoredMasks:
         return self._file.grid.block_k
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """Returns the file's grid in canonical order. Raises UserError when the file is for another model or video."""
+        """Returns the file's grid in canonical order. Raises UserError if the file is for another model or video."""
         file, grid = self._file, self._file.grid
         if (grid.tokens, grid.text_tokens, file.heads) != (request.tokens, request.text_tokens, request.heads):
             raise UserError(
@@ -81,7 +81,7 @@ class StoredMasks:
 
 @dataclass(frozen=True)
 class DenseSource(BlockSizes):
-    """All blocks of all heads."""
+    """Dense attention."""
 
     def mask(self, request: MaskRequest) -> BlockMask:
         return BlockMask.dense(request.heads, self.grid(request))
@@ -89,7 +89,7 @@ class DenseSource(BlockSizes):
 
 @dataclass(frozen=True)
 class FileSource(StoredMasks):
-    """Reads a mask file with one mask per layer or one for all, and no step groups."""
+    """Masks from a file with one mask per layer or one for all layers, without step groups."""
 
     changes: ClassVar[Changes] = "never"
 
@@ -111,10 +111,10 @@ class FileSource(StoredMasks):
 
 @dataclass(frozen=True)
 class ParoSource(StoredMasks):
-    """Reads a mask file with or without step groups. Rows and columns of text are made dense.
+    """Masks from a file with or without step groups; rows and columns of text are made dense.
 
     Attributes:
-        dense_steps: Number of leading steps that are dense; None: all before the file's first group.
+        dense_steps: Number of first steps that are dense. None: all steps before the file's first group.
     """
 
     dense_steps: int | None = None
@@ -127,7 +127,7 @@ class ParoSource(StoredMasks):
     def cache_key(self, request: MaskRequest) -> Hashable:
         try:
             group = self._group(request.step)
-        except UserError:  # `mask` raises it, on all ranks together
+        except UserError:  # `mask` raises it on all ranks
             return "beyond the last group", request.step
         return "dense" if group is None else (group, request.layer if self._file.per_layer else "all layers")
 
@@ -141,7 +141,7 @@ class ParoSource(StoredMasks):
         return replace(mask, bits=bits)
 
     def _group(self, step: int) -> int | None:
-        """Returns the step group; None for a dense step. Raises UserError beyond the last group."""
+        """Returns the step group, or None for a dense step. Raises UserError after the last group."""
         if self.dense_steps is not None and step < self.dense_steps:
             return None
         groups = self._file.groups

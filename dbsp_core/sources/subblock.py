@@ -1,4 +1,4 @@
-"""Masks by scores of parts of blocks, of as many blocks in every row (SGLang's SubBlock)."""
+"""Masks by scores of parts of blocks, with equal numbers of blocks per row (SGLang's SubBlock)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from dbsp_kernels.segments import to_device
 
 @dataclass(frozen=True)
 class SubBlockSource(OrderedSource):
-    """SubBlock: a row keeps the blocks of largest log Σ exp over the scores of their cells, which are parts of blocks.
+    """SubBlock: a row keeps the blocks of largest log Σ exp over the scores of their cells (parts of blocks).
 
-    Pooled, predicted and gathered as `SpargeSource` does it. (SGLang's backend `subblock_sparse_attn` for MiniMax-H3,
-    2026.)
+    Predicted like `SpargeSource`. (SGLang's backend `subblock_sparse_attn` for MiniMax-H3, 2026.)
 
     Attributes:
-        sparsity: Share of the key blocks that a row skips, at most: it keeps ⌈(1 − sparsity) · nk⌉, rounded up to a
+        sparsity: Largest fraction of key blocks that a row skips: it keeps ⌈(1 − sparsity) · nk⌉, rounded up to a
             multiple of `multiple`.
-        cells_q: Parts of a query block, of equally many tokens.
-        cells_k: Parts of a key block.
-        multiple: Numbers of blocks that are kept divide by this; 8 suits SGLang's kernel.
+        cells_q: Cells per query block, with equal numbers of tokens.
+        cells_k: Cells per key block.
+        multiple: The number of kept blocks is a multiple of this; 8 suits SGLang's kernel.
     """
 
     sparsity: ByStep = 0.75
@@ -61,20 +60,21 @@ class SubBlockSource(OrderedSource):
         count = kept_blocks(wanted, grid.nk, round_up=True, multiple=self.multiple)
 
         def choose(some: torch.Tensor) -> torch.Tensor:
-            # 1. [heads, cells, D + 1] → [heads, nk · c, D + 1]. Cells without tokens get −inf for their similarity.
+            # 1. Cells of keys, [heads, cells, D + 1] → [heads, nk · c, D + 1]; empty cells score −inf by their
+            # similarity
             keys = some[:, cells.grid.nq :].index_select(1, cells.k.flatten())
             keys[..., -1].masked_fill_(~cells.k_real.flatten(), ANY_SIMILARITY)
             chance = some.new_empty(len(some), grid.nq, grid.nk, dtype=torch.float64)
-            pairs = max(1, len(some)) * cells.k.numel() * self.cells_q  # of a row; a rank may have no heads
+            pairs = max(1, len(some)) * cells.k.numel() * self.cells_q  # per row; a rank may have no heads
             at_once = max(1, PAIRS_AT_ONCE["cuda" if some.is_cuda else "cpu"] // pairs)
             parts = cells.q.split(at_once), cells.q_real.split(at_once), chance.split(at_once, dim=1)
             for q, real, part in zip(*parts, strict=True):
-                # 2. Scores of pairs of cells, [heads, n · c, nk · c] → [heads, n, c, nk, c].
+                # 2. Scores of pairs of cells, [heads, n · c, nk · c] → [heads, n, c, nk, c]
                 rows = torch.cat([some.index_select(1, q.flatten()), keys], dim=1)
                 scores = pooled_scores(rows, q.numel(), tokens.scale, ANY_SIMILARITY)
                 scores = scores.unflatten(2, cells.k.shape).unflatten(1, q.shape)
                 scores.masked_fill_(~real[:, :, None, None], -torch.inf)
-                # 3. The mean of exp over the pairs of two blocks, at most 1: a row's blocks have one factor in common.
+                # 3. Mean of exp over the cells of two blocks, relative to the row's maximum
                 scores.sub_(scores.amax((2, 3, 4), keepdim=True)).exp_()
                 part.copy_(halving_sum(scores.transpose(2, 3).flatten(3)) / (self.cells_q * self.cells_k))
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
@@ -83,18 +83,18 @@ class SubBlockSource(OrderedSource):
 
 
 class _Cells(NamedTuple):
-    """The cells of a grid's blocks, in a grid of their own."""
+    """The cells of a grid's blocks, as a grid."""
 
     grid: BlockGrid
-    q: torch.Tensor  # int64[nq, cells_q], each query block's
-    q_real: torch.Tensor  # bool[nq, cells_q], whether it has tokens
+    q: torch.Tensor  # int64[nq, cells_q], cells of each query block
+    q_real: torch.Tensor  # bool[nq, cells_q], False for empty cells
     k: torch.Tensor  # int64[nk, cells_k]
     k_real: torch.Tensor  # bool[nk, cells_k]
 
     @classmethod
-    @functools.lru_cache(maxsize=8)  # the same at every attention of a video size
+    @functools.lru_cache(maxsize=8)  # equal in every attention of a video size
     def of(cls, grid: BlockGrid, cells_q: int, cells_k: int, device: torch.device) -> _Cells:
-        """Cuts each block into so many cells."""
+        """Cuts each block into cells_q or cells_k cells."""
         of_cells, tables = replace(grid, block_q=grid.block_q // cells_q, block_k=grid.block_k // cells_k), []
         axes = (grid.q_axis, of_cells.q_axis, cells_q), (grid.k_axis, of_cells.k_axis, cells_k)
         for blocks, axis, cells in axes:

@@ -1,4 +1,4 @@
-"""Unions of mask sources, and NABLA, which is one of them."""
+"""Unions of mask sources, and NABLA as such a union."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dbsp_core.utils.errors import SettingError, UserError, in_short
 from dbsp_kernels.segments import to_device
 
 _FASTER: tuple[Changes, ...] = ("never", "per_step", "per_call")
-_MOST_KEPT = 8  # masks of parts that do not follow from q and k, kept while other parts are predicted
+_MOST_KEPT = 8  # cached masks of static parts, while other parts are predicted
 
 
 def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
-    """Takes a list of sources, of which `dbsp_core.sources.spec.read_mask` has read each."""
+    """Checks a list of sources, already read by `dbsp_core.sources.spec.read_mask`."""
     if not isinstance(value, (list, tuple)):
         raise UserError(f"{name} must be a list of masks such as [{{source: window}}, …], got {in_short(value)}")
     return tuple(value)
@@ -30,13 +30,10 @@ def _read_parts(value: Any, name: str) -> tuple[MaskSource, ...]:
 
 @dataclass(frozen=True)
 class UnionSource:
-    """Keeps a block where one of several sources keeps it, with all that these say of layers and steps.
-
-    It changes as often as the fastest of them. With a predicted mask, which is another one at every call, the masks
-    of sources that are not predicted are kept.
+    """Keeps the blocks that any of several sources keeps; changes as often as its most frequently changing source.
 
     Attributes:
-        of: The sources, whose masks must have blocks of one size in one token order.
+        of: The sources, which must share block sizes and token order.
     """
 
     of: tuple[MaskSource, ...] = field(default=(), metadata={"read": _read_parts})
@@ -58,11 +55,11 @@ class UnionSource:
         return tuple(part.cache_key(request) for part in self.of)
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        """Raises UserError where the parts' blocks are not the same."""
+        """Raises UserError if the parts' blocks differ."""
         return self._common([part.grid(request) for part in self.of])
 
     def mask(self, request: MaskRequest, tokens: LocalQK | None = None) -> BlockMask:
-        """Returns the union. Collective where one part is predicted, which needs `tokens`."""
+        """Returns the union. Collective if a part is predicted, which needs `tokens`."""
         if tokens is None:
             return self._joined([part.mask(request) for part in self.of])
         masks = []
@@ -76,7 +73,7 @@ class UnionSource:
         return OrderedDict()
 
     def _kept(self, number: int, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        """Returns the mask of a part that is not predicted. Collective at first: all ranks then raise together."""
+        """Returns the mask of a static part. Collective at the first call, so that all ranks raise together."""
         part, device, control = self.of[number], tokens.q.device, tokens.group.control()
         video = request.thw, request.text_tokens, request.heads, request.layers
         key = number, video, part.cache_key(request), tokens.group, device
@@ -89,7 +86,7 @@ class UnionSource:
         return self._made[key]
 
     def _joined(self, masks: Sequence[BlockMask]) -> BlockMask:
-        """Joins masks. Where some have masks for each sample, the others' are repeated for each."""
+        """Joins masks, repeating masks per batch item where needed."""
         grid = self._common([mask.grid for mask in masks])
         heads = max(mask.heads for mask in masks)
         if any(heads % mask.heads for mask in masks):
@@ -110,7 +107,7 @@ class UnionSource:
         return BlockMask(bits, grid, next(iter(branches), None))
 
     def _common(self, grids: Sequence[BlockGrid]) -> BlockGrid:
-        """Returns the blocks of all parts: with the video's size where one of them, from a file, lacks it."""
+        """Returns the common grid, with thw even if a part (from a file) lacks it."""
         first = next((grid for grid in grids if grid.thw is not None), grids[0])
         blocks: dict[Hashable, str] = {}
         for grid in (first, *grids):
@@ -131,25 +128,25 @@ class UnionSource:
 
 
 def parts_of(source: MaskSource) -> tuple[MaskSource, ...]:
-    """Returns the sources that a union is of; any other source is its own only part."""
+    """Returns the sources of a union, or the source itself."""
     return source.of if isinstance(source, UnionSource) else (source,)
 
 
 TILE = (1, 8, 8)
 USUAL_CDF = 0.9
-USUAL_WINDOW = (11, 3, 3)  # those of Kandinsky 5's checkpoints for ten seconds
+USUAL_WINDOW = (11, 3, 3)  # of Kandinsky 5's checkpoints for ten seconds
 
 
 @dataclass(frozen=True)
 class NablaSource(BlockSizes):
     """NABLA (Mikhailov et al., 2025, arXiv:2507.13546, Alg. 1): a union of two sources in order "tile:1x8x8".
 
-    A block of 64 queries, 8 × 8 positions of a frame, keeps the fewest blocks whose pooled attention is more than
-    `cdf`, as `SpargeSource` with crossing and without similarity; and the tiles around its own, as `WindowSource` not
-    shifted.
+    A block of 64 queries (8 × 8 positions of a frame) keeps the fewest blocks with pooled attention above `cdf`, like
+    `SpargeSource` with crossing and without similarity, and the tiles around its own, like `WindowSource` without
+    shifting.
 
     Attributes:
-        cdf: P. None: that of the model's checkpoint, if it has NABLA, or 0.9.
+        cdf: P. None: the checkpoint's value if it has NABLA, else 0.9.
         window: Frames, and rows and columns of tiles (wT, wH, wW). None: the checkpoint's, or [11, 3, 3].
     """
 
@@ -162,7 +159,7 @@ class NablaSource(BlockSizes):
         self._union  # noqa: B018  raises for values out of range
 
     def or_else(self, checkpoint: NablaSource) -> NablaSource:
-        """Returns this source, with what is not set of it from a checkpoint's."""
+        """Returns this source with unset settings from a checkpoint's source."""
         cdf = checkpoint.cdf if self.cdf is None else self.cdf
         return replace(self, cdf=cdf, window=checkpoint.window if self.window is None else self.window)
 

@@ -1,4 +1,4 @@
-"""Masks of as many blocks in every row, tiles by pooled scores, and the coarse branch added to them (VSA)."""
+"""Masks of tiles with equal numbers of blocks per row, plus a coarse branch (VSA)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TileSource(PredictedSource):
     """Base of predicted masks whose blocks are tiles of the video.
 
     Attributes:
-        tile: Frames, rows and columns of a tile, of as many tokens as a block. Tiles at the far sides are smaller.
+        tile: Frames, rows and columns of a tile, which is a block. Border tiles may be smaller.
     """
 
     tile: tuple[int, int, int] = field(default=(4, 4, 4), kw_only=True)
@@ -43,7 +43,7 @@ class TileSource(PredictedSource):
         return self._tile_grid(request, self.tile, text_runs=request.text_runs)
 
     def text_blocks(self, grid: BlockGrid, device: torch.device) -> tuple[torch.Tensor, int]:
-        """Returns `always_dense`, and how many key blocks of text, the first ones, are active in every row."""
+        """Returns `always_dense`, and the number of leading key blocks (text) that are active in every row."""
         text = int((grid.k_axis.starts < grid.text_tokens).sum()) if self.dense_text in (True, "columns") else 0
         return always_dense(grid, self.dense_text, False, device), text
 
@@ -52,14 +52,13 @@ class TileSource(PredictedSource):
 class VsaSource(TileSource):
     """Video Sparse Attention: blocks are tiles of the video, and every row keeps those of largest pooled score.
 
-    For models that were trained with it, as FastWan. These add a coarse branch: attention over pooled tokens, times a
-    gate that a projection of theirs makes of the hidden states; it is added where the model has the projection.
-    Pooled, predicted and gathered as `SpargeSource` does it. (Zhang et al., VSA: Faster Video Diffusion with Trainable
-    Sparse Attention, arXiv 2505.13389, 2025.)
+    For models trained with it, such as FastWan. They add a coarse branch, attention over pooled tokens times a gate
+    projected from the hidden states; it is added if the model has the projection. Predicted like `SpargeSource`.
+    (Zhang et al., VSA: Faster Video Diffusion with Trainable Sparse Attention, arXiv 2505.13389, 2025.)
 
     Attributes:
-        sparsity: Share of the key blocks that a row skips; it keeps ceil((1 − sparsity) · nk), and at least one.
-            Blocks of dense text are kept in addition, and do not count.
+        sparsity: Fraction of key blocks that a row skips; it keeps ceil((1 − sparsity) · nk), at least one. Blocks of
+            dense text are kept in addition.
         coarse: True to add the coarse branch, if the model has a gate for it.
     """
 
@@ -70,7 +69,7 @@ class VsaSource(TileSource):
 
     @property
     def branch_layer(self) -> str | None:
-        """Name of the layer of a self-attention module that makes the branch's gate."""
+        """Name of the gate's layer in a self-attention module."""
         return self.gate if self.coarse else None
 
     def __post_init__(self) -> None:
@@ -78,7 +77,7 @@ class VsaSource(TileSource):
         self._require_each("sparsity", lambda share: 0 <= share < 1, "must be at least 0 and below 1; 0.8 is usual")
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
-        """Predicts the mask, and its coarse branch where there is a gate. Collective."""
+        """Predicts the mask, with the coarse branch if there is a gate. Collective."""
         grid, values = self.grid(request), None
         if self.coarse and tokens.gate is not None:
             values = tokens.v
@@ -94,7 +93,7 @@ class VsaSource(TileSource):
             chance = torch.softmax(pooled_scores(some[:, :known], grid.nq, tokens.scale, ANY_SIMILARITY), dim=-1)
             if values is not None:
                 coarse.append(torch.bmm(chance, some[:, known:, :-1].double()).float())
-            chance[..., :text] = 1.0  # active blocks of text are the first: the others compete with one another
+            chance[..., :text] = 1.0  # keep text first; other blocks compete for the rest
             return select_blocks(chance, dense.expand(len(some), -1), None, count)
 
         bits = predict_bits(rows, choose, tokens, grid)
@@ -110,6 +109,6 @@ class VsaSource(TileSource):
 @functools.cache
 def _say_without_gate() -> None:
     log.warning(
-        "mask source vsa: no gate (attn1.to_gate_compress) reaches it, so its coarse branch is left out; a model that "
-        "was trained with one needs it"
+        "mask source vsa: no gate (attn1.to_gate_compress) found, so the coarse branch is off; models trained "
+        "with VSA need it"
     )

@@ -1,4 +1,4 @@
-"""A sliding (t, h, w) window: each query attends to the keys around it, and to all text."""
+"""Sliding (t, h, w) windows: each query attends to the keys around it, and to all text."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class WindowSource(BlockSizes):
-    """A window, the same for every head. Sizes are frames, rows and columns.
+    """A window, equal for all heads. Sizes are frames, rows and columns.
 
     Attributes:
-        window: Size of the window around a query: in tokens, [5, 9, 9] if not given (see `window_bits`), or with
-            `tile` in tiles, [3, 3, 3] if not given (see `tile_bits`).
-        tile: Size of a tile. Tokens are then ordered tile after tile, and queries attend to whole tiles, as in Sliding
-            Tile Attention (Zhang et al., 2025, arXiv:2502.04507). Best where tiles divide the video and are blocks.
-        shifted: True if windows of tiles are shifted inside at borders, rather than cut off there (see `tile_bits`).
-        whole_tiles: True if no block holds tokens of two tiles, also where tiles don't divide the video: the blocks
-            of `vsa`, `cube` and `ssta`, with which only such a window can be joined.
+        window: Size of the window around a query: in tokens, default [5, 9, 9] (see `window_bits`), or with `tile` in
+            tiles, default [3, 3, 3] (see `tile_bits`).
+        tile: Size of a tile. Tokens are then in tile order, and queries attend to whole tiles, as in Sliding Tile
+            Attention (Zhang et al., 2025, arXiv:2502.04507). Best if tiles divide the video and equal blocks.
+        shifted: True to shift windows of tiles inside at borders instead of cutting them off (see `tile_bits`).
+        whole_tiles: True if blocks do not mix tiles even if tiles do not divide the video, as in `vsa`, `cube` and
+            `ssta`; required to join the window with these.
     """
 
     window: Sizes | None = None
@@ -56,10 +56,10 @@ class WindowSource(BlockSizes):
 
 
 def window_bits(grid: BlockGrid, thw: Sizes, window: Sizes) -> np.ndarray:
-    """Returns bool[nq, nk] of tokens in order "thw": blocks with a pair within the window, and text.
+    """Returns bool[nq, nk] in order "thw": blocks with a pair within the window, and text.
 
-    A query may attend to a key if they are at most ⌊window / 2⌋ frames, rows and columns apart. The boxes that the
-    blocks' tokens span in (t, h, w) are compared: a block that wraps around a row or a frame counts as its whole box.
+    A query may attend to a key if they are at most ⌊window / 2⌋ frames, rows and columns apart. Compares bounding
+    boxes of blocks in (t, h, w); a block that wraps around a row or frame counts as its whole box.
     """
     q_low, q_high = _boxes(grid.q_axis, thw, grid.text_tokens)
     k_low, k_high = _boxes(grid.k_axis, thw, grid.text_tokens)
@@ -73,9 +73,9 @@ def window_bits(grid: BlockGrid, thw: Sizes, window: Sizes) -> np.ndarray:
 def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: bool = True) -> np.ndarray:
     """Returns bool[nq, nk] in order "tile:TxHxW": blocks with a pair within the window of tiles, and text.
 
-    Along each axis, a query in tile a of n may attend to `window` tiles from clip(a − ⌊window / 2⌋, 0, n − window) on:
-    at the borders the window is shifted inside, so that every query attends to equally many tiles. Not `shifted`, it
-    may attend to those at most ⌊window / 2⌋ away.
+    Along each axis, a query in tile a of n may attend to `window` tiles from clip(a − ⌊window / 2⌋, 0, n − window) on;
+    at borders the window is shifted inside, so that all queries attend to equally many tiles. Without `shifted`, it
+    may attend to tiles at most ⌊window / 2⌋ away.
     """
     tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
     at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
@@ -86,13 +86,13 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: 
         first, last = _window_of(of_q, tiles[axis], window[axis], shifted)
         dense &= (first[:, None] <= of_k) & (of_k <= last[:, None])
     first, last = _window_of(np.arange(tiles[2]), tiles[2], window[2], shifted)
-    # A segment's tiles are contiguous, so their windows reach from that of the first to that of the last.
+    # A segment's tiles are contiguous, so their windows span from the first tile's to the last tile's.
     dense &= (first[q.first][:, None] <= k.last) & (k.first <= last[q.last][:, None])
     return reduce_to_blocks(grid, dense, q, k)
 
 
 def _window_of(tile: np.ndarray, tiles: int, window: int, shifted: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first and the last tile of each tile's window along an axis, beyond whose ends it may reach."""
+    """Returns first and last tile of each tile's window along an axis, possibly beyond its ends."""
     if not shifted:
         return tile - window // 2, tile + window // 2
     first = np.clip(tile - window // 2, 0, max(tiles - window, 0))
@@ -104,7 +104,7 @@ def _tile_order(tile: Sizes) -> str:
 
 
 def _boxes(axis: BlockAxis, thw: Sizes, text_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the least and the greatest (t, h, w) of each block's tokens, int64[n, 3]; text has the first's."""
+    """Returns least and greatest (t, h, w) of each block's tokens, int64[n, 3]; text has the first token's."""
     video = np.maximum(np.arange(axis.lengths.sum()) - text_tokens, 0)
     position = np.stack(np.unravel_index(video, thw), axis=1)
     return np.minimum.reduceat(position, axis.starts), np.maximum.reduceat(position, axis.starts)

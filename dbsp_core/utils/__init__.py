@@ -1,1 +1,1 @@
-"""Errors, files, settings and other parts that know nothing of attention."""
+"""Errors, files, settings and other utilities independent of attention."""

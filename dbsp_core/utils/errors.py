@@ -1,4 +1,4 @@
-"""Errors with their fix for the user, and fingerprints by which ranks compare."""
+"""Setting errors, text for messages, and fingerprints for comparing ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def kind_of(value: object) -> str:
 
 
 def in_short(value: object) -> str:
-    """Returns a value's `repr` for a message; of a long one the beginning and the length."""
+    """Returns a value's `repr` for a message, shortened by `cut_short`."""
     return cut_short(repr(value))
 
 
 def cut_short(text: str) -> str:
-    """Returns a text for a message; of one of more than 200 characters the beginning and the length."""
+    """Shortens text of more than 200 characters to its beginning and length."""
     return text if len(text) <= 200 else f"{text[:100]}… ({len(text):,} characters)"
 
 
@@ -32,9 +32,9 @@ def in_number(number: int, noun: str) -> str:
 
 
 class SettingError(UserError):
-    """A mistake in a setting, in one that is missing, or in one of several that don't go together.
+    """A wrong or missing setting, or settings that do not fit together.
 
-    `path` is the setting's keys, outermost first, from where it is checked.
+    `path` has the setting's keys, outermost first, relative to the checked settings.
     """
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
@@ -43,7 +43,7 @@ class SettingError(UserError):
 
 
 def require_value(settings: object, name: str, fits: bool, message: str, section: str = "") -> None:
-    """Raises SettingError "SECTIONNAME=VALUE MESSAGE" about one attribute of `settings`, unless it fits."""
+    """Raises SettingError "SECTIONNAME=VALUE MESSAGE" about an attribute of `settings`, unless it fits."""
     if not fits:
         value = getattr(settings, name)
         shown = cut_short(str(list(value) if isinstance(value, tuple) else value))
@@ -58,10 +58,9 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 @contextmanager
 def blame_setting(key: object) -> Iterator[None]:
-    """Turns a UserError inside into a SettingError about `key`, or about a setting within it.
+    """Turns a UserError in the body into a SettingError about `key`, or about a setting within it.
 
-    A traceback shows the new error and the cause of the old one, if it had one, but not the old error itself, whose
-    message is the same.
+    The traceback omits the original error, whose message is equal, but keeps its cause.
     """
     try:
         yield
@@ -71,5 +70,5 @@ def blame_setting(key: object) -> Iterator[None]:
 
 
 def fingerprint_of(value: object) -> int:
-    """Returns 63 bits of the hash of a value's `repr`: equal for values that are written identically."""
+    """Returns a 63-bit hash of a value's `repr`."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,4 @@
-"""Names that a plug-in uses of its framework beyond the public interface, checked before anything is wrapped."""
+"""Checks a framework's version and private names before a plug-in wraps them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dbsp_kernels.errors import page
 
 @dataclass(frozen=True)
 class ExpectedHost:
-    """The release of a framework that a plug-in was written for, and what it takes from it."""
+    """The framework release that a plug-in was written for, and the names that it uses."""
 
-    name: str  # Name in messages
-    package: str  # Name for pip
-    version: str | None  # Release, of which 0.30 admits 0.30.1. None if the framework has no releases.
-    names: tuple[str, ...]  # Functions, classes and attributes as "module:Class.attribute"
+    name: str  # name in messages
+    package: str  # pip package
+    version: str | None  # release; "0.30" also allows 0.30.1. None: the framework has no releases
+    names: tuple[str, ...]  # functions, classes and attributes as "module:Class.attribute"
 
     def problem(self) -> str | None:
-        """Returns in one line how the installed framework differs, or None; reads its source without importing it."""
+        """Returns a one-line description of how the installed framework differs, or None; does not import it."""
         installed = installed_version(self.package) or "of unknown version"
         fix = f"install a version that {page('engines')} names"
         if self.version is not None and not f"{installed}.".startswith(f"{self.version}."):

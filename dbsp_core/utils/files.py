@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, checks of where they go, and sizes in bytes."""
+"""Atomic writes, checks of paths, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _UNITS |= {f"{prefix}B": 10 ** (3 * power) for power, prefix in enumerate("KMGT"
 
 
 def parse_size(text: str) -> int:
-    """Reads bytes from "2GiB", "500 MB" or a plain number. Raises UserError for anything else."""
+    """Parses a size such as "2GiB", "500 MB" or a plain number. Raises UserError for other text."""
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2] not in _UNITS:
         raise UserError(f"size {text!r} is not of the form '2GiB'; units are {', '.join(u for u in _UNITS if u)}")
@@ -39,10 +39,10 @@ def in_bytes(count: float) -> str:
 
 
 def expand_path(path: str | os.PathLike[str]) -> str:
-    """Returns a path with "~" and "~NAME" at its beginning replaced by home folders, as a shell does.
+    """Expands "~" and "~NAME" at the beginning of a path, like a shell.
 
-    A path that the locale's encoding lacks names the file that has this name in UTF-8. Raises UserError for a path
-    that is empty or has a character that no file's name can have, and for a home folder that is not known.
+    A path that the locale cannot encode is encoded in UTF-8. Raises UserError for an empty path, a character that file
+    names cannot have, or an unknown home folder.
     """
     text = os.fspath(path)
     if not text or "\0" in text:
@@ -63,7 +63,7 @@ def user_path(path: str | os.PathLike[str]) -> Path:
 
 
 def require_file(path: Path, what: str, advice: str) -> None:
-    """Raises UserError unless `path`, called `what`, is a file that may be read; `advice`: what to do if missing."""
+    """Raises UserError unless `path`, called `what`, is a readable file; `advice` is the fix."""
     shown = f"{what} {cut_short(str(path))}"
     try:
         mode = path.stat().st_mode
@@ -82,13 +82,13 @@ def require_file(path: Path, what: str, advice: str) -> None:
         raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
 
 
-_MOST_TEXT = 256 * 2**20  # bytes: weights given by mistake would fill the memory
+_MOST_TEXT = 256 * 2**20  # bytes, in case of a file of weights
 
 
 def read_text(path: Path) -> str:
-    """Reads text as UTF-8, or UTF-16 with a byte order mark, in every locale; no mark is left in it.
+    """Reads text as UTF-8, or UTF-16 with a byte order mark (removed), in every locale.
 
-    Raises UserError for a file that is too large for text, and UnicodeError for one that is not text.
+    Raises UserError for a file that is too large for text, and UnicodeError if it is not text.
     """
     size = path.stat().st_size
     if size > _MOST_TEXT:
@@ -99,19 +99,18 @@ def read_text(path: Path) -> str:
 
 
 def is_pointer(path: Path) -> bool:
-    """Returns True for the text that Git LFS leaves in the place of a file which it has not fetched."""
+    """Returns True for a pointer that Git LFS leaves in place of a file."""
     beginning = b"version https://git-lfs"
     with path.open("rb") as file:
-        return file.read(len(beginning)) == beginning and path.stat().st_size <= 1024  # by Git LFS's specification
+        return file.read(len(beginning)) == beginning and path.stat().st_size <= 1024  # limit of its specification
 
 
 TEMPORARY = ".dbsp-"
-"""Beginning of the names of temporary files and folders. Random letters follow, and no name of the user's: with one,
-they could be too long where that name is not."""
+"""Prefix of temporary files and folders; without the user's file name, which could make names too long."""
 
 
 def require_folder_path(path: Path, what: str) -> None:
-    """Raises UserError unless the folder can be made and written to."""
+    """Raises UserError unless the folder can be created and written to."""
     if os.path.exists(path) and not os.path.isdir(path):
         raise UserError(f"{what} {path} is a file; give the name of a folder")
     _require_writable(path, what, Path(os.path.realpath(path)))
@@ -123,26 +122,26 @@ def require_file_path(path: Path, what: str) -> None:
         raise UserError(f"{what} {path} is a folder; give the name of a file")
     if not os.path.exists(path) or os.path.isfile(path):
         require_path(path, what)
-    elif not os.access(path, os.W_OK):  # a device or a pipe, which is written to as it is
+    elif not os.access(path, os.W_OK):  # device or pipe, written in place
         raise UserError(f"{what} {path} cannot be written to; give another path")
 
 
 def require_path(path: Path, what: str) -> None:
-    """Raises UserError unless something can be put there, or where it leads if it is a link."""
+    """Raises UserError unless `path`, or the target of the link, can be created."""
     _require_writable(path, what, Path(os.path.realpath(path)).parent)
 
 
 def _require_writable(path: Path, what: str, folder: Path) -> None:
-    """Raises UserError unless `folder` can be made and written to, and `path` is a possible name.
+    """Raises UserError unless `folder` can be created and written to, and `path` is a valid name.
 
-    It makes a folder whose name is as long as any that is to be made: neither permissions nor limits say all.
+    Tries it by creating a folder with a name as long as any in `path`, since permissions are not conclusive.
     """
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not existing.is_dir():
         raise UserError(f"{what} {path}: {existing} is a file, not a folder; give another path")
     try:
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(path)  # which raises for a path that is too long as a whole
+            os.lstat(path)  # raises if the whole path is too long
         longest = max(len(os.fsencode(part)) for part in Path(os.path.realpath(path)).parts)
         os.rmdir(tempfile.mkdtemp(dir=existing, prefix=TEMPORARY.ljust(longest - 8, "_")))
     except (OSError, ValueError) as error:
@@ -154,9 +153,9 @@ def _require_writable(path: Path, what: str, folder: Path) -> None:
 
 @contextmanager
 def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file to write: readers see the old one until the block ends without an error, and then the new one.
+    """Opens a file for writing that replaces the old one when the body ends without an error.
 
-    Links are followed. An existing file keeps its mode. A device or a pipe is written to as it is.
+    Follows links and keeps the mode of an existing file. A device or pipe is written in place.
     """
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
         with open(path, "wb") as file:
@@ -178,7 +177,7 @@ def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> int:
-    """Writes a file, maybe piece by piece, and returns its size in bytes. A reader never sees half of it."""
+    """Writes a file atomically, possibly in pieces, and returns its size in bytes."""
     content = content.encode() if isinstance(content, str) else content
     with open_atomically(path) as file:
         return sum(file.write(piece) for piece in ((content,) if isinstance(content, bytes) else content))

@@ -1,4 +1,4 @@
-"""This process: its log, environment variables, installed packages, and what must not be compiled."""
+"""This process: log, environment variables, package versions, and exclusion from torch.compile."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ ERROR = NOTICE + "error: "  # prefix of the line that names a user's mistake
 
 
 def printable(text: str) -> str:
-    """Returns a text that is safe to print: control characters but line breaks are written as "\\x1b"."""
+    """Escapes control characters other than line breaks, such as "\\x1b"."""
     escaped = (c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
     return "".join(escaped)
 
 
 class _StandardError(logging.Handler):
-    """Writes to `sys.stderr` as it is at the time."""
+    """Writes to the current `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         prefix = ERROR if record.levelno >= logging.ERROR else NOTICE
@@ -39,12 +39,12 @@ log = logging.getLogger("dbsp")
 if not log.handlers:
     log.addHandler(_StandardError())
     log.setLevel(logging.INFO)
-    log.propagate = False  # a library that configures the root logger would repeat or reformat each line
+    log.propagate = False  # or a configured root logger would repeat each line
 
 
 @contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turns a UserError inside into one line and exit code 2. Also a decorator."""
+    """Turns a UserError in the body into one line and exit code 2. Also a decorator."""
     try:
         yield
     except UserError as error:
@@ -52,25 +52,25 @@ def exit_on_user_error() -> Iterator[None]:
         raise SystemExit(2) from error
 
 
-DEBUG = "DBSP_DEBUG"  # whether ranks compare what they attend with, and kernels check their tables
-RECORD = "DBSP_RECORD"  # folder for the masks of a run
-RECORD_EVERY = "DBSP_RECORD_EVERY"  # distance of denoising steps that are recorded: with 3, every third
-RECORD_LAYERS = "DBSP_RECORD_LAYERS"  # the layers that are recorded, such as "0,5,10-12"
-RECORD_LIMIT = "DBSP_RECORD_LIMIT"  # most bytes that a recording may take on disk, such as "2GiB"
+DEBUG = "DBSP_DEBUG"  # compare inputs across ranks at every attention, and check kernel tables
+RECORD = "DBSP_RECORD"  # folder for recorded masks
+RECORD_EVERY = "DBSP_RECORD_EVERY"  # record every n-th denoising step
+RECORD_LAYERS = "DBSP_RECORD_LAYERS"  # layers to record, such as "0,5,10-12"
+RECORD_LIMIT = "DBSP_RECORD_LIMIT"  # most bytes of a recording on disk, such as "2GiB"
 
 
 def environment_value(name: str) -> str | None:
-    """Returns the variable's value, or None if it is missing or empty."""
+    """Returns the variable's value, or None if unset or empty."""
     return os.environ.get(name) or None
 
 
 def environment_flag(name: str) -> bool:
-    """Returns True if the variable is set to anything but 0."""
+    """Returns True if the variable is set to anything but "0" or empty."""
     return environment_value(name) not in (None, "0")
 
 
 def environment_number(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Returns a launcher's variable, such as WORLD_SIZE; None unless it is a whole number of at most nine digits."""
+    """Returns a launcher's variable, such as WORLD_SIZE, or None unless it is an integer of at most nine digits."""
     text = environment.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 10 else None
 
@@ -79,7 +79,7 @@ _PACKAGES = ("dbsp-attention", "torch", "numpy", "triton", "diffusers", "transfo
 
 
 def installed_version(name: str) -> str | None:
-    """Returns the version of a package, by pip's name; None if it is not installed."""
+    """Returns the version of a pip package, or None if not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -94,9 +94,9 @@ def package_versions() -> dict[str, str]:
 
 
 def version_fingerprints(compare: bool) -> dict[str, int]:
-    """Returns fingerprints of packages' versions by message, for `agree`; none unless `compare`.
+    """Returns fingerprints of package versions by message, for `agree`; empty unless `compare`.
 
-    Ranks must agree before these that all of them compare.
+    Ranks must agree on `compare` first.
     """
     if not compare:
         return {}
@@ -110,10 +110,10 @@ Result = TypeVar("Result")
 
 
 def not_compiled(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Works as torch.compiler.disable: a compiled caller's graph breaks here, and the function runs as it is written.
+    """Like torch.compiler.disable: breaks a compiled caller's graph and runs the function eagerly.
 
-    Nothing is compiled while nothing has imported torch's compiler. Not for hooks of modules: what
-    torch.compile(fullgraph=True) leaves out calls them itself, and would compile this wrapper.
+    Does not import torch's compiler. Not for module hooks: with torch.compile(fullgraph=True), the uncompiled caller
+    of the hook would compile this wrapper.
     """
     excluded: list[Callable[P, Result]] = []
 
@@ -129,9 +129,9 @@ def not_compiled(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def outside_inference(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Runs a function that keeps tensors without gradients where the caller is under inference mode.
+    """Runs a function that caches tensors outside the caller's inference mode.
 
-    Autograd rejects inference tensors as long as they exist; routes and tables are kept for every pass of a size.
+    Autograd rejects inference tensors, but routes and tables are cached for all passes of a size.
     """
 
     @functools.wraps(function)

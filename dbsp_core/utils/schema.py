@@ -1,4 +1,4 @@
-"""Builds settings, which are frozen dataclasses, from mappings as YAML has them, strictly by the types of fields."""
+"""Builds settings (frozen dataclasses) from YAML mappings, strictly by field types."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, in_short
 from dbsp_core.utils.files import expand_path
 
-_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # numbers such as 1e9, which YAML takes for text
-_LARGEST = 2**63 - 1  # integer of PyTorch, NumPy and files
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # numbers such as 1e9, which YAML reads as text
+_LARGEST = 2**63 - 1  # largest int64
 
 
 @functools.cache
@@ -25,9 +25,9 @@ def setting_names(cls: type) -> tuple[str, ...]:
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """Returns `cls(**values)` after checking keys and types; `where` is the values' location for messages, or "".
+    """Returns `cls(**values)` after checking keys and types; `where` is the location for messages, or "".
 
-    Raises SettingError for an unknown or missing key, a value of another type, or one that `cls` rejects.
+    Raises SettingError for an unknown or missing key, a value of the wrong type, or one that `cls` rejects.
     """
     settings = checked(cls, values, where)
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
@@ -37,14 +37,14 @@ def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
         return cls(**settings)
     except SettingError:
         raise
-    except UserError as error:  # about no single setting
+    except UserError as error:  # not about a single setting
         raise SettingError(str(error)) from error.__cause__
 
 
 def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Returns the values of a dataclass's fields, converted to the fields' types; see `build`.
+    """Returns values converted to the types of a dataclass's fields; see `build`.
 
-    A field with metadata read=function is converted by function(value, its name in words).
+    A field with metadata read=function is converted by function(value, name for messages).
     """
     hints, known = get_type_hints(cls), setting_names(cls)
     readers = {f.name: f.metadata["read"] for f in fields(cls) if "read" in f.metadata}
@@ -59,7 +59,7 @@ def checked(cls: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def keys_within(cls: type) -> dict[str, str]:
-    """Maps the keys of nested settings classes to the key that they belong under."""
+    """Maps keys of nested settings classes to their parent key."""
     inner: dict[str, str] = {}
     for name, hint in get_type_hints(cls).items():
         if isinstance(hint, type) and is_dataclass(hint) and name in setting_names(cls):
@@ -69,9 +69,9 @@ def keys_within(cls: type) -> dict[str, str]:
 
 
 def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
-    """Converts a value from YAML for a field of type `hint`. Raises UserError for a value of another type.
+    """Converts a YAML value to type `hint`. Raises UserError for a value of another type.
 
-    `name` is the setting in words, and `key` its key, for errors in a mapping that it holds.
+    `name` is the setting for messages, `key` its key, for errors within a mapping.
     """
     for number in value if isinstance(value, (list, tuple)) else (value,):
         if type(number) is int and abs(number) > _LARGEST:
@@ -98,7 +98,7 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
             item = get_args(option)[1]
             return {k: convert(v, item, f"{k} in {name}", k) if is_dataclass(item) else v for k, v in value.items()}
         if origin is tuple and isinstance(value, (list, tuple)):
-            with suppress(UserError):  # which would be about one of its items
+            with suppress(UserError):  # would be about one item
                 return tuple(convert(item, get_args(option)[0], name) for item in value)
     wanted = " or ".join(_in_words(option) for option in options if option is not type(None))
     raise UserError(f"{name} must be {wanted}, got {in_short(value)}")
@@ -120,11 +120,11 @@ def plain_value(value: Any) -> Any:
         return [plain_value(item) for item in value]
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
-    return type(value).__name__ if type(value).__str__ is object.__str__ else str(value)  # no address in memory
+    return type(value).__name__ if type(value).__str__ is object.__str__ else str(value)  # without its memory address
 
 
 def _in_words(option: Any) -> str:
-    """Returns the name of a type for users."""
+    """Returns a type for messages."""
     origin = get_origin(option)
     if origin is tuple:
         return f"a list of {get_args(option)[0].__name__}"
@@ -138,15 +138,15 @@ def _in_words(option: Any) -> str:
 
 
 def require_choice(key: str, value: object, choices: tuple[str, ...], section: str = "") -> None:
-    """Raises SettingError for a value that is none of the choices; `section` precedes the key in the message."""
+    """Raises SettingError unless the value is one of the choices; `section` precedes the key in the message."""
     if value not in choices:
         raise SettingError(f"unknown {section}{key} {in_short(value)}; use one of {', '.join(choices)}", (key,))
 
 
 def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
-    """Raises SettingError for a key that is not known, naming the nearest one that is.
+    """Raises SettingError for an unknown key, suggesting the nearest known key.
 
-    `where` is the keys' location for the message, or "". `elsewhere` maps keys to the one that they belong under.
+    `where` is the location for the message, or "". `elsewhere` maps keys to their parent key.
     """
     if key not in known:
         hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"

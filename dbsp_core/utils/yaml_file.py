@@ -1,4 +1,4 @@
-"""Reads YAML files strictly, and remembers the line of each setting."""
+"""Reads YAML files strictly, with the line of each setting."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from dbsp_core.utils.files import read_text, require_file, user_path
 KeyPath = tuple[str, ...]
 
 _UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""ValueError is raised for text, numbers and dates that Python cannot read."""
+"""Raised for invalid YAML; ValueError for text, numbers and dates that Python cannot read."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings as YAML has them."""
+    """Settings as plain YAML values, with their locations."""
 
     values: Mapping[str, Any]
     locations: Mapping[KeyPath, str] = field(default_factory=dict)  # such as {("mask", "cdf"): "my.yaml:7"}
     origin: str = ""  # the file
 
     def location_of(self, path: KeyPath) -> str:
-        """Returns the location of a setting, else of a key within it, else of the innermost setting around it."""
+        """Returns the location of a setting, else of a key within it, else of the innermost enclosing setting."""
         within = [location for known, location in self.locations.items() if known[: len(path)] == path]
         around = [self.locations.get(path[:length], "") for length in range(len(path), 0, -1)]
         return self.locations.get(path) or next(iter(within), "") or next(filter(None, around), self.origin)
 
     def changed(self, path: Sequence[str], value: Any, location: str) -> Settings:
-        """Returns a copy with one setting replaced or added. Raises UserError if a key on the path has no mapping."""
+        """Returns a copy with one setting replaced or added. Raises UserError if a parent key is not a mapping."""
         values, inside = _put(self.values, path, value, location), tuple(path)
         locations = {known: where for known, where in self.locations.items() if known[: len(inside)] != inside}
         return replace(self, values=values, locations={**locations, inside: location})
 
     @contextmanager
     def located(self) -> Iterator[None]:
-        """Adds the setting's location to the message of a SettingError inside."""
+        """Adds the setting's location to the message of a SettingError in the body."""
         try:
             yield
         except SettingError as error:
@@ -60,10 +60,9 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, location: s
 
 
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
-    """Reads the mapping in a YAML file, which may be empty; `what` names it, for example "configuration file".
+    """Reads the mapping in a YAML file, which may be empty; `what` names it, such as "configuration file".
 
-    The file is UTF-8, or UTF-16 with a byte order mark, in every locale. Raises UserError for anything else, naming
-    file and line.
+    The file is UTF-8, or UTF-16 with a byte order mark, in every locale. Raises UserError with file and line.
     """
     path = Path(path)
     require_file(path, what, "give the path of a YAML file")
@@ -80,12 +79,12 @@ def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
             raise
         raise UserError(f"{what} {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, Mapping):
-        raise UserError(f"{what} {path} must be a mapping, not {kind_of(content)}")
+        raise UserError(f"{what} {path} must be a mapping, got {kind_of(content)}")
     return Settings(content or {}, locations, str(path))
 
 
 def parse_value(text: str, what: str) -> Any:
-    """Reads one value in YAML, named `what` in words. Raises UserError for text that is not YAML."""
+    """Parses one YAML value, called `what` in messages. Raises UserError for text that is not YAML."""
     try:
         return _parsed(text, what)[0]
     except _UNREADABLE as error:
@@ -95,9 +94,9 @@ def parse_value(text: str, what: str) -> Any:
 
 
 def _parsed(text: str, where: str, with_lines: bool = False) -> tuple[Any, dict[KeyPath, str]]:
-    """Returns the value of a YAML document, and the location of each key: `where`, and the line if asked for.
+    """Returns the value of a YAML document, and the location of each key (`where`, plus the line if `with_lines`).
 
-    An element of a list has its number as its key, from "0". Raises UserError for a key that is given twice.
+    The key of a list element is its index, from "0". Raises UserError for duplicate keys.
     """
     locations: dict[KeyPath, str] = {}
 
@@ -124,7 +123,7 @@ def _parsed(text: str, where: str, with_lines: bool = False) -> tuple[Any, dict[
     note_locations(node, ())
     try:
         return loader.construct_document(node), locations
-    except (LookupError, AttributeError, OverflowError) as error:  # of PyYAML, for "!!bool maybe", "!!int ''"
+    except (LookupError, AttributeError, OverflowError) as error:  # raised by PyYAML for "!!bool maybe", "!!int ''"
         raise ValueError("a value is not what its tag says, or too large a number") from error
 
 
@@ -136,13 +135,13 @@ def shipped_configs() -> Path:
 
 
 def shown_config(origin: str) -> str:
-    """Returns a configuration file's name for messages: a shipped one's bare name, by which it is found again."""
+    """Returns a configuration file's name for messages: the bare name of a shipped one, else the path."""
     path = Path(origin)
     return path.stem if path.parent == shipped_configs() else origin
 
 
 def find_config(name: str | os.PathLike[str]) -> Path:
-    """Finds a configuration file by path, or else a shipped one by name. Raises UserError for neither."""
+    """Finds a configuration file by path, or else a shipped one by name. Raises UserError if there is neither."""
     path = user_path(name)
     if os.path.isfile(path):
         return path

@@ -1,4 +1,4 @@
-"""Patterns of attention heads of video models, as PAROAttention and SpargeAttn show them. Only numpy."""
+"""Patterns of attention heads of video models, after figures of PAROAttention and SpargeAttn. Numpy only."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KNOTS = 9  # knots of the slow wave of a profile over the whole video
 
 @dataclass(frozen=True, eq=False)
 class BlockPositions:
-    """The positions of one axis's blocks in a video."""
+    """Positions of one axis's blocks in a video."""
 
     middle: np.ndarray  # float64[n], video token at each block's middle; 0 for text
     is_text: np.ndarray  # bool[n]
@@ -29,10 +29,10 @@ class BlockPositions:
 
 
 def pattern_shapes(q: BlockPositions, k: BlockPositions, rng: np.random.Generator) -> list[np.ndarray]:
-    """Returns the patterns of heads, float64[nq, nk] from 0 to 1 each."""
+    """Returns the patterns, float64[nq, nk] from 0 to 1 each."""
     apart = q.middle[:, None] - k.middle[None, :]
     q_frame, k_frame = (positions.middle // positions.frame for positions in (q, k))
-    # 1. Frames: each attends to itself, and less to its neighbours
+    # 1. Frames: each attends to itself, and less to neighbors
     frames = np.clip(1 - np.abs(q_frame[:, None] - k_frame[None, :]) / 3, 0, 1)
     # 2. Stripes at frame stride: the same position in every frame
     within = np.abs((apart + q.frame / 2) % q.frame - q.frame / 2)
@@ -40,7 +40,7 @@ def pattern_shapes(q: BlockPositions, k: BlockPositions, rng: np.random.Generato
     # 3. Sinks: every query attends to the first frame and to a few key blocks anywhere
     drawn = (k_frame == 0) | (rng.random(len(k.middle)) < 0.04)
     sinks = np.broadcast_to(drawn, apart.shape).astype(np.float64)
-    # 4. No shape, only profiles and chance
+    # 4. No pattern, only profiles and noise
     return [frames, stripes, sinks, np.zeros(apart.shape)]
 
 
@@ -54,9 +54,9 @@ def always_dense(grid: BlockGrid) -> np.ndarray:
 
 
 def profile_basis(positions: BlockPositions) -> np.ndarray:
-    """Returns float64[B, n]: a profile is a weighted sum of these rows with standard normal weights.
+    """Returns basis functions float64[B, n]; a profile is their sum with standard normal weights.
 
-    It has a slow wave over the video, as scenes have, and a wave over the frame, the same in every frame.
+    They are a slow wave over the video, like scenes, and a wave over the frame, equal in all frames.
     """
     slow = _hats(positions.middle / positions.tokens, KNOTS)
     within = _hats(positions.middle % positions.frame / positions.frame, 4)
@@ -64,23 +64,22 @@ def profile_basis(positions: BlockPositions) -> np.ndarray:
 
 
 def _hats(at: np.ndarray, knots: int) -> np.ndarray:
-    """Returns float64[knots, n]: weights of linear interpolation between `knots` knots on [0, 1], at `at`."""
+    """Returns weights of linear interpolation between `knots` knots on [0, 1] at `at`, float64[knots, n]."""
     return np.clip(1 - np.abs(at * (knots - 1) - np.arange(knots)[:, None]), 0, 1)
 
 
 @dataclass(frozen=True)
 class DriftingRng:
-    """Random numbers that drift from step to step, each a function of (seed, key, time) on every machine.
+    """Random numbers that drift from step to step, determined by (seed, key, time) on every machine.
 
-    A `key` of ints ≥ 0 names each quantity. `time`, which is drift · step, counts keyframes, between which values are
-    mixed.
+    A `key` of ints ≥ 0 names each quantity. `time` (drift · step) counts keyframes, between which values are blended.
     """
 
     seed: int
     time: float = 0.0
 
     def constant(self, *key: int) -> np.random.Generator:
-        """Returns a generator for what does not drift."""
+        """Returns a generator for quantities that do not drift."""
         return np.random.default_rng([self.seed, 0, *key])
 
     def normal(self, size: int, *key: int) -> np.ndarray:
@@ -93,9 +92,9 @@ class DriftingRng:
         return math.cos(mix * math.pi / 2) * now + math.sin(mix * math.pi / 2) * then
 
     def uniform(self, shape: tuple[int, ...], *key: int) -> np.ndarray:
-        """Draws uint16[shape], uniform; from one step to the next a share `drift` of the elements is drawn again."""
+        """Draws uint16[shape], uniform; from one step to the next a fraction `drift` of the elements is redrawn."""
         keyframe, mix = self._position
-        # 1. Values now; when, between keyframes, each element changes; values then
+        # 1. Values now; time between keyframes at which each element changes; values after
         rngs = self._keyframe(keyframe, *key), self.constant(*key), self._keyframe(keyframe + 1, *key)
         draws = (rng.integers(0, 65536, shape, dtype=np.uint16) for rng in rngs)
         now = next(draws)
@@ -106,7 +105,7 @@ class DriftingRng:
 
     @property
     def _position(self) -> tuple[int, float]:
-        """Last keyframe, and position between it and the next, from 0 to below 1."""
+        """Last keyframe, and position from 0 to below 1 between it and the next."""
         keyframe = math.floor(self.time)
         return keyframe, self.time - keyframe
 
@@ -114,31 +113,31 @@ class DriftingRng:
         return np.random.default_rng([self.seed, 1, number, *key])
 
 
-STEPS = 512  # scores are whole multiples of 1/STEPS logit, int16: their sums do not depend on a processor's rounding
+STEPS = 512  # scores are int16 multiples of 1/STEPS logit, so that sums do not depend on rounding
 
-ALWAYS_DENSE = np.iinfo(np.int16).max  # score of blocks that are always dense
+ALWAYS_DENSE = np.iinfo(np.int16).max  # score of always dense blocks
 
 _MIDDLES = (np.arange(65536) + 0.5) / 65536
 _LOGISTIC = np.round(np.log(_MIDDLES / (1 - _MIDDLES)) * STEPS).astype(np.int16)
 
 
 def quantize_logits(logits: np.ndarray) -> np.ndarray:
-    """Rounds logits to int16 scores, cut at ±12 (odds of 1 to 160,000): noise and three more add up within range."""
+    """Rounds logits to int16 scores, clipped at ±12 (odds of 1 to 160,000), so that noise and three terms fit."""
     return np.round(np.clip(logits, -12, 12) * STEPS).astype(np.int16)
 
 
 def logistic_noise(uniform: np.ndarray) -> np.ndarray:
-    """Turns uniform uint16 into logistic noise as int16 scores, which makes a threshold on scores odds."""
+    """Turns uniform uint16 into logistic noise as int16 scores, so that thresholds on scores are odds."""
     noise: np.ndarray = _LOGISTIC[uniform]
     return noise
 
 
 def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np.ndarray:
-    """Returns int64[H]: blocks per head in proportion to float64[H] `densities` ≥ 0, from `least` to `most`.
+    """Returns blocks per head int64[H] in proportion to `densities` ≥ 0 float64[H], from `least` to `most`.
 
-    They add up to `total`, or to the nearest number that the limits allow.
+    They add up to `total`, or the nearest number within the limits.
     """
-    # 1. The scale at which clipped shares add up to the total, by bisection.
+    # 1. Scale at which clipped counts add up to the total, by bisection
     heads = len(densities)
     total = min(max(total, heads * least), heads * most)
     weights = np.maximum(densities, 1e-6)
@@ -149,7 +148,7 @@ def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np
             low = scale
         else:
             high = scale
-    # 2. Whole blocks; the rest goes to the heads that lost most by rounding down.
+    # 2. Round down; distribute the rest to heads with the largest remainders
     exact = np.clip(weights * low, least, most)
     counts = np.floor(exact).astype(np.int64)
     open_heads = np.flatnonzero(counts < most)
@@ -159,13 +158,13 @@ def exact_counts(densities: np.ndarray, total: int, least: int, most: int) -> np
 
 
 def choose_best(scores: np.ndarray, count: int, out: np.ndarray) -> None:
-    """Sets `out` (bool, like scores) at the `count` highest int16 scores; equal ones are taken at equal distances."""
-    # 1. The threshold from a histogram: at_least[s] is the number of scores of s or more.
+    """Sets `out` (bool, like scores) at the `count` highest int16 scores, picking ties at equal distances."""
+    # 1. Threshold from a histogram; at_least[s] is the number of scores ≥ s
     lowest = np.iinfo(np.int16).min
     number = np.bincount(scores.ravel().astype(np.int64) - lowest, minlength=65536)
     at_least = np.cumsum(number[::-1])[::-1]
     threshold = int(np.flatnonzero(at_least >= count)[-1])
-    # 2. All scores above it, and as many equal to it as are missing.
+    # 2. All scores above it, and the missing number of ties
     np.greater(scores, threshold + lowest, out=out)
     missing = count - (int(at_least[threshold]) - int(number[threshold]))
     equal = np.flatnonzero(scores.ravel() == threshold + lowest)

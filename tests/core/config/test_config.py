@@ -139,7 +139,7 @@ BAD_FILES = {
     "dbsp.yaml:6: 'window' is given twice, first in ": (
         b"mask:\n  source: union\n  of:\n  - source: window\n    window: [1, 3, 3]\n    window: [3, 3, 3]\n"
     ),
-    "must be a mapping, not a list": b"- planner\n- paper\n",
+    "must be a mapping, got a list": b"- planner\n- paper\n",
     ":3: unknown key 'strategie'; did you mean 'strategy'?": b"# one\n\nstrategie: U1R2\n",
     ":3: unknown key 'widht' in 'generate'; did you mean 'width'?": b"generate:\n  height: 64\n  widht: 64\n",
     f":2: unknown planner 'greedy'; use one of {', '.join(PLANNERS)}": b"kernel: cpu\nplanner: greedy\nvae: true",

@@ -49,7 +49,9 @@ def test_other_topologies_are_rejected():
     for text in ("", "g8", "g8n", "8n4", "g0n4", "g8n0", "g8n4,g4n8", "g8n4+"):
         with pytest.raises(UserError, match=r"not of the form gGnN.*for example g8n4"):
             BagTopology.parse(text, 32)
-    with pytest.raises(UserError, match="units of 32 ranks, which do not divide 12; 12 fit g1n12, g2n6, g3n4, g4n3"):
+    with pytest.raises(
+        UserError, match="units of 32 ranks, which do not divide 12; for 12 ranks use g1n12, g2n6, g3n4, g4n3"
+    ):
         BagTopology.parse("g8n4", 12)
 
 

@@ -77,7 +77,7 @@ def test_each_sequence_asks_its_own_source():
     assert mask.parts[1].bits.all()
     last = slice(150, None)
     assert torch.equal(mask.parts[2].bits, sources[2].mask(own[2], LocalQK.alone(q[:, :, last], k[:, :, last])).bits)
-    with pytest.raises(UserError, match="needs them; give packed_mask its tokens"):
+    with pytest.raises(UserError, match="need queries and keys; pass tokens to packed_mask"):
         packed_mask(pairs, request)
     with pytest.raises(UserError, match="one sample with their 239 tokens"):
         packed_mask(pairs, request, LocalQK.alone(q[:, :, 1:], k[:, :, 1:]))

@@ -110,7 +110,7 @@ def bad_bags(rank: int, world: int, bags: list[Any], in_config: bool, config: di
 @pytest.mark.parametrize(
     ("bags", "in_config", "config", "message"),
     [
-        (["g3n1"] * 2, False, {}, "make units of 3 ranks, which do not divide 2; 2 fit g1n2, g2n1"),
+        (["g3n1"] * 2, False, {}, "make units of 3 ranks, which do not divide 2; for 2 ranks use g1n2, g2n1"),
         (["two"] * 2, False, {}, "bags 'two' are not of the form gGnN"),
         (["g2n1", "g1n2"], False, {}, "setting bags differs on rank"),
         ([{"topology": "g1n2", "max_tokens": 20}] * 2, False, {}, "exceeds every bag of g1n2"),

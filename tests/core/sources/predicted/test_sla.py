@@ -178,7 +178,7 @@ def test_without_a_projection_the_mask_is_left_and_it_is_said_once(caplog):
     sla._say_without_projection.cache_clear()
     for _ in range(2):
         assert case.source.mask(case.request, LocalQK.alone(*case.tensors(), v=case.tensors()[0])).branch is None
-    assert caplog.text.count("no projection (attn1.proj_l) reaches it") == 1
+    assert caplog.text.count("no projection (attn1.proj_l) found") == 1
     mask_alone = replace(case.source, linear=False)
     assert mask_alone.branch_layer is None
     tokens = LocalQK.alone(*case.tensors(), v=case.tensors()[0], gate=units(projection_and_values(case)[0]))
