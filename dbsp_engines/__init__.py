@@ -1,1 +1,1 @@
-"""db-SP in serving engines, which find it by entry points: vLLM-Omni, SGLang Diffusion, LightX2V."""
+"""Plug-ins for serving engines, found by entry points: vLLM-Omni, SGLang Diffusion, LightX2V."""

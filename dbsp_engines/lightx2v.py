@@ -1,9 +1,9 @@
 """Attention "dbsp" of LightX2V, as `parallel.seq_p_attn_type` on several GPUs or `self_attn_1_type` on one.
 
-LightX2V calls `register`, entry point `lightx2v.platform_plugins`, before it collects its attentions. It makes one
-object per layer. Its Wan family passes the layer, the scheduler and the grid to each call, but not which transformer
-calls: the object of layer 0 has its transformer's session, and later layers use the one begun last. Other models pass
-none of these; see `lightx2v_models`.
+LightX2V calls `register` (entry point `lightx2v.platform_plugins`) before collecting attentions, and makes one object
+per layer. Wan models pass layer, scheduler and grid to each call, but not the transformer: the object of layer 0 holds
+its transformer's session, and later layers use the session begun last. Other models pass none of these; see
+`lightx2v_models`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dbsp_engines.lightx2v_models import MODELS, actions, running
 from dbsp_xdit.import_hook import after_import
 
 _NAME = "dbsp"
-"""The attention in `seq_p_attn_type` and `self_attn_1_type`, and the name of its setting."""
+"""Name of the attention in `seq_p_attn_type` and `self_attn_1_type`."""
 EXPECTED = ExpectedHost(
     "LightX2V",
     package="lightx2v",
@@ -49,24 +49,24 @@ EXPECTED = ExpectedHost(
     ),
 )
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
-"""Begun last by a layer 0: the transformers of a rank run one after the other."""
+"""The session begun last by a layer 0; the transformers of a rank run one after another."""
 _SESSION = "_dbsp_session"
-"""Attribute of a model, or of a layer 0 of Wan's."""
+"""Attribute of a model, or of Wan's layer 0, with the session."""
 _CLOCK = "_dbsp_clock"
-"""Attribute of a scheduler: the count of steps of all transformers that it schedules."""
+"""Attribute of a scheduler with the step clock of all transformers that it schedules."""
 _BY_TOKENS = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
-"""Values of `feature_caching` that decide by the tokens of one rank."""
+"""Values of `feature_caching` that decide by one rank's tokens."""
 _BY_TIMESTEP = ("Tea", "Custom")
-"""Values that decide by the timestep, of which a rank has a shard where each token has its own."""
+"""Values that decide by the timestep, which is sharded if each token has its own."""
 _TIMESTEP_BY_TOKEN = ("wan2.2", "wan2.2_audio"), ("i2v", "s2v", "rs2v")
-"""Models and tasks whose tokens each have a timestep."""
+"""Models and tasks with a timestep per token."""
 
 
 def register() -> None:
-    """Adds the attention; configurations that do not name it run as before. Called again, it does nothing.
+    """Registers the attention, once; configurations that do not name it are unaffected.
 
     Raises:
-        UserError: For another LightX2V than expected, which LightX2V logs before it goes on without the attention.
+        UserError: Unsupported version of LightX2V, which logs the error and continues without the attention.
     """
     if problem := EXPECTED.problem():
         raise UserError(problem)
@@ -94,15 +94,15 @@ class DbspAttention:
         aux_q: torch.Tensor | None = None,
         aux_k: torch.Tensor | None = None,
         aux_v: torch.Tensor | None = None,
-        **options: Any,  # how Ulysses would send
+        **options: Any,  # Ulysses communication options
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes attention of q, k, v [this rank's tokens, H, D], padding of the last rank included.
+        """Computes attention of q, k, v [this rank's tokens, H, D], including padding on the last rank.
 
         Args:
-            aux_q, aux_k, aux_v: [tokens, H, D], text that all ranks hold, before the others.
+            aux_q, aux_k, aux_v: Replicated text [tokens, H, D], before the other tokens.
 
         Returns:
-            [this rank's tokens, H · D], and [tokens, H · D] of that text, or None.
+            [this rank's tokens, H · D], and [tokens, H · D] of the text, or None.
         """
         _reject_quantised(quant_scheme)
         context = attention_kwargs or {}
@@ -126,15 +126,15 @@ class DbspAttention:
         use_fp4_comm: bool = False,
         **context: Any,
     ) -> torch.Tensor:
-        """Computes attention of all tokens on one GPU, or of LightX2V's older interface of sequence parallelism.
+        """Computes attention on one GPU, or with LightX2V's older interface of sequence parallelism.
 
-        In that, q, k and v are [tokens, H, D] or [1, tokens, H, D]: this rank's, with the text that all ranks hold
-        after or before them, of which `slice_qkv_len` is the first part's length. Returns [tokens, H · D].
+        In the latter, q, k and v are [tokens, H, D] or [1, tokens, H, D]: this rank's tokens, then replicated text, or
+        in reverse; `slice_qkv_len` is the length of the first part. Returns [tokens, H · D].
         """
         if slice_qkv_len is None:
             return self._attend(q, k, v, SequenceGroup(0, 1), context)
         _reject_quantised("fp8" if use_fp8_comm else "fp4" if use_fp4_comm else None)
-        if q_only_img:  # of Z-Image's refiner, before its blocks
+        if q_only_img:  # Z-Image's refiner, before its blocks
             from lightx2v.utils.registry_factory import ATTN_WEIGHT_REGISTER
 
             ulysses = ATTN_WEIGHT_REGISTER["ulysses"]()
@@ -151,8 +151,8 @@ class DbspAttention:
         layer, grid = context.get("block_idx"), context.get("grid_sizes")
         if layer is None or grid is None or q.shape != k.shape:
             raise UserError(
-                "dbsp computes self-attention over a grid of video tokens; this model gives none on one GPU, or keeps "
-                "keys of earlier frames; use another attention"
+                "dbsp needs the grid of video tokens, but this model does not pass it on one GPU, or it keeps keys of "
+                "earlier frames; use another attention"
             )
         if layer == 0:
             frames, height, width = map(int, grid)
@@ -166,7 +166,7 @@ class DbspAttention:
         return out.squeeze(0).flatten(1)
 
     def load(self, *_: Any, **__: Any) -> None:
-        """Does nothing, like all that LightX2V asks of each part of a model: an attention has no weights."""
+        """Does nothing, since attention has no weights."""
 
     set_config = to_cpu = to_cuda = load_state_dict_from_disk = load
 
@@ -178,12 +178,12 @@ class DbspAttention:
 
 
 def _attend_in_pass(shard: QKV, text: QKV | None) -> torch.Tensor:
-    """Computes attention of the running pass's next layer: of q, k and v [tokens, H, D] of a shard and of the text."""
+    """Computes attention of the current pass's next layer, for q, k and v [tokens, H, D] of a shard and of text."""
     current = running.get()
     layer = None if current is None else next(current.upcoming, None)
     if current is None or layer is None or shard[0].shape != shard[1].shape:
         raise UserError(
-            "dbsp does not know how this model of LightX2V's holds its tokens, or the model keeps keys of earlier "
+            "dbsp does not know how this model of LightX2V shards its tokens, or the model keeps keys of earlier "
             "frames; use seq_p_attn_type ulysses"
         )
     if current.session is None:
@@ -204,7 +204,7 @@ def _begin(
     layers: int,
     cfg_branch: int,
 ) -> EngineSession:
-    """Begins a pass of the session that `owner` keeps, and returns the session."""
+    """Begins a pass of the session stored on `owner`, and returns the session."""
     session: EngineSession | None = vars(owner).get(_SESSION)
     if session is None:
         config = scheduler.config
@@ -233,7 +233,7 @@ def _reject_quantised(scheme: str | None) -> None:
 
 
 def _transformer_of(scheduler: Any) -> str:
-    """Returns which of Wan2.2's two transformers a step runs, by LightX2V's own rules; other models have one."""
+    """Returns which of Wan2.2's two transformers a step runs, by LightX2V's rules; other models have one."""
     config, step, second = scheduler.config, scheduler.step_index, False
     if "boundary_step_index" in config:  # distilled
         second = step >= config["boundary_step_index"]
@@ -243,15 +243,15 @@ def _transformer_of(scheduler: Any) -> str:
 
 
 def _require_supported(config: Mapping[str, Any], ranks: int) -> None:
-    """Raises UserError for settings of LightX2V that db-SP does not go with."""
+    """Raises UserError for unsupported settings of LightX2V."""
     if config.get("tensor_parallel", False):
-        raise UserError("dbsp does not go with LightX2V's tensor parallelism; leave out parallel.tensor_p_size")
+        raise UserError("dbsp does not support LightX2V's tensor parallelism; remove parallel.tensor_p_size")
     models, tasks = _TIMESTEP_BY_TOKEN
     by_token = config.get("model_cls") in models and config.get("task") in tasks
-    by_token |= str(config.get("model_cls")).startswith("hunyuan_video")  # whose Tea reads the image's tokens
+    by_token |= str(config.get("model_cls")).startswith("hunyuan_video")  # its Tea reads the image's tokens
     cache = config.get("feature_caching", "NoCaching")
     if ranks > 1 and cache in (_BY_TOKENS + _BY_TIMESTEP if by_token else _BY_TOKENS):
         raise UserError(
-            f"feature_caching {cache} decides by the tokens of one rank, so that ranks would skip different layers; "
+            f"feature_caching {cache} decides by one rank's tokens, so ranks would skip different layers; "
             f"use {'Mag' if by_token else 'Tea, Mag'} or NoCaching"
         )

@@ -1,6 +1,6 @@
-"""LightX2V's models that don't tell their attention which layer, grid or scheduler it has.
+"""LightX2V models that do not pass layer, grid or scheduler to their attention.
 
-Their `_seq_parallel_pre_process` runs once a pass on every rank, before the first block: there a `Pass` is made.
+Their `_seq_parallel_pre_process` runs once per pass on every rank, before the first block, and is wrapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dbsp_core.runtime.engine_session import EngineLayout, EngineSession
 from dbsp_xdit.import_hook import Action
 
 _Layout = Callable[[Any, Any], EngineLayout]
-"""Reads a pass's layout from the model and what its `_seq_parallel_pre_process` returns."""
+"""Returns a pass's layout, from the model and the result of its `_seq_parallel_pre_process`."""
 
 
 @dataclass
@@ -29,8 +29,8 @@ class Pass:
     Attributes:
         cfg_branch: CFG pass within the step.
         layers: Number of the model's attentions.
-        upcoming: Those that the pass calls, in order.
-        session: That of the model, once the pass has begun.
+        upcoming: Indices of the attentions that the pass calls, in order.
+        session: The model's session, once the pass has begun.
     """
 
     model: Any
@@ -42,11 +42,11 @@ class Pass:
 
 
 running: ContextVar[Pass | None] = ContextVar("running", default=None)
-"""The pass whose blocks run."""
+"""The current pass."""
 
 
 def actions(attention: str) -> dict[str, Action]:
-    """Returns what is to be done once each module of LightX2V has been imported, for models that name `attention`."""
+    """Returns the changes to make after importing each module of LightX2V, for models that name `attention`."""
     hooks: dict[str, Action] = {
         f"{_NETWORKS}.{module}": functools.partial(_hook, name, layout, attention)
         for module, (name, layout) in MODELS.items()
@@ -73,7 +73,7 @@ def _hook(name: str, layout: _Layout, attention: str, module: ModuleType) -> Non
 def _pass_of(model: Any, layout: EngineLayout) -> Pass:
     blocks = [getattr(model.transformer_weights, name, ()) for name in ("double_blocks", "single_blocks", "blocks")]
     layers, infer = sum(map(len, blocks)), model.transformer_infer
-    # LTX-2 has passes with some blocks' attention left out, and with video apart from audio, besides guidance's two.
+    # Besides guidance, LTX-2 has passes that skip some blocks' attention, and passes with video apart from audio.
     skipped = getattr(infer, "_mm_skip_video_self_blocks", ())
     branch = int(not model.scheduler.infer_condition)
     if getattr(infer, "_mm_skip_a2v", False):
@@ -84,7 +84,7 @@ def _pass_of(model: Any, layout: EngineLayout) -> Pass:
 
 
 def _admit(cls: Any, attention: str) -> None:
-    """Lets MiniMax-H3's constructor pass, which rejects any attention but Ulysses between these two calls."""
+    """Bypasses a check of MiniMax-H3's constructor, between these calls, that rejects attention except Ulysses."""
     before, after = cls._validate_tensor_parallel_config, cls._init_infer_class
 
     @functools.wraps(before)
@@ -92,7 +92,7 @@ def _admit(cls: Any, attention: str) -> None:
         before(model)
         if model.config.get("seq_parallel") and model.config["parallel"].get("seq_p_attn_type") == attention:
             model.dbsp_hides = True
-            dict.__setitem__(model.config, "seq_parallel", False)  # also where LightX2V has locked its settings
+            dict.__setitem__(model.config, "seq_parallel", False)  # also if LightX2V has locked its settings
 
     @functools.wraps(after)
     def restore(model: Any) -> None:
@@ -104,7 +104,7 @@ def _admit(cls: Any, attention: str) -> None:
 
 
 def _trim_video(attention: str, module: ModuleType) -> None:
-    """Cuts padding off the video that LTX-2 gathers, [tokens, C] and rotary [..., tokens, D], for its audio."""
+    """Removes padding from the video that LTX-2 gathers for audio, [tokens, C] and rotary [..., tokens, D]."""
     cls = module.LTX2TransformerInfer
     gather = cls._gather_cross_attn_context
 
@@ -125,20 +125,20 @@ def _hunyuan(model: Any, pre: Any) -> EngineLayout:
 
 
 def _qwen_image(model: Any, pre: Any) -> EngineLayout:
-    """Images that are edited follow the one that is made."""
+    """Input images follow the generated image."""
     ((grid, *others),) = model.scheduler.input_info.image_shapes
     return EngineLayout(tuple(grid), after=sum(map(math.prod, others)), text=len(pre.encoder_hidden_states))
 
 
 def _flux2(model: Any, pre: Any) -> EngineLayout:
-    """Images that it is made from follow the one that is made, whose last position [T, H, W, L] is read."""
+    """Input images follow the generated image; its size is read from its last position [T, H, W, L]."""
     _, height, width, _ = map(int, model.scheduler.latent_image_ids[0, -1].tolist())
     grid = 1, height + 1, width + 1
     return EngineLayout(grid, after=len(pre.img_ids) - math.prod(grid), text=len(pre.encoder_hidden_states))
 
 
 def _z_image(model: Any, pre: Any) -> EngineLayout:
-    """Image and text are each filled up to a multiple of 32, which is attended to."""
+    """Image and text are each padded to a multiple of 32; padding is attended to."""
     height, width = (
         side // model.config.get("patch_size", 2) for side in model.scheduler.input_info.target_shape[-2:]
     )
@@ -152,7 +152,7 @@ def _longcat_image(model: Any, pre: Any) -> EngineLayout:
 
 
 def _ltx2(model: Any, pre: Any) -> EngineLayout:
-    """Keyframes and references follow the video; audio and text are apart."""
+    """Keyframes and references follow the video; audio and text are separate."""
     scheduler = model.scheduler
     patch = scheduler.video_patchifier.patch_size
     grid = tuple(side // size for side, size in zip(scheduler.video_latent_shape_orig[1:], patch, strict=True))
@@ -160,7 +160,7 @@ def _ltx2(model: Any, pre: Any) -> EngineLayout:
 
 
 def _minimax_h3(model: Any, pre: Any) -> EngineLayout:
-    """[most of the text, whole on every rank | the rest of it, conditions, audio, video], the latter in shards."""
+    """[most of the text, replicated | rest of the text, conditions, audio, video in shards]."""
     scheduler, state = model.scheduler, pre.sequence_parallel_state
     sides = scheduler.num_latent_frames, scheduler.latent_height, scheduler.latent_width
     t, h, w = (side // size for side, size in zip(sides, model.config.get("patch_size", (1, 2, 2)), strict=True))

@@ -1,9 +1,9 @@
-"""Hooks on SGLang Diffusion: the self-attention of a transformer hands this rank's shard to the transformer's session.
+"""Hooks on SGLang Diffusion: self-attention passes this rank's shard to the transformer's session.
 
-SGLang has a closed list of attention backends; what it has for third parties are hooks on functions that they name.
-Each worker calls `register`, entry point `sglang.multimodal_gen.plugins`, and puts the hooks on itself, until it ends.
-Where `attach` has put a `DbspImpl` as kernel, the hooked layers call it with their rank's tokens, instead of
-exchanging them. What hooks need is imported when a hook runs: before, SGLang forbids it.
+SGLang has a closed list of attention backends, but lets third parties hook functions by name. Each worker calls
+`register` (entry point `sglang.multimodal_gen.plugins`) and installs the hooks. Hooked layers whose kernel is a
+`DbspImpl` (set by `attach`) call it with their rank's tokens instead of exchanging them. Hooks import lazily, because
+SGLang forbids earlier imports.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dbsp_core.utils.expected_host import ExpectedHost
 from dbsp_engines.sglang_attention import INSTEAD, DbspImpl, DbspTransformer, Ltx2Step, ltx2_step, name_of
 
 _SESSION = "_dbsp_transformer"
-"""Attribute of a transformer that has a session."""
+"""Attribute of a transformer with its session."""
 _SUPPORTED = "db-SP supports SGLang's own transformers with one self-attention per block"
 
 
 def _make_attention(original: Callable[..., None], attention: Any, *args: Any, **options: Any) -> None:
-    """Wraps USPAttention.__init__, which rejects a ring with a kernel that returns no LSE: db-SP's may replace it."""
+    """Wraps USPAttention.__init__, which rejects rings for kernels without LSE; db-SP's kernel may replace them."""
     try:
         original(attention, *args, **options)
     except RuntimeError as error:
@@ -44,7 +44,7 @@ def _attend(original: Callable[..., Any], attention: Any, *args: Any, **options:
 
 
 def _attend_ltx2(original: Callable[..., Any], module: Any, *args: Any, **options: Any) -> Any:
-    """Wraps LTX2Attention.forward: db-SP's layout has the padding that masks hide, and its ranks exchange keys."""
+    """Wraps LTX2Attention.forward: db-SP's layout covers the padding that masks hide, and exchanges keys itself."""
     if isinstance(module.attn.attn_impl, DbspImpl):
         if options.pop("context_replicated_prefix_len", 0):
             raise UserError(f"this LTX-2 has a memory of earlier frames, which db-SP does not support; {INSTEAD}")
@@ -53,14 +53,14 @@ def _attend_ltx2(original: Callable[..., Any], module: Any, *args: Any, **option
 
 
 def _attend_packed(original: Callable[..., torch.Tensor], attention: Any, *args: Any, **options: Any) -> torch.Tensor:
-    """Wraps MiniMax-H3's function that exchanges and attends: attention with db-SP's kernel exchanges nothing."""
+    """Wraps MiniMax-H3's function that exchanges and attends, to skip its exchange for db-SP's kernel."""
     if isinstance(attention._attention_impl, DbspImpl):
         options |= {"ulysses_active": False, "ring_active": False}
     return original(attention, *args, **options)
 
 
 def _note_runs(original: Callable[..., Any], *, model: Any, packed: Any, **options: Any) -> Any:
-    """Wraps what MiniMax-H3 prepares for VSA of a request: tokens of each kind before the video."""
+    """Wraps MiniMax-H3's preparation for VSA, to read the tokens of each kind before the video."""
     from sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.minimax_h3.stages import denoising
 
     transformer: DbspTransformer | None = getattr(model, _SESSION, None)
@@ -74,7 +74,7 @@ def _note_runs(original: Callable[..., Any], *, model: Any, packed: Any, **optio
 
 
 def _denoise_ltx2(original: Callable[..., None], stage: Any, ctx: Any, step: Any, batch: Any, *args: Any) -> None:
-    """Wraps a step of LTX-2, which may have two stages: its forward passes get the request, and this stage's grid."""
+    """Wraps a step of LTX-2 (one or two stages), to pass the request and the stage's grid to its forward passes."""
     h, w = ctx.latent_height, ctx.latent_width
     token = ltx2_step.set(Ltx2Step(batch, (int(batch.raw_latent_shape[1]) // (h * w), h, w)))
     try:
@@ -84,24 +84,24 @@ def _denoise_ltx2(original: Callable[..., None], stage: Any, ctx: Any, step: Any
 
 
 def _compute_together(original: Callable[..., bool], model: Any, **options: Any) -> bool:
-    """Wraps TeaCache's decision, by a rank's own timesteps: all ranks skip a pass, or none. Collective."""
+    """Wraps TeaCache's decision, which uses a rank's timesteps, so that all ranks skip a pass or none. Collective."""
     from sglang.multimodal_gen.runtime.distributed.parallel_state import get_tp_group
 
     computes, transformer = original(model, **options), getattr(model, _SESSION, None)
     if transformer is None:
         return computes
     skips = transformer.session.all_agree(not computes)
-    if get_tp_group().world_size > 1:  # a session is of one tensor-parallel rank's sequence
+    if get_tp_group().world_size > 1:  # sessions do not span tensor-parallel ranks
         group = SequenceGroup.from_group(get_tp_group().device_group)
         skips = all(vote for (vote,) in group.gather_integers([skips]))
     return not skips
 
 
 def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Wraps build_pipeline, which each worker calls once: a session for each of its transformers. Collective.
+    """Wraps build_pipeline, called once per worker, to make a session for each transformer. Collective.
 
     Raises:
-        UserError: On all ranks, for a transformer that is not supported, which SGLang would run dense.
+        UserError: A transformer is not supported, and SGLang would run it dense; raised on all ranks.
     """
     from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
     from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
@@ -112,7 +112,7 @@ def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -
     transformers = {name: module for name, module in pipeline.modules.items() if name.startswith(kinds)}
     role = getattr(get_global_server_args(), "disagg_role", RoleType.MONOLITHIC)
     if not transformers and role in (RoleType.MONOLITHIC, RoleType.DENOISER):
-        raise UserError(f"{_SUPPORTED}, and this is {type(pipeline).__name__}; {INSTEAD}")
+        raise UserError(f"{_SUPPORTED}, got {type(pipeline).__name__}; {INSTEAD}")
     clock = StepClock(shared=len(transformers) > 1)
     for name, transformer in transformers.items():
         attach(transformer, name, clock)
@@ -124,12 +124,12 @@ def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -
 
 
 def attach(module: Any, name: str = "transformer", clock: StepClock | None = None) -> None:
-    """Gives a transformer its session. Collective. Raises UserError, on all ranks, for one that is not supported.
+    """Gives a transformer its session. Collective. Raises UserError on all ranks if it is not supported.
 
     Args:
-        module: As SGLang has loaded it.
-        name: Of the transformer in its pipeline, by which it may have settings of its own.
-        clock: The count of steps of all transformers of the pipeline; None: there is one.
+        module: The transformer as loaded by SGLang.
+        name: Its name in the pipeline, for settings of "transformer_2".
+        clock: Step clock of all transformers of the pipeline. None: one transformer.
     """
     from sglang.multimodal_gen.runtime.distributed.parallel_state import (
         get_ring_parallel_world_size,
@@ -140,12 +140,14 @@ def attach(module: Any, name: str = "transformer", clock: StepClock | None = Non
     from sglang.multimodal_gen.runtime.models.dits.minimax_h3 import MiniMaxH3DiTModel
     from sglang.multimodal_gen.runtime.server_args import get_global_server_args
 
-    # 1. Its attentions, and what db-SP does not go with.
+    # 1. Attentions, and unsupported settings
     settings, is_h3 = get_global_server_args(), isinstance(module, MiniMaxH3DiTModel)
     layers = _attentions_of_h3(module) if is_h3 else _attentions_of(module)
     if getattr(settings, "kv_gather_degree", 1) > 1 and not getattr(settings, "sp_split_auto", False):
-        raise UserError("db-SP takes Ulysses × ring, not K/V gathering; set --ulysses-degree, not --kv-gather-degree")
-    # 2. The session, of the ranks that share a sequence. Tensor parallelism gives all of them the same heads.
+        raise UserError(
+            "db-SP does not support K/V gathering; use --ulysses-degree or --ring-degree instead of --kv-gather-degree"
+        )
+    # 2. Session of the ranks that share a sequence; under tensor parallelism they have the same heads
     strategy = Strategy(get_ulysses_parallel_world_size(), get_ring_parallel_world_size())
     ranks = get_sp_group()
     group = SequenceGroup.from_group(ranks.device_group) if ranks.world_size > 1 else SequenceGroup(0, 1)
@@ -156,16 +158,13 @@ def attach(module: Any, name: str = "transformer", clock: StepClock | None = Non
     session = EngineSession(group, strategy, heads, len(layers), clock=clock, transformer=name, head_slice=head_slice)
     transformer = DbspTransformer(module, session)
     setattr(module, _SESSION, transformer)
-    # 3. Its kernels.
+    # 3. Kernels
     for index, layer in enumerate(layers):
         (_set_kernel_of_h3 if is_h3 else _set_kernel)(layer, DbspImpl(layer.softmax_scale, transformer, index))
 
 
 def _attentions_of(module: Any) -> list[Any]:
-    """Returns the self-attention of each block, as SGLang's layer for attention over all ranks' tokens.
-
-    Raises UserError unless each has one.
-    """
+    """Returns the self-attention layer of each block. Raises UserError unless each block has one."""
     from sglang.multimodal_gen.runtime.layers.attention.layer import UlyssesAttention_VSA, USPAttention
 
     def is_self_attention(layer: Any) -> bool:
@@ -178,25 +177,25 @@ def _attentions_of(module: Any) -> list[Any]:
         found = list(filter(is_self_attention, getattr(block, "attn1", block).modules()))
         if len(found) != 1 or found[0].causal or found[0].num_heads != found[0].num_kv_heads:
             raise UserError(
-                f"{_SUPPORTED}, and {name_of(block)} of {name_of(module)} has another; {INSTEAD}, as with SLA"
+                f"{_SUPPORTED}, but {name_of(block)} of {name_of(module)} has another; {INSTEAD}, as with SLA"
             )
         layers += found
     if not layers:
-        raise UserError(f"{_SUPPORTED}, and this is {name_of(module)}; {INSTEAD}")
+        raise UserError(f"{_SUPPORTED}, got {name_of(module)}; {INSTEAD}")
     return layers
 
 
 def _set_kernel(layer: Any, kernel: DbspImpl) -> None:
-    """Gives a layer db-SP's kernel, and keeps SGLang's own ways around the layer's forward off."""
+    """Gives a layer db-SP's kernel, and disables SGLang's ways to bypass the layer's forward."""
     layer.attn_impl = kernel
     layer._attn_impl_by_backend = {layer.backend: kernel}
-    layer._required_attention_backend = layer.backend  # so that no request names another
-    layer.skip_sequence_parallel = True  # Wan's forward_qk_filled exchanges by itself otherwise
-    layer.sp_attention_mode = "dbsp"  # and Qwen-Image in Ulysses' mode
+    layer._required_attention_backend = layer.backend  # so that requests cannot choose another
+    layer.skip_sequence_parallel = True  # or Wan's forward_qk_filled would exchange
+    layer.sp_attention_mode = "dbsp"  # or Qwen-Image would exchange in Ulysses mode
 
 
 def _attentions_of_h3(module: Any) -> list[Any]:
-    """Returns the attention of each block, once SGLang has chosen all backends: its token refiner keeps SGLang's."""
+    """Returns the attention of each block, after SGLang has chosen backends; the token refiner keeps its backend."""
     module._resolve_attention_backend_once()
     layers = [block.attn for block in module.blocks]
     if any(layer.hybrid is not None for layer in layers):
@@ -205,9 +204,9 @@ def _attentions_of_h3(module: Any) -> list[Any]:
 
 
 def _set_kernel_of_h3(layer: Any, kernel: DbspImpl) -> None:
-    """Gives a block's attention db-SP's kernel, under a backend that SGLang pipelines nothing for.
+    """Gives a block's attention db-SP's kernel, with a backend that SGLang does not pipeline.
 
-    Under that of VSA it computes the gates of a checkpoint that has them.
+    With the VSA backend, the block computes the checkpoint's gates.
     """
     from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum
 
@@ -234,7 +233,7 @@ _HOOKS: dict[str, Callable[..., Any]] = {
     f"{_RUNTIME}.cache.teacache:TeaCacheMixin._compute_teacache_decision": _compute_together,
     f"{_RUNTIME}.pipelines_core:build_pipeline": _attach_pipeline,
 }
-"""Functions of SGLang, and what each is wrapped in."""
+"""Functions of SGLang and their wrappers."""
 _OF_LAYERS = (
     "attn_impl",
     "backend",
@@ -266,11 +265,11 @@ EXPECTED = ExpectedHost(
 
 
 def register() -> None:
-    """Registers the hooks if $DBSP_CONFIG names a configuration; without it nothing changes.
+    """Registers the hooks if $DBSP_CONFIG is set.
 
     Raises:
-        SystemExit: For another SGLang than expected. SGLang logs other errors of plug-ins and goes on, and would run
-            dense attention where a mask was asked for.
+        SystemExit: Unsupported version of SGLang. SGLang only logs other exceptions of plug-ins and would run dense
+            attention.
     """
     if not os.environ.get(CONFIG_VARIABLE):
         return

@@ -1,4 +1,4 @@
-"""The attention of an SGLang transformer with db-SP: its kernel, and which tokens each rank has."""
+"""Attention of an SGLang transformer with db-SP: its kernel, and the layout of tokens."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
 INSTEAD = "unset DBSP_CONFIG to run this model without db-SP"
-_WHOLE = "SGLang gave every rank the whole video; leave out --enable-sequence-shard false"
+_WHOLE = "SGLang gave every rank the whole video; remove --enable-sequence-shard false"
 _TEXT_IN_PARTS = {
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
     "HunyuanVideoTransformer3DModel",
     "QwenImageTransformer2DModel",
 }
-"""Transformers whose ranks may have a part of the text each, without saying where it is."""
+"""Transformers that may split the text over ranks without saying how."""
 
 
 class Ltx2Step(NamedTuple):
-    """A request of LTX-2, whose forward passes don't have it in their context, and its grid of tokens."""
+    """A request of LTX-2 (missing in the context of its forward passes) and its token grid."""
 
     request: Any
     thw: tuple[int, int, int]
@@ -37,10 +37,10 @@ ltx2_step: ContextVar[Ltx2Step | None] = ContextVar("ltx2_step", default=None)
 
 
 class DbspTransformer:
-    """One transformer: its session, and the forward pass that its attentions belong to.
+    """A transformer's session and current forward pass.
 
-    A pass begins at its first attention, which is never part of a captured graph. So it also begins when SGLang
-    replays the graphs of a pass.
+    A pass begins at its first attention, which is never part of a captured graph, so this also works when SGLang
+    replays graphs.
     """
 
     def __init__(self, module: Any, session: EngineSession) -> None:
@@ -61,17 +61,17 @@ class DbspTransformer:
         """Computes attention of [B, this rank's tokens, H, D].
 
         Args:
-            layout_of: Returns the layout, given the request, its grid of video tokens and the number of ranks.
+            layout_of: Returns the layout from the request, its grid of video tokens and the number of ranks.
         """
         from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
 
         context, now = get_forward_context(), ltx2_step.get()
         request = context.forward_batch if now is None else now.request
-        # 1. LTX-2's passes of a step have no names; the session counts them.
+        # 1. CFG pass; LTX-2 does not name its passes, so the session counts them
         negative = None if now is not None else getattr(request, "is_cfg_negative", None)
         branch, generation = None if negative is None else int(negative), generation_of(request)
         moment = generation, int(context.current_timestep), branch
-        # 2. The layers of a pass ascend; those that a step cache skips call no attention.
+        # 2. Layers ascend within a pass; layers skipped by a step cache do not call attention
         if layer <= self._layer or moment != self._moment:
             thw = grid_of(self.module, request) if now is None else now.thw
             timesteps = getattr(request, "timesteps", None)
@@ -89,7 +89,7 @@ class DbspTransformer:
 
 @dataclass
 class DbspImpl:
-    """Kernel of one layer, once `attach` has put it there."""
+    """Kernel of one layer, set by `attach`."""
 
     scale: float
     transformer: DbspTransformer
@@ -97,10 +97,7 @@ class DbspImpl:
 
     @not_compiled
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Computes attention of [B, text and this rank's tokens, H, D], as USPAttention is called.
-
-        Of a breakable CUDA graph it is an eager part.
-        """
+        """Computes attention of [B, text and this rank's tokens, H, D], eagerly within a breakable CUDA graph."""
         from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
 
         if not is_in_breakable_cuda_graph():
@@ -127,7 +124,7 @@ class DbspImpl:
         gate_compress: torch.Tensor | None = None,
         **others: Any,
     ) -> torch.Tensor:
-        # 1. Text that every rank has whole, apart from this rank's tokens.
+        # 1. Separate replicated text from this rank's tokens
         sequence: QKV = q, k, v
         text: QKV | None = None
         if q_prefix is not None and k_prefix is not None and v_prefix is not None:
@@ -138,13 +135,15 @@ class DbspImpl:
             parts = [tensor.split(sizes[:: -1 if num_replicated_suffix else 1], dim=1) for tensor in sequence]
             first, last = zip(*parts, strict=True)
             text, sequence = (last, first) if num_replicated_suffix else (first, last)
-        # 2. What else is in it is not known.
+        # 2. Reject unknown arguments
         unknown = sorted(name for name, value in others.items() if value)
         unknown += ["keys of other tokens than its queries"] if k.shape[1] != q.shape[1] else []
         unknown += ["attn_mask"] if attn_mask is not None and text is None else []
         if unknown:
-            raise UserError(f"{name_of(self.transformer.module)} has attention with {', '.join(unknown)}; {INSTEAD}")
-        # 3. Its layout, which a pass's first attention asks for.
+            raise UserError(
+                f"{name_of(self.transformer.module)} calls attention with unsupported {', '.join(unknown)}; {INSTEAD}"
+            )
+        # 3. Layout, used by a pass's first attention
         meta = attn_mask_meta.resolve(attn_mask) if hasattr(attn_mask_meta, "resolve") else attn_mask_meta or {}
         layout_of = functools.partial(
             layout_of_pass,
@@ -168,7 +167,7 @@ class DbspImpl:
         gate_compress: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Computes attention of MiniMax-H3's packed sequence [this rank's tokens, H, D], of `max_seqlen` in all."""
+        """Computes attention of MiniMax-H3's packed sequence of `max_seqlen` tokens, [this rank's tokens, H, D]."""
 
         def layout_of(request: Any, thw: tuple[int, int, int], world: int) -> EngineLayout:
             before = max_seqlen - math.prod(thw)
@@ -181,7 +180,7 @@ class DbspImpl:
 
 @functools.cache
 def _eager() -> Callable[..., None]:
-    """Returns the attention of a kernel as an eager part of a breakable CUDA graph, which writes into `out`."""
+    """Returns a kernel's attention as an eager part of a breakable CUDA graph that writes into `out`."""
     from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
 
     def attend(kernel: DbspImpl, *qkv: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
@@ -191,28 +190,28 @@ def _eager() -> Callable[..., None]:
 
 
 def grid_of(model: Any, request: Any) -> tuple[int, int, int]:
-    """Returns the grid of a request's tokens: of latents [B, C, T, H, W], or of an image's packed tokens [B, S, C].
+    """Returns the token grid of a request, from latents [B, C, T, H, W] or an image's packed tokens [B, S, C].
 
-    Raises UserError if the request does not say it.
+    Raises UserError if the request does not determine it.
     """
     shape: Sequence[int] = getattr(request, "raw_latent_shape", None) or ()
     if len(shape) == 5:
         patch = getattr(model, "arch", model).patch_size
         t, h, w = (n // p for n, p in zip(shape[2:], (patch,) * 3 if isinstance(patch, int) else patch, strict=True))
         return t, h, w
-    for pixels in (8, 16, 32) if len(shape) == 3 else ():  # of a token's side
+    for pixels in (8, 16, 32) if len(shape) == 3 else ():  # pixels per token side
         h, w = int(request.height) // pixels, int(request.width) // pixels
         if h * w == shape[1]:
             return 1, h, w
     raise UserError(
-        f"masks need the grid of video tokens, which this request of {name_of(model)} doesn't say; {INSTEAD}"
+        f"masks need the grid of video tokens, which this request of {name_of(model)} does not provide; {INSTEAD}"
     )
 
 
 def _text_length(text: torch.Tensor, mask: torch.Tensor | None, meta: dict[str, Any]) -> int:
-    """Returns how many tokens of text [B, slots, H, D] a mask of text and image keeps.
+    """Returns the number of text tokens [B, slots, H, D] that a mask of text and image keeps.
 
-    Raises UserError if that differs within a batch.
+    Raises UserError if it differs within a batch.
     """
     slots = text.shape[1]
     if mask is None:
@@ -237,26 +236,26 @@ def layout_of_pass(
     padding: int,
     in_parts: bool,
 ) -> EngineLayout:
-    """Returns the layout of a pass, in which each rank has a run of tokens, or of frames, and text.
+    """Returns the layout of a pass in which each rank has a run of tokens or frames, and text.
 
     Args:
-        local: Slots of this rank, without text that every rank has whole.
-        whole: Returns the tokens of that text; None: there is none.
-        last: True if text follows.
-        lengths: Slots of all ranks, if they differ; each rank then has a part of the text.
-        padding: Slots of the last rank that are padding of text, of which each rank has a part.
-        in_parts: True if the transformer is one whose ranks may have a part of the text each.
+        local: Slots of this rank, without replicated text.
+        whole: Returns the tokens of replicated text; None: there is none.
+        last: True if text follows the video.
+        lengths: Slots of all ranks, if they differ; text is then split over ranks.
+        padding: Padding slots of split text on the last rank.
+        in_parts: True if the transformer may split text over ranks.
 
     Raises:
-        UserError: For slots that are not those of the video and its text.
+        UserError: The slots do not fit the video and its text.
     """
-    # 1. Ranks have as many tokens each, or as many frames.
+    # 1. Ranks have equal numbers of tokens, or of frames
     tokens = math.prod(thw)
     even, frames = -(-tokens // world), -(-thw[0] // world) * (tokens // thw[0])
     shard = even if thw[0] == 1 or local == even else frames
     if world > 1 and local == tokens:
         raise UserError(_WHOLE)
-    # 2. The others are a part of the text.
+    # 2. The other tokens are shares of the text
     shares = tuple(slots - shard for slots in lengths or ((local,) * world if local != shard else ()))
     if padding and shares:
         shares = (*shares[:-1], shares[-1] - padding)

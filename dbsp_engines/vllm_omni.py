@@ -1,6 +1,6 @@
-"""Attention backend DBSP of vLLM-Omni: each layer hands its rank's shard to the session of its transformer.
+"""Attention backend DBSP of vLLM-Omni: each layer passes its rank's shard to its transformer's session.
 
-`dbsp_engines.vllm_omni_plugin` makes it known, and calls `attach` once a pipeline has been loaded.
+`dbsp_engines.vllm_omni_plugin` registers it, and calls `attach` after a pipeline has been loaded.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from dbsp_diffusers.models import TokenSequence, known_architecture
 from dbsp_diffusers.patching import signature_of
 
 _AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
-"""Values of `cache_backend`: by all ranks' tokens (tea, sea), by the step (mag), or polled (cache-dit)."""
+"""Supported `cache_backend`s: decide by all ranks' tokens (tea, sea) or the step (mag), or are polled (cache-dit)."""
 
 
 _numbers = itertools.count()
 _transformers: WeakValueDictionary[int, DbspTransformer] = WeakValueDictionary()
-"""Every attached transformer by its number, which a compiled graph holds instead of the transformer."""
+"""Attached transformers by number; compiled graphs hold the number instead of the transformer."""
 
 
 class DbspTransformer:
-    """One transformer: a hook begins each forward pass, and `DbspImpl` calls each layer's attention."""
+    """A transformer and its session: a hook begins each forward pass, and `DbspImpl` calls each layer's attention."""
 
     def __init__(self, module: torch.nn.Module, session: EngineSession) -> None:
         self.number = next(_numbers)
@@ -57,7 +57,7 @@ class DbspTransformer:
     @torch.compiler.disable
     def _pass(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._begun = False
-        # vLLM-Omni keeps the padding of a request's first pass, and a second stage has other sizes.
+        # vLLM-Omni keeps the padding of a request's first pass, but a second stage has other sizes.
         context = get_forward_context()
         context.sp_original_seq_len, context.sp_padding_size = None, 0
         if self._architecture is not None:
@@ -69,7 +69,7 @@ class DbspTransformer:
 
     @torch.compiler.disable
     def _all_can(self, can_cache: Callable[..., bool], *args: Any, **options: Any) -> bool:
-        """Polls all ranks for cache-dit's decision, which looks at one rank's tokens: all skip a layer, or none."""
+        """Polls all ranks for cache-dit's decision, which uses one rank's tokens, so that all skip a layer or none."""
         return self._session.all_agree(can_cache(*args, **options))
 
     def attend(
@@ -88,7 +88,7 @@ class DbspTransformer:
         return self._session.attend(layer, *qkv, scale=scale, text=text, gate=gate)
 
     def _begin(self, q: torch.Tensor, has_text: bool, text_last: bool, layout: EngineLayout | None) -> None:
-        """Starts a pass at its first attention: where its tokens are is published, or read from its arguments."""
+        """Begins a pass at its first attention, with the published layout or one read from its arguments."""
         timestep = None
         if layout is None and self._architecture is not None and self._tokens is not None:
             tokens = self._tokens()
@@ -97,10 +97,10 @@ class DbspTransformer:
             layout, timestep = _layout_of(tokens, last, q.shape[1], self._session.session.group.size), tokens.timestep
         if layout is None:
             raise UserError(
-                "masks need the grid of this model's video tokens. It does not publish it (video_layout), and db-SP "
-                "knows no class of diffusers of its name; use another attention backend"
+                "masks need the grid of video tokens, but this model does not publish it (video_layout) or have the "
+                "name of a diffusers class that db-SP knows; use another attention backend"
             )
-        context = get_forward_context()  # of one request, or, if they take turns, of one step
+        context = get_forward_context()  # of one request, or of one step with step_execution
         takes_turns = getattr(context.omni_diffusion_config, "step_execution", False)
         self._session.begin(
             layout,
@@ -114,9 +114,9 @@ class DbspTransformer:
 
 
 def _published(metadata: AttentionMetadata) -> list[int]:
-    """Returns what a model says of its sequence, [prefix | video | padding]: [t, h, w, tokens before, after, *runs].
+    """Returns a model's published layout [prefix | video | padding] as [t, h, w, tokens before, after, *runs].
 
-    Of several videos only the target is one. Empty if the model says nothing.
+    Empty if the model publishes none. Of several videos only the target counts as video.
     """
     layout = metadata.video_layout or VideoTokenLayout()
     targets = [span for span in layout.video_spans if span.role == "target"]
@@ -129,9 +129,9 @@ def _published(metadata: AttentionMetadata) -> list[int]:
 
 
 def _layout_of(tokens: TokenSequence, text_last: bool, shard: int, world: int) -> EngineLayout:
-    """Returns the sequence of a pass's arguments: text is whole on every rank, or packed with the image.
+    """Returns the layout from a pass's arguments, with text replicated or packed with the image.
 
-    Raises UserError for a packed sequence with padding inside, or of another length than its ranks hold.
+    Raises UserError for a packed sequence with padding inside, or of a length that does not fit the ranks.
     """
     if tokens.packed is None:
         return EngineLayout(tokens.thw, text=tokens.text, text_last=text_last)
@@ -139,7 +139,7 @@ def _layout_of(tokens: TokenSequence, text_last: bool, shard: int, world: int) -
     in_order = int(tokens.packed.max()) < len(tokens.packed) and bool((video.diff() == 1).all())
     if shard != -(-length // world) or not in_order:
         raise UserError(
-            f"{world} ranks of {shard} tokens do not hold this model's {length} in order; db-SP does not know how it "
+            f"{world} ranks of {shard} tokens do not hold this model's {length} in order: db-SP does not know how it "
             "packs image and text; use another attention backend"
         )
     first = int(video[0])
@@ -167,12 +167,12 @@ def _attend(
         layout = EngineLayout((t, h, w), before, after, q.shape[1], runs=tuple(runs))
     joint: QKV | None = (text[0], text[1], text[2]) if text else None
     out = transformer.attend(layer, (q, k, v), scale, joint, text_last, gate, layout)
-    return out.contiguous()  # as a compiled graph expects it
+    return out.contiguous()  # as compiled graphs expect
 
 
 _attend_in_graph = torch.library.custom_op("dbsp::vllm_omni_attend", _attend, mutates_args=())
-"""`_attend` for compiled blocks, which stay one graph. `where` is a tensor on the CPU, because a graph is compiled for
-every value of an index in Python: one for each layer."""
+"""`_attend` for compiled blocks, without graph breaks. `where` is a CPU tensor, because a Python index would compile
+one graph per layer."""
 
 
 @_attend_in_graph.register_fake
@@ -182,16 +182,16 @@ def _shape_of_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, text: An
 
 
 class DbspImpl(AttentionImpl[AttentionMetadata]):
-    """The self-attention of one layer. Its communication is its own: see `attach`."""
+    """The self-attention of one layer, which communicates itself; see `attach`."""
 
     def __init__(self, num_heads: int, head_size: int, softmax_scale: float, prefix: str = "", **_: Any) -> None:
         self.scale = softmax_scale
         self.where = torch.tensor([-1, -1], device="cpu")
-        """int64[2]: number of the transformer, and of the layer."""
+        """int64[2]: index of the transformer and of the layer."""
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None, platform_key: str) -> bool:
-        """Raises UserError for 8 and 4 bits, which vLLM-Omni would otherwise reject without saying what db-SP has."""
+        """Raises UserError for 8 and 4 bits, with db-SP's alternatives."""
         if kv_cache_dtype is None:
             return True
         raise UserError(
@@ -206,10 +206,10 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
         value: torch.Tensor,
         attn_metadata: AttentionMetadata | None = None,
     ) -> torch.Tensor:
-        """Computes attention of [B, this rank's tokens, H, D] with the last rank's padding, which no token attends to.
+        """Computes attention of [B, this rank's tokens, H, D], including padding on the last rank.
 
-        Text that all ranks have (joint_query and so on) is attended over with them, and is in the output where
-        joint_strategy says. Masks are not read: by contract they hide padding alone.
+        Replicated text (joint_query and so on) is joined, and placed in the output by joint_strategy. Masks are
+        ignored: by contract they only hide padding.
         """
         metadata = attn_metadata or AttentionMetadata()
         text = []
@@ -230,11 +230,11 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
 
 
 class DbspBackend(AttentionBackend):
-    """Backend as vLLM-Omni asks for it."""
+    """vLLM-Omni's interface of the backend."""
 
     @classmethod
     def supports_attention_mask(cls, attention_spec: object | None = None) -> bool:
-        return True  # of padding, which is never a key here
+        return True  # masks only hide padding, which is never a key here
 
     @classmethod
     def supports_packed_mask_free(cls) -> bool:
@@ -264,17 +264,16 @@ class DbspBackend(AttentionBackend):
 def attach(
     transformer: torch.nn.Module, config: OmniDiffusionConfig, clock: StepClock, name: str = "transformer"
 ) -> None:
-    """Gives the DBSP layers of a transformer one session. Collective where several ranks share the sequence.
+    """Gives the DBSP layers of a transformer one session. Collective if several ranks share the sequence.
 
-    Their exchange of vLLM-Omni's own is switched off: a layer passes on its rank's shard as it is. Attention outside
-    the model's repeated blocks, such as that of refiners, and what it calls outside the sharded sequence get
-    vLLM-Omni's default backend.
+    Disables vLLM-Omni's exchange in these layers. Attention outside the model's repeated blocks (such as refiners) or
+    outside the sharded sequence gets vLLM-Omni's default backend.
 
     Args:
-        transformer: As vLLM-Omni has sharded it.
-        config: Its degrees and its step cache.
-        clock: The counter of steps of all transformers of the pipeline.
-        name: Of the transformer in its pipeline, by which it may have settings of its own.
+        transformer: The transformer, after sharding by vLLM-Omni.
+        config: Degrees and step cache.
+        clock: Step clock of all transformers of the pipeline.
+        name: Its name in the pipeline, for settings of "transformer_2".
     """
     names = getattr(transformer, "_layerwise_offload_blocks_attrs", None) or [""]
     in_blocks = {module for name in names for module in transformer.get_submodule(name).modules()}
@@ -291,7 +290,7 @@ def attach(
         _require_supported(layer)
     parallel = config.parallel_config
     if getattr(parallel, "allgather_degree", 1) > 1:
-        raise UserError("DBSP takes Ulysses × Ring, not AllGather-KV; set --allgather-degree 1 and --usp or --ring")
+        raise UserError("DBSP does not support AllGather-KV; set --allgather-degree 1, and use --usp or --ring")
     world = parallel.sequence_parallel_size or 1
     if world > 1 and (config.cache_backend or "none") not in _AGREEING_CACHES:
         raise UserError(
@@ -304,23 +303,23 @@ def attach(
     attached = DbspTransformer(transformer, session)
     for index, layer in enumerate(layers):
         layer.attention.where = torch.tensor([attached.number, index], device="cpu")
-        layer.skip_sequence_parallel = True  # by which vLLM-Omni knows attention that communicates itself
+        layer.skip_sequence_parallel = True  # marks attention that communicates itself
 
 
 def _is_over_the_video(layer: Attention) -> bool:
-    """False for attention outside the sharded sequence; in LTX-2, whose audio and text are whole, for all but one."""
+    """Returns False for attention outside the sharded sequence; in LTX-2, for all but the video's self-attention."""
     return not layer.skip_sequence_parallel and getattr(layer, "ltx_sp_mode", "video_self") == "video_self"
 
 
 def _give_back(layer: Attention) -> None:
-    """Gives a layer what it has where no backend is named."""
+    """Gives a layer its default backend."""
     layer.attn_backend, _ = get_attn_backend_for_role(layer.role, layer.head_size)
     names = ("num_heads", "head_size", "softmax_scale", "causal", "num_kv_heads", "qkv_layout", "prefix", "role")
     layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
 
 
 def _hide_padding(layer: Attention, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Masks padded keys [B, tokens, H, D] of LTX-2's video, to which its audio attends by vLLM-Omni's attention."""
+    """Masks padded keys [B, tokens, H, D] of LTX-2's video, to which audio attends with vLLM-Omni's attention."""
     context = get_forward_context()
     if not context.sp_padding_size:
         return None

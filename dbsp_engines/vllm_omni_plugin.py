@@ -1,8 +1,8 @@
-"""Makes db-SP known to vLLM-Omni, in every process that loads its plug-ins: `register`, and its undo.
+"""Registers db-SP with vLLM-Omni in every process that loads its plug-ins: `register` and `unregister`.
 
-vLLM-Omni 0.30 has a closed list of attention backends, no sign by which a backend says that it communicates itself,
-a split that pads for some models only and never in a ring, and a contract of FastH3 that allows one backend by name.
-So one list is extended, and these functions are wrapped.
+vLLM-Omni 0.30 has a closed list of attention backends, no flag for backends that communicate themselves, a split that
+pads for some models only and never in a ring, and a contract of FastH3 that allows one backend by name. So this
+extends the list and wraps these functions.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ EXPECTED = ExpectedHost(
 )
 _TRANSFORMERS = ("transformer", "transformer_2", "dit", "unet")
 _undo: dict[tuple[Any, str], Callable[[], None]] = {}
-"""By owner and name of what is wrapped."""
+"""Undo functions by owner and name of the wrapped function."""
 
 
 def register() -> None:
-    """Adds backend DBSP. Nothing changes for models that do not name it. Called again, it does nothing.
+    """Adds backend DBSP, once; models that do not name it are unaffected.
 
-    For another vLLM-Omni than expected it only logs a line: vLLM-Omni would stop for models without DBSP too, and
-    rejects the name DBSP itself.
+    Only logs a warning for an unsupported vLLM-Omni, because an error would also stop models without DBSP; vLLM-Omni
+    then rejects the name DBSP.
     """
     if _undo:
         return
     if problem := EXPECTED.problem():
-        log.warning(f"{problem}; attention backend DBSP is not there")
+        log.warning(f"{problem}; attention backend DBSP is unavailable")
         return
     from aenum import extend_enum
     from vllm_omni.diffusion import registry
@@ -73,13 +73,13 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Takes the wrappers off; the backend's name stays, as a member of an enumeration cannot be removed."""
+    """Removes the wrappers; the backend's name stays, since enum members cannot be removed."""
     while _undo:
         _undo.popitem()[1]()
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Wraps a function, once: a process may make several pipelines."""
+    """Wraps a function once, since a process may make several pipelines."""
     if (owner, name) in _undo:
         return
     stock = getattr(owner, name)
@@ -93,7 +93,7 @@ def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def _before_pipeline(stock: Callable[..., None], od_config: Any, model_class: type) -> None:
-    """Wraps FastH3's contracts before a pipeline of MiniMax-H3 is made: only now are their modules imported."""
+    """Wraps FastH3's contracts before making a MiniMax-H3 pipeline, when their modules are imported."""
     stock(od_config, model_class)
     if _names_dbsp(od_config) and "minimax_h3" in model_class.__module__:
         from vllm_omni.diffusion.models.minimax_h3.fasth3 import FastH3WeightFusion
@@ -104,7 +104,7 @@ def _before_pipeline(stock: Callable[..., None], od_config: Any, model_class: ty
 
 
 def _attach_all(stock: Callable[..., None], model: Any, od_config: Any) -> None:
-    """Gives each transformer of a pipeline its session, once vLLM-Omni has sharded them."""
+    """Gives each transformer of a pipeline its session, after vLLM-Omni has sharded it."""
     from dbsp_core.masks.steps import StepClock
     from dbsp_engines.vllm_omni import attach
 
@@ -117,7 +117,7 @@ def _attach_all(stock: Callable[..., None], model: Any, od_config: Any) -> None:
 
 
 def _shard(stock: Callable[..., Any], hook: Any, tensor: Any, part: Any, *args: Any, **options: Any) -> Any:
-    """Pads any length that a plan (`_sp_plan`) cuts, in a ring too, if the running model's attention is DBSP's."""
+    """Pads any length that a plan (`_sp_plan`) cuts, also in a ring, if the running model uses DBSP."""
     from vllm_omni.diffusion.distributed import parallel_state
     from vllm_omni.diffusion.forward_context import get_forward_context, is_forward_context_available
 
@@ -126,7 +126,7 @@ def _shard(stock: Callable[..., Any], hook: Any, tensor: Any, part: Any, *args: 
     if hasattr(part, "auto_pad"):
         part = dataclasses.replace(part, auto_pad=True)
     ring = parallel_state.get_ring_parallel_world_size
-    parallel_state.get_ring_parallel_world_size = lambda: 1  # to DBSP, padding is no key in a ring either
+    parallel_state.get_ring_parallel_world_size = lambda: 1  # DBSP never attends to padding
     try:
         return stock(hook, tensor, part, *args, **options)
     finally:
@@ -134,7 +134,7 @@ def _shard(stock: Callable[..., Any], hook: Any, tensor: Any, part: Any, *args: 
 
 
 def _check_fasth3(stock: Callable[..., None], contract: Any, *, od_config: Any, **options: Any) -> None:
-    """Accepts DBSP and rings for students that were trained with VSA, if the mask is VSA's with its coarse branch."""
+    """Accepts DBSP and rings for students trained with VSA, if the mask is VSA with its coarse branch."""
     if _names_dbsp(od_config):
         from dbsp_core.config import DbspConfig
         from dbsp_core.sources import VsaSource
@@ -149,6 +149,6 @@ def _check_fasth3(stock: Callable[..., None], contract: Any, *, od_config: Any, 
 
 
 def _names_dbsp(config: Any) -> bool:
-    """Returns True if self-attention of a model in this configuration is DBSP's."""
+    """Returns True if this configuration uses DBSP for self-attention."""
     spec = None if config is None else config.diffusion_attention_config.resolve_with_source(role="self")[0]
     return spec is not None and spec.backend.upper() == "DBSP"

@@ -13,24 +13,24 @@ Model = TypeVar("Model")
 
 
 def parallelize_pipe(pipe: Model, *, mesh: Any = None, attn: str | None = "dbsp", config: ConfigLike = None) -> Model:
-    """Shards a pipeline's transformer over the ranks of a mesh, and balances its self-attention.
+    """Shards a pipeline's transformer over the ranks of a mesh and balances its self-attention. Collective.
 
-    In a pipeline's calls all ranks draw the first rank's random numbers. Call it on all ranks of the mesh together.
+    In pipeline calls, all ranks use the first rank's random numbers.
 
     Args:
         pipe: A diffusers pipeline with one transformer.
-        mesh: para-attn's device mesh with dimensions (batch, ring, ulysses), the first of size 1. Default: all ranks
-            share the sequence, by Ulysses only.
-        attn: "dbsp"; para-attn's own functions have the others.
-        config: A `DbspConfig`, a mapping, the path of a YAML file, a mask alone, or None for the settings shipped for
-            the transformer's checkpoint, dense attention where none are shipped. Its strategy overrides the mesh's.
+        mesh: para-attn's device mesh with dimensions (batch, ring, ulysses), the first of size 1. None: all ranks
+            share the sequence by Ulysses.
+        attn: "dbsp"; use para-attn's own functions for other attention.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, a mask, or None for the settings shipped for the
+            transformer's checkpoint (dense attention if there are none). Its strategy overrides the mesh.
 
     Returns:
         The pipeline.
 
     Raises:
-        UserError: On all ranks, for a mesh that does not fit, and as `dbsp_diffusers.enable` does. The pipeline is
-            then as it was.
+        UserError: The mesh does not fit, or an error of `dbsp_diffusers.enable`; raised on all ranks, leaving the
+            pipeline unchanged.
     """
     return parallelize_transformer(pipe, mesh=mesh, attn=attn, config=config)
 
@@ -43,10 +43,10 @@ def parallelize_transformer(
     config: ConfigLike = None,
     steps: Callable[[], int | None] | None = None,
 ) -> Model:
-    """Shards a transformer over the ranks of a mesh, and balances its self-attention; see `parallelize_pipe`.
+    """Shards a transformer over the ranks of a mesh and balances its self-attention; see `parallelize_pipe`.
 
     Args:
-        transformer: A diffusers transformer that db-SP knows: Wan's, CogVideoX's, or a registered one.
+        transformer: A diffusers transformer that db-SP supports.
         mesh: As for a pipeline.
         attn: As for a pipeline.
         config: As for a pipeline.
@@ -64,19 +64,19 @@ def parallelize_transformer(
         )
     names = getattr(mesh, "mesh_dim_names", None) or ()
     groups = mesh.size(names.index("batch")) if "batch" in names else 1
-    if groups > 1:  # as para-attn's own attention splits it
+    if groups > 1:  # like para-attn's attention
         raise UserError(
-            f"the mesh splits the batch over {groups} groups of ranks, and db-SP does not; make it with "
-            "max_batch_dim_size=1, and all ranks share every item"
+            f"the mesh splits the batch over {groups} groups of ranks, which db-SP does not support; make it with "
+            "max_batch_dim_size=1, so that all ranks share every item"
         )
     enable(transformer, config, mesh=mesh, steps=steps, framework="para")
     return transformer
 
 
 def unparallelize(model: Any) -> None:
-    """Undoes either: attributes, hooks and classes are as before. Nothing happens where nothing is parallelized.
+    """Undoes `parallelize_pipe` or `parallelize_transformer`, restoring attributes, hooks and classes.
 
     Args:
-        model: The pipeline, or its transformer, compiled since or not.
+        model: The pipeline or transformer, possibly compiled; if not parallelized, nothing happens.
     """
     disable(model)

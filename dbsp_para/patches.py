@@ -1,7 +1,7 @@
-"""Teaches para-attn's `parallelize_pipe` and `parallelize_transformer` the argument `attn="dbsp"`.
+"""Adds the argument `attn="dbsp"` to para-attn's `parallelize_pipe` and `parallelize_transformer`.
 
-para-attn looks its adapters' functions up by name at each call, so wrapping them is enough, for any import
-first. Its first-block cache is taught to compare tensors that db-SP has sharded: all ranks skip the steps that one
+para-attn looks up its adapters' functions by name at each call, so wrapping them works in any import order. Its
+first-block cache is wrapped to compare tensors that db-SP has sharded, so that all ranks skip the steps that one
 process would skip.
 """
 
@@ -32,14 +32,14 @@ _WRAPPED = {
     **{f"{adapter}:parallelize_transformer": ("mesh",) for adapter in _ADAPTERS},
     f"{_CACHE}:are_two_tensors_similar": ("t1", "t2", "threshold", "parallelized"),
 }
-"""What is wrapped, with arguments that it must take; looked up before any of it is wrapped."""
+"""Wrapped functions with required arguments, checked before wrapping anything."""
 _installed: PatchSet | None = None
 
 
 def install() -> bool:
-    """Wraps para-attn's functions, once. Returns False if para-attn is not installed.
+    """Wraps para-attn's functions once. Returns False if para-attn is not installed.
 
-    Raises UserError, with nothing wrapped, for a para-attn that does not have them as expected.
+    Raises UserError, without wrapping anything, if para-attn lacks the expected functions.
     """
     global _installed
     if _installed is None and importlib.util.find_spec("para_attn") is not None:
@@ -55,7 +55,7 @@ def install() -> bool:
 
 
 def uninstall() -> None:
-    """Leaves para-attn as it was."""
+    """Restores para-attn."""
     global _installed
     if _installed is not None:
         _installed.detach()
@@ -63,7 +63,7 @@ def uninstall() -> None:
 
 
 def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the adapter's function of the same name, so that `attn="dbsp"` calls ours."""
+    """Wraps the adapter's function of the same name to call ours for `attn="dbsp"`."""
     original = getattr(module, ours.__name__)
 
     @functools.wraps(original)
@@ -89,11 +89,10 @@ def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., An
 
 
 def _over_real_tokens(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Wraps `are_two_tensors_similar` to compare the real tokens of all ranks where db-SP shards them.
+    """Wraps `are_two_tensors_similar` to compare the real tokens of all ranks if db-SP shards them. Collective.
 
-    The cache passes on the transformer's `_is_parallelized`, with the first block's residuals of the last computed
-    pass and of this one: [B, shard, C]. para-attn itself averages the means of all ranks there are, with padding. The
-    wrapper is collective, and returns the same on every rank.
+    The cache passes the transformer's `_is_parallelized` and the first block's residuals of the last computed pass and
+    of this one, [B, shard, C]. para-attn itself averages means over all ranks, including padding.
     """
 
     @torch.compiler.disable

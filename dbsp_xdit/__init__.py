@@ -1,6 +1,6 @@
-"""db-SP for xDiT (xfuser): `xdit … --sp-backend dbsp`, or `attach(pipe, config)` in a script of your own.
+"""db-SP for xDiT (xfuser): `xdit … --sp-backend dbsp`, or `attach(pipe, config)` in your own script.
 
-Imports nothing at first, since every import of torch loads `dbsp_xdit.import_hook`.
+Imports lazily, since every import of torch loads `dbsp_xdit.import_hook`.
 """
 
 from __future__ import annotations

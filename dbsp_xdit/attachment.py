@@ -1,4 +1,4 @@
-"""Attaches db-SP to a pipeline in an xfuser process, with its parts turned back into diffusers' own classes."""
+"""Attaches db-SP to a pipeline in an xfuser process, converting its parts back to diffusers' classes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from dbsp_xdit.command_line import strategy_from
 
 
 def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
-    """Makes the self-attention of a pipeline's transformers dual-balanced, on xfuser's sequence-parallel group.
+    """Enables db-SP on a pipeline's transformers, on xfuser's sequence-parallel group. Collective.
 
-    Transformers and pipelines of xfuser's own classes are turned back into diffusers' until `detach`, and db-SP shards
-    them. Call it on all ranks together, once xfuser's groups are initialised, before `torch.compile`.
+    Transformers and pipelines of xfuser's classes become diffusers' until `detach`. Call it after initializing
+    xfuser's groups and before `torch.compile`.
 
     Args:
-        pipe: A pipeline of diffusers' or xfuser's, with a transformer whose class in diffusers db-SP knows.
-        config: A `DbspConfig`, a mapping, the path of a YAML file, a mask alone, or None for the settings shipped for
-            the transformer's checkpoint, dense attention where none are shipped.
+        pipe: A pipeline of diffusers or xfuser with a transformer that db-SP supports.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, a mask, or None for the settings shipped for the
+            transformer's checkpoint (dense attention if there are none).
 
     Returns:
-        The session of the pipeline's first transformer (Wan2.2 has two): its plans, strategies and statistics.
+        The session of the pipeline's first transformer (Wan2.2 has two), with plans and statistics.
 
     Raises:
-        UserError: On all ranks, before any of them waits for another, for a transformer that db-SP does not know or
-            that something else has changed, and for a kind of parallelism or a strategy that does not fit.
+        UserError: The transformer is unknown or was modified by other code, or the parallelism or strategy is not
+            supported; raised on all ranks.
     """
     from xfuser.core.distributed import get_ring_parallel_world_size, get_ulysses_parallel_world_size
 
@@ -51,30 +51,30 @@ def attach(pipe: Any, config: ConfigLike = None) -> AttentionSession:
             choose_strategy=lambda config: strategy_from(
                 config, get_ulysses_parallel_world_size(), get_ring_parallel_world_size()
             ),
-            decoders=world if whole else None,  # both halves of guidance have the latents of the one video
+            decoders=world if whole else None,  # both halves of guidance decode the same video
         )
         return attach_framework(stock, config, framework, patches=patches)
 
 
 def detach(pipe: Any) -> None:
-    """Undoes `attach`: attributes, hooks and classes are as before. Nothing happens where nothing is attached.
+    """Undoes `attach`, restoring attributes, hooks and classes.
 
     Args:
-        pipe: The pipeline; its transformer may have been compiled since.
+        pipe: The pipeline, possibly compiled; if db-SP is not attached, nothing happens.
     """
     disable(pipe)
 
 
 def _groups() -> list[SequenceGroup]:
-    """Returns the ranks that share a sequence, those that share the CFG passes, and all ranks.
+    """Returns the group that shares a sequence, the group that shares CFG passes, and all ranks.
 
-    Raises UserError if xfuser has none yet, or others that don't go with db-SP.
+    Raises UserError if xfuser's groups are missing, or if it uses unsupported parallelism.
     """
     from xfuser.core import distributed as xfuser
 
     if not xfuser.model_parallel_is_initialized():
         raise UserError(
-            "xfuser's process groups are not initialised; call xfuser.core.distributed.initialize_runtime_state, or "
+            "xfuser's process groups are not initialized; call xfuser.core.distributed.initialize_runtime_state, or "
             "build the pipeline with xfuser, before dbsp_xdit.attach"
         )
     for kind, degree in (
@@ -82,19 +82,18 @@ def _groups() -> list[SequenceGroup]:
         ("tensor_parallel_degree", xfuser.get_tensor_model_parallel_world_size()),
     ):
         if degree > 1:
-            raise UserError(f"{kind}={degree} does not go with db-SP; leave it at 1")
+            raise UserError(f"db-SP does not support {kind}={degree}; leave it at 1")
     groups = xfuser.get_sp_group(), xfuser.get_cfg_group(), xfuser.get_world_group()
     return [SequenceGroup.from_group(group.device_group) for group in groups]
 
 
 def _in_diffusers_classes(pipe: Any, patches: PatchSet, guidance: int) -> Any:
-    """Returns the diffusers pipeline that `pipe` is or wraps, with transformers of diffusers' own classes.
+    """Returns the diffusers pipeline that `pipe` is or wraps, with transformers of diffusers' classes.
 
-    A pipeline in xfuser's wrapper runs as diffusers' own from then on, and returns its output on every rank. Weights
-    stay where they are. What is not xfuser's stays as it is.
+    A pipeline in xfuser's wrapper then runs as in diffusers and returns its output on every rank. Weights do not move.
     """
     if _wraps(pipe):
-        # xfuser's wrapper then calls the wrapped pipeline, once it has distributed the prompts
+        # xfuser's wrapper then distributes the prompts and calls the wrapped pipeline
         patches.set_attribute(pipe, "use_naive_forward", lambda: True)
         pipe = pipe.module
         for name in ("transformer", "scheduler"):
@@ -117,12 +116,12 @@ def _is_xfusers(part: Any) -> bool:
 
 
 def _wraps(part: Any) -> bool:
-    """Returns True for one of xfuser's wrappers that holds what it wraps."""
+    """Returns True for xfuser's wrappers that hold the wrapped object."""
     return _is_xfusers(part) and "module" in {**vars(part), **vars(part).get("_modules", {})}
 
 
 def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
-    """Restores what xfuser has wrapped among a module's parts."""
+    """Unwraps the parts of a module that xfuser has wrapped."""
     for name, part in list(module.named_children()):
         inner: Any = part.module if _wraps(part) else part
         if inner is not part:
@@ -132,7 +131,7 @@ def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
 
 
 def _restore_class(transformer: nn.Module, patches: PatchSet) -> None:
-    """Gives an instance of a subclass of xfuser's the class of diffusers' that it derives from, and its processors."""
+    """Gives a transformer of an xfuser subclass its diffusers base class and processors."""
     wrapper = type(transformer)
     base = next((cls for cls in wrapper.__mro__ if cls.__module__.partition(".")[0] == "diffusers"), None)
     if base is None or not hasattr(base, "from_config"):

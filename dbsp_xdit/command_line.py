@@ -1,6 +1,6 @@
-"""Settings on an xdit command line: db-SP's flags with their configuration, and the model that `--model` means.
+"""db-SP's flags on an xdit command line, and the meaning of `--model`.
 
-xfuser's own models run as they are; CogVideoX, some sizes of Wan and local folders as diffusers' pipelines.
+xfuser's models run unchanged; CogVideoX, some sizes of Wan and local folders run as diffusers pipelines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dbsp_core.models.table import find_model_spec, published_model, signature_o
 from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_diffusers.checkpoint import load_stock_pipeline
 
-_BY_ONE_RANK = "it decides whether to skip by one rank's tokens; --cache_method fbcache or dbcache goes together"
+_BY_ONE_RANK = "it decides by one rank's tokens; use --cache_method fbcache or dbcache"
 _IN_DIFFUSERS = "attention is db-SP's and diffusers'; choose the mask with --sp-config"
 _RIVALS = {
     "pipefusion_parallel_degree": "all ranks share the sequence",
@@ -33,36 +33,36 @@ _RIVALS = {
     "use_teacache": _BY_ONE_RANK,
     "use_fbcache": _BY_ONE_RANK,
 }
-"""xfuser's options, and degrees above 1, that don't go with db-SP, and why."""
+"""Options of xfuser (degrees: above 1) that db-SP does not support, with the reason."""
 _ARGUMENTS = (
     *("prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps"),
     *("guidance_scale", "guidance_scale_2", "max_sequence_length"),
 )
-"""xfuser's arguments that pipelines take by the same name."""
+"""xfuser arguments that pipelines take by the same name."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds db-SP's options. Underscores: xfuser's parser rewrites dashes to them, so that both spellings work."""
+    """Adds db-SP's options, with underscores because xfuser's parser converts dashes to them."""
     group = parser.add_argument_group("db-SP")
     group.add_argument(
         "--sp_backend",
         choices=("usp", "dbsp"),
         default="usp",
-        help="Sequence parallelism of self-attention: xDiT's own (usp) or dual-balanced block-sparse (dbsp).",
+        help="Sequence parallelism of self-attention: xDiT's (usp) or block-sparse, dual-balanced (dbsp).",
     )
     group.add_argument(
         "--sp_config",
-        help="db-SP's settings: a YAML file, the name of a shipped one, or a mask alone, such as sparge:cdf=0.92, "
-        "window:window=[7,21,33] or a mask file. Default: what is shipped for the model.",
+        help="db-SP's settings: a YAML file, the name of a shipped one, or a mask such as sparge:cdf=0.92, "
+        "window:window=[7,21,33] or a mask file. Default: the settings shipped for the model.",
     )
     return parser
 
 
 def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
-    """Returns the configuration that xfuser's arguments, by name, ask for, or None for backend "usp".
+    """Returns the configuration from xfuser's arguments by name, or None for backend "usp".
 
     Raises:
-        UserError: Settings make no sense, each or together.
+        UserError: Settings are invalid or do not fit together.
     """
     if args.get("sp_backend", "usp") == "usp":
         if args.get("sp_config") is not None:
@@ -75,18 +75,18 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
         config = DbspConfig.load(args["sp_config"])
     require_same_model(config, signature)
     if config.vae and args.get("use_parallel_vae"):
-        raise UserError("--use_parallel_vae shares decoding out already; leave it out, or setting vae")
+        raise UserError("--use_parallel_vae already decodes in parallel; remove either it or setting vae")
     for name, why in _RIVALS.items():
         if args.get(name) is True or args.get(name) not in (None, False, 1):
-            raise UserError(f"--{name} does not go with --sp-backend dbsp: {why}; leave it out")
+            raise UserError(f"--{name} is not supported with --sp-backend dbsp: {why}; remove it")
     if args.get("cache_method") == "teacache":
-        raise UserError(f"--cache_method teacache does not go with --sp-backend dbsp: {_BY_ONE_RANK}")
+        raise UserError(f"--cache_method teacache is not supported with --sp-backend dbsp: {_BY_ONE_RANK}")
     strategy_from(config, args.get("ulysses_degree") or 1, args.get("ring_degree") or 1)
     return config
 
 
 def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy | None:
-    """Returns the configured strategy, else that of xfuser's degrees; None for "auto".
+    """Returns the configured strategy, else the one of xfuser's degrees; None for "auto".
 
     Raises UserError if they need different numbers of GPUs.
     """
@@ -101,10 +101,10 @@ def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> 
 
 
 def source_of(name: str) -> str | None:
-    """Returns the local folder or the repository of `--model name`; None for names that only xfuser knows.
+    """Returns the local folder or repository of `--model name`; None for names that only xfuser knows.
 
     Raises:
-        UserError: The name is of a folder that does not exist.
+        UserError: The name is a path that does not exist.
     """
     spec = find_model_spec(name)
     if spec is not None:
@@ -118,10 +118,10 @@ def source_of(name: str) -> str | None:
 
 
 def xfuser_name(name: str, config: DbspConfig) -> str:
-    """Returns the name of `--model name` in xfuser's registry, where a model of ours is put if xfuser has none.
+    """Returns the name of `--model name` in xfuser's registry, adding our model if xfuser has none.
 
     Raises:
-        UserError: Nothing is known by that name.
+        UserError: The name is unknown.
     """
     import xfuser.model_executor.models.runner_models  # noqa: F401  fills the registry
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
@@ -138,7 +138,7 @@ def xfuser_name(name: str, config: DbspConfig) -> str:
 
 
 def _diffusers_model(source: str, dtype: torch.dtype) -> type:
-    """Makes a runner model of a diffusers pipeline, with the usual settings of the model that it is."""
+    """Makes a runner model of a diffusers pipeline, with the model's default settings."""
     from xfuser.model_executor.models.runner_models import base_model as xfuser
 
     signature = signature_of_model(source)
@@ -165,7 +165,7 @@ def _diffusers_model(source: str, dtype: torch.dtype) -> type:
             taken = inspect.signature(type(self.pipe).__call__).parameters
             images = dict(zip(("image", "last_image"), input_args["input_images"], strict=False))
             if not taken.keys() >= images.keys():
-                raise UserError(f"--input_images: {type(self.pipe).__name__} takes no {' and '.join(images)}")
+                raise UserError(f"--input_images: {type(self.pipe).__name__} does not take {' and '.join(images)}")
             options = {
                 name: input_args[name] for name in _ARGUMENTS if name in taken and input_args.get(name) is not None
             }

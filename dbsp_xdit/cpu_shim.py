@@ -1,4 +1,4 @@
-"""xfuser without an accelerator, where it cannot be imported: for demonstrations and tests, with gloo."""
+"""Makes xfuser importable without an accelerator, for demonstrations and tests with gloo."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dbsp_diffusers.patching import PatchSet
 
 
 def cpu_patches(patches: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet], None]]:
-    """Returns the changes to make after each of these modules is imported; none if there is an accelerator."""
+    """Returns the changes to make after importing each module; none if there is an accelerator."""
     if torch.accelerator.is_available():
         return {}
     log.info("no accelerator found: running xfuser on the CPU with gloo")
@@ -27,11 +27,11 @@ def cpu_patches(patches: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet],
 
 
 def _envs(module: ModuleType, patches: PatchSet) -> None:
-    patches.set_attribute(module, "_is_cuda", lambda: False)  # it asks how torch was built, not which devices exist
+    patches.set_attribute(module, "_is_cuda", lambda: False)  # xfuser checks torch's build, not the devices
     patches.set_attribute(module, "get_device_version", lambda: None)
     patches.set_attribute(module, "get_torch_distributed_backend", lambda: "gloo")
     packages = module.PACKAGES_CHECKER.get_packages_info()
-    packages["has_long_ctx_attn"] = True  # yunchang, which it looks for only if there is an accelerator
+    packages["has_long_ctx_attn"] = True  # yunchang, checked only with an accelerator
     patches.on_detach(lambda: packages.update(has_long_ctx_attn=False))
 
 
@@ -40,7 +40,7 @@ def _placement(module: ModuleType, patches: PatchSet) -> None:
 
 
 class HostEvent:
-    """Times with the host's clock what torch.cuda.Event times on a stream."""
+    """torch.cuda.Event with the host's clock."""
 
     def __init__(self, **_: Any) -> None:
         self._time = 0.0
@@ -49,7 +49,7 @@ class HostEvent:
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Returns at once: the host has done what it recorded."""
+        """Does nothing, since the host is synchronous."""
 
     def elapsed_time(self, end: HostEvent) -> float:
         return (end._time - self._time) * 1e3

@@ -1,4 +1,4 @@
-"""Acts on other libraries' modules right after they are imported, so that nothing is imported beforehand."""
+"""Runs actions right after other libraries' modules are imported, without importing them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Action = Callable[[ModuleType], object]
 
 
 def after_import(actions: Mapping[str, Action]) -> Callable[[], None]:
-    """Runs each action once the module of that name has been executed, at once where it has been already.
+    """Runs each action after the module of this name is executed, immediately if it already is.
 
     Returns:
-        A function that takes back the actions that have not run.
+        A function that cancels the actions that have not run.
     """
     waiting = dict(actions)
     for name in [name for name in waiting if name in sys.modules]:
@@ -33,7 +33,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        action = self._actions.pop(fullname, None)  # popped first: the nested search below must not come back here
+        action = self._actions.pop(fullname, None)  # pop first, so that the nested search below does not recurse
         if action is None:
             return None
         spec = importlib.util.find_spec(fullname)

@@ -1,4 +1,4 @@
-"""Changes of an `xdit` command with `--sp-backend`: in its launcher, and in xfuser's runner."""
+"""Changes to xfuser's launcher and runner for `xdit … --sp-backend`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _RUNNER = {
     ),
     "xfuser.core.distributed.runtime_state:DiTRuntimeState._check_model_and_parallel_config": ("parallel_config",),
 }
-"""What is wrapped, with the arguments that it must take; looked up before any of it is wrapped."""
+"""Wrapped functions with required arguments, checked before wrapping anything."""
 _FIX = "install xfuser 0.7, or leave --sp-backend out"
 
 
 def install() -> PatchSet:
-    """Makes the changes as xfuser's modules are imported; returns them, to be undone."""
+    """Applies the changes as xfuser's modules are imported; returns them for undoing."""
     patches = PatchSet()
     actions: dict[str, Any] = {"xfuser.cli": _change_launcher, _BASE_MODEL: _change_runner, **cpu_patches(patches)}
     patches.on_detach(after_import({name: functools.partial(act, patches=patches) for name, act in actions.items()}))
@@ -48,7 +48,7 @@ def install() -> PatchSet:
 
 
 def preflight(argv: Sequence[str]) -> None:
-    """Checks an xdit command line before any rank is started. Raises UserError for a mistake."""
+    """Checks an xdit command line before starting ranks. Raises UserError for mistakes."""
     from xfuser.cli import extract_torchrun_args
     from xfuser.config.args import FlexibleArgumentParser, xFuserArgs
 
@@ -63,7 +63,7 @@ def preflight(argv: Sequence[str]) -> None:
     require_possible(config)
     for image in args["input_images"] or ():
         _require_image(image)
-    if torchrun["--nnodes"] == "1":  # of several nodes, one writes
+    if torchrun["--nnodes"] == "1":  # with several nodes, only one writes
         require_folder_path(Path(args["output_directory"]).absolute(), "--output_directory")
         if config.report:
             require_report_folder(Path(config.report).absolute(), "report")
@@ -73,7 +73,7 @@ def preflight(argv: Sequence[str]) -> None:
 
 
 def _require_image(image: str) -> None:
-    """Raises UserError for a file of `--input_images` that is no image; addresses in the network pass."""
+    """Raises UserError for a file of `--input_images` that is not an image; URLs pass."""
     from PIL import Image
 
     if image.startswith(("http://", "https://")):
@@ -101,7 +101,7 @@ def _change_launcher(module: ModuleType, patches: PatchSet) -> None:
 
 @exit_on_user_error()
 def _change_runner(module: ModuleType, patches: PatchSet) -> None:
-    """Wraps what has been imported by the time that the module of runner models has."""
+    """Wraps functions after the module of runner models is imported."""
     require_names("xfuser", _RUNNER, _FIX)
     from xfuser.config.args import xFuserArgs
     from xfuser.core.utils.runner_utils import is_last_process
@@ -116,7 +116,7 @@ def _change_runner(module: ModuleType, patches: PatchSet) -> None:
         if config is None:
             return from_runner_args(args)
         made = from_runner_args({**args, "model": xfuser_name(args["model"], config)})
-        if is_last_process():  # which writes them
+        if is_last_process():  # the writer
             require_folder_path(Path(made.output_directory).absolute(), "--output_directory")
             os.makedirs(made.output_directory, exist_ok=True)
         made.dbsp_config = config
@@ -137,12 +137,12 @@ def _change_runner(module: ModuleType, patches: PatchSet) -> None:
     )
     patches.set_attribute(xFuserArgs, "from_runner_args", classmethod(exit_on_user_error()(with_config)))
     patches.set_attribute(cls, "_post_load_and_state_initialization", post_load_then_attach)
-    for name in ("initialize", "run"):  # with torch.compile, a model generates once as it is initialised
+    for name in ("initialize", "run"):  # with torch.compile, initialize generates once
         patches.set_attribute(cls, name, exit_on_user_error()(getattr(cls, name)))
 
 
 def allow_all_degrees(patches: PatchSet) -> None:
-    """Leaves out xfuser's checks of its own self-attention: heads that x does not divide, kernels without ring."""
+    """Disables xfuser's checks of its own self-attention: heads divisible by x, kernels with ring support."""
     from xfuser.core.distributed import runtime_state as state
 
     name, of_model = "_check_if_backend_compatible_with_current_configuration", "_check_model_and_parallel_config"

@@ -128,12 +128,12 @@ def context(settings: dict[str, Any] | None = None) -> dict[str, Any]:
         ({"quant_scheme": "fp8"}, "set precision: {qkv: int8, out: int8} in"),
         (
             {"attention_kwargs": context() | {"grid_sizes": None}},
-            "does not know how this model of LightX2V's",
+            "does not know how this model of LightX2V shards",
         ),
         ({"k": torch.zeros(100, HEADS, 8)}, "keys of earlier frames"),
         (
             {"attention_kwargs": context({"feature_caching": "Ada"})},
-            "feature_caching Ada decides by the tokens of one",
+            "feature_caching Ada decides by one rank",
         ),
         (
             {"attention_kwargs": context({"feature_caching": "Tea", "model_cls": "hunyuan_video_1.5"})},
@@ -208,7 +208,7 @@ def test_another_engine_gets_no_plugin(monkeypatch, gone, capfd):
     vllm_omni_plugin.register()
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("dbsp: db-SP expects engine_stub:gone")
-    assert line.endswith("; attention backend DBSP is not there")
+    assert line.endswith("; attention backend DBSP is unavailable")
 
 
 def test_each_plugin_expects_its_own_engine_in_the_version_that_its_extra_installs():
@@ -310,7 +310,7 @@ def settings(**changed: Any) -> SimpleNamespace:
         ),
         ({"causal": True}, {}, "blocks.0.attn1 is causal"),
         ({"num_kv_heads": 1, "prefix": ""}, {}, "an attention has fewer key than query heads"),
-        ({}, {"allgather_degree": 2}, "not AllGather-KV"),
+        ({}, {"allgather_degree": 2}, "does not support AllGather-KV"),
     ],
 )
 def test_what_vllm_omni_has_and_dbsp_does_not_support_is_an_error_of_one_line(vllm_omni, layer, parallel, said):
@@ -328,7 +328,7 @@ def test_vllm_omni_attends_only_in_a_pipeline_and_over_a_grid(vllm_omni):
     vllm_omni.attach(model, settings(), StepClock())
     assert layer.skip_sequence_parallel, "no exchange of vLLM-Omni's"
     assert not isinstance(outside.attention, vllm_omni.DbspImpl), "it has vLLM-Omni's default backend"
-    with pytest.raises(UserError, match=r"does not publish it .video_layout., and db-SP knows no class"):
+    with pytest.raises(UserError, match=r"does not publish it .video_layout. or have the name"):
         layer.attention.forward(q, q, q, Metadata())
 
 
@@ -450,7 +450,7 @@ OF_VIDEO = {"whole": None, "last": False, "lengths": (), "padding": 0, "in_parts
 @pytest.mark.parametrize(
     ("thw", "local", "changed", "said"),
     [
-        ((3, 5, 5), 75, {}, "gave every rank the whole video; leave out --enable-sequence-shard false"),
+        ((3, 5, 5), 75, {}, "gave every rank the whole video; remove --enable-sequence-shard false"),
         ((5, 5, 5), 50, {}, r"gave one of 2 ranks 50 tokens, of 125 video tokens \(5, 5, 5\) and text"),
         ((1, 9, 9), 41 + 20, {"padding": 1}, "doesn't know how it shards this request"),
         ((4, 5, 5), 57, {"lengths": (57, 40)}, "doesn't know how it shards this request"),
@@ -499,9 +499,9 @@ def test_sglangs_blocks_without_one_self_attention_are_rejected(sglang, changed)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"qkv_pre_all_to_all": True}, "has attention with qkv_pre_all_to_all;"),
-        ({"attn_mask": torch.ones(1, 75)}, "has attention with attn_mask;"),
-        ({"num_replicated_kv_prefix": 3}, "has attention with num_replicated_kv_prefix;"),
+        ({"qkv_pre_all_to_all": True}, "calls attention with unsupported qkv_pre_all_to_all;"),
+        ({"attn_mask": torch.ones(1, 75)}, "calls attention with unsupported attn_mask;"),
+        ({"num_replicated_kv_prefix": 3}, "calls attention with unsupported num_replicated_kv_prefix;"),
     ],
 )
 def test_sglangs_attention_of_another_kind_is_rejected(sglang, options, said):

@@ -44,7 +44,7 @@ def test_config_has_the_settings_of_its_file_its_mask_or_its_model(tmp_path):
     [
         ("strategy: U3R1", {"ulysses_degree": 2}, "needs 3 GPUs"),
         ("planner: magic", {}, "unknown planner 'magic'"),
-        ("vae: true", {"use_parallel_vae": True}, "--use_parallel_vae shares decoding out already"),
+        ("vae: true", {"use_parallel_vae": True}, "--use_parallel_vae already decodes in parallel"),
     ],
 )
 def test_config_from_a_file_with_a_mistake_is_rejected(tmp_path, settings, args, message):
@@ -73,10 +73,10 @@ def preflight_error(rank: int, world: int, argv: list[str]) -> str:
         ("--sp-backend usp --sp-config sparge", "no effect without --sp-backend dbsp"),
         ("--sp_config=radail:width=1", "did you mean 'radial'"),
         ("--sp-config /nowhere.yaml", "does not exist"),
-        ("--pipefusion_parallel_degree 2", "--pipefusion_parallel_degree does not go with --sp-backend dbsp"),
-        ("--use-spargeattn-head-balance", "db-SP balances heads itself; leave it out"),
-        ("--use_fp8_comms", "8 bits with precision: int8 in --sp-config; leave"),
-        ("--cache_method teacache", "--cache_method teacache does not go with"),
+        ("--pipefusion_parallel_degree 2", "--pipefusion_parallel_degree is not supported with --sp-backend dbsp"),
+        ("--use-spargeattn-head-balance", "db-SP balances heads itself; remove it"),
+        ("--use_fp8_comms", "8 bits with precision: int8 in --sp-config; remove"),
+        ("--cache_method teacache", "--cache_method teacache is not supported with"),
         ("--attention_backend aiter_sparge", "choose the mask with --sp-config"),
         ("--model ./nowhere", "--model ./nowhere: that folder does not exist"),
         ("--input_images ./gone.png", "--input_images gone.png does not exist; give a file such as a PNG or JPEG"),
