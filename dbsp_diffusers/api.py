@@ -1,4 +1,4 @@
-"""The public functions: db-SP enabled and disabled on diffusers' pipelines, its sessions and reports."""
+"""The public functions for diffusers pipelines: `enable`, `disable`, sessions and reports."""
 
 from __future__ import annotations
 
@@ -35,43 +35,43 @@ def enable(
     steps: Callable[[], int | None] | None = None,
     framework: str = "diffusers",
 ) -> AttentionSession:
-    """Shards a diffusers pipeline's transformer over ranks, with dual-balanced block-sparse self-attention.
+    """Shards a diffusers pipeline's transformer over ranks with dual-balanced block-sparse attention. Collective.
 
-    Every rank is given the whole input and returns the whole output. Text, where it is in the same sequence, is
-    sharded like video. In a pipeline's calls all ranks draw the first rank's random numbers. Call it on all ranks
-    together; without torch.distributed it is one process with sparse attention.
+    Every rank takes the whole input and returns the whole output. Text in the same sequence is sharded like video. In
+    pipeline calls, all ranks use the first rank's random numbers. Without torch.distributed, runs sparse attention in
+    a single process.
 
     Args:
-        model: A pipeline with a `transformer`, and maybe others that take turns with it (Wan2.2's `transformer_2`), or
-            such a transformer, of a class that db-SP knows.
-        config: A `DbspConfig`, a mapping, the path of a YAML file, the name of a shipped one, or a mask alone, such as
+        model: A pipeline with a `transformer` (and optionally others, such as Wan2.2's `transformer_2`), or a
+            transformer of a class that db-SP supports.
+        config: A `DbspConfig`, a mapping, the path of a YAML file, the name of a shipped one, or a mask such as
             "sparge:cdf=0.92" or a function (see docs/masks.md). None: the settings shipped for the transformer's
-            checkpoint, dense attention where none are shipped.
-        mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them, in addition to any others: the ranks
-            that share a sequence, and how. Default: all ranks.
-        group: The ranks that share a sequence, instead of a mesh. Default: all ranks.
-        strategy: Strategy of the ranks of a sequence, for example "U4R2", if the configuration does not name it.
-            Default: Ulysses on all of them.
-        guidance: True if each half of the ranks computes one of a step's two CFG passes; `strategy` and the session
-            are then those of a half. For pipelines whose calls have guidance, such as Wan's, Qwen-Image's and
-            CogVideoX's; without gradients, packed passes, and most step caches.
-        vae: True if the ranks that make a video also decode it together, tile by tile: turns the autoencoder's tiling
-            on, and shares its tiles out. Setting `vae` of the configuration does so, too.
-        steps: Returns the number of denoising steps, for settings that depend on it; a pipeline says it itself.
-        framework: The name of the caller in reports.
+            checkpoint, or dense attention if there are none.
+        mesh: A `DeviceMesh` with dimensions "ring" and "ulysses", or one of them (others are allowed): the ranks that
+            share a sequence, and their strategy. None: all ranks.
+        group: The ranks that share a sequence, instead of a mesh. None: all ranks.
+        strategy: Strategy of the ranks of a sequence, such as "U4R2", unless set in the configuration. None: Ulysses
+            on all of them.
+        guidance: True to compute each of a step's two CFG passes on one half of the ranks; `strategy` and the session
+            are then those of a half. For pipelines with guidance in every call, such as Wan, Qwen-Image and CogVideoX.
+            Excludes gradients, packed passes and most step caches.
+        vae: True to decode the video on all its ranks together, tile by tile; enables the autoencoder's tiling. Same
+            as setting `vae`.
+        steps: Returns the number of denoising steps, for settings that depend on it; not needed for pipelines.
+        framework: Name of the caller, used in reports.
 
     Returns:
-        The session: its plans, strategies and statistics. Of two transformers that of the first; see `sessions_of`.
+        The session, with plans, strategies and statistics; for two transformers that of the first (see `sessions_of`).
 
     Raises:
-        UserError: On all ranks together, for a transformer that is unknown, parallelized already, spread over several
-            GPUs or another one than on other ranks, or a mesh, strategy or configuration that does not fit or differs
-            between ranks. The model is then as it was.
+        UserError: The transformer is unknown, already parallelized, on several GPUs or different on other ranks, or a
+            mesh, strategy or configuration does not fit or differs between ranks. Raised on all ranks, leaving the
+            model unchanged.
     """
     if group is not None and mesh is not None:
-        raise UserError("mesh and group both name the ranks that share a sequence; give one of them")
+        raise UserError("mesh and group both set the ranks that share a sequence; pass one of them")
     if guidance is not False and mesh is not None:
-        raise UserError("guidance halves the ranks, and a mesh says how all of them are used; give group instead")
+        raise UserError("guidance splits the ranks into halves, which mesh does not support; pass group instead")
     sequence, of_mesh = (SequenceGroup.from_group(group), None) if mesh is None else ranks_of_mesh(mesh)
     halves = None
     if guidance is not False:
@@ -95,10 +95,10 @@ def enable(
 
 
 def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
-    """Returns the ranks along the dimensions "ring" and "ulysses" of a device mesh, and the strategy of its sizes.
+    """Returns the ranks and strategy of a device mesh's dimensions "ring" and "ulysses". Collective.
 
-    One of the two dimensions may be missing, and the mesh may have others. Collective. Raises UserError, on all
-    ranks, for any other mesh, and on a rank outside the mesh.
+    One of the two may be missing, and the mesh may have other dimensions. Raises UserError on all ranks for other
+    meshes, and on a rank outside the mesh.
     """
     names = getattr(mesh, "mesh_dim_names", None) or ()
     present = [name for name in names if name in _DIMENSIONS]
@@ -116,10 +116,10 @@ def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
 
 
 def disable(model: Any) -> None:
-    """Undoes `enable`: attributes, hooks and classes are as before. Nothing happens where nothing is enabled.
+    """Undoes `enable`, restoring attributes, hooks and classes.
 
     Args:
-        model: The pipeline, or its transformer, compiled since or not.
+        model: The pipeline or transformer, possibly compiled; if db-SP is not enabled, nothing happens.
     """
     for state in all_attached_to(model):
         state.patches.detach()
@@ -132,29 +132,29 @@ def sessions_of(model: Any) -> dict[str, AttentionSession]:
         model: The pipeline.
 
     Returns:
-        By the pipeline's name of each transformer, such as "transformer" and "transformer_2", its session. Empty where
-        db-SP is not enabled.
+        The session of each transformer by its name in the pipeline, such as "transformer" and "transformer_2". Empty
+        if db-SP is not enabled.
     """
     sessions = {name: session_of(transformer) for name, transformer in transformers_in(model).items()}
     return {name: session for name, session in sessions.items() if session is not None}
 
 
 def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> None:
-    """Writes a report of what ran since db-SP was enabled, or since the last report; rank 0 writes.
+    """Writes a report of everything since `enable` or the last report, on rank 0. Collective.
 
-    For a transformer without a pipeline: pipelines report each of their calls. Call it on all ranks together.
+    For transformers without a pipeline; pipelines report each of their calls.
 
     Args:
-        model: A pipeline or transformer that was enabled with setting `report`.
-        folder: Folder of the report. Default: the folder of that setting.
+        model: A pipeline or transformer enabled with setting `report`.
+        folder: Folder of the report. None: the folder of that setting.
 
     Raises:
-        UserError: If there is nothing to report, or a rank does not take part.
+        UserError: There is nothing to report, or a rank does not take part.
     """
     state = attached_to(model)
     observer = None if state is None else run_observer(state.first)
     if state is None or observer is None:
-        raise UserError("nothing was collected for a report; enable db-SP with config={'report': FOLDER, …}")
+        raise UserError("no report was requested; enable db-SP with config={'report': FOLDER, …}")
     name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
     write_run_report(list(state.sessions.values()), name, state.framework, folder)
     observer.restart()

@@ -1,4 +1,4 @@
-"""Attaches db-SP to a pipeline's transformers in any framework: configurations, sessions, sharding and reports."""
+"""Attaches db-SP to a pipeline's transformers for any framework: settings, sessions, sharding and reports."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ if TYPE_CHECKING:
 
 _WEIGHTS_DIFFER = (
     "the transformer's weights differ in name, shape, dtype, adapters or branches on rank(s) {}; load the same "
-    "checkpoint, LoRA and quantisation on every rank"
+    "checkpoint, LoRA and quantization on every rank"
 )
 _VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every rank"
 
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework's way to run a transformer.
+    """How a framework runs a transformer.
 
     Attributes:
         name: Name of the framework, used in reports.
-        sequence: The ranks that share a sequence and make one video together.
+        sequence: The ranks that share a sequence.
         choose_strategy: Returns the strategy for a configuration; None for "auto".
-        vae: True if videos are decoded in parallel, for any configuration.
+        vae: True to decode videos in parallel, for any configuration.
         decoders: The ranks that decode a video together, if more than `sequence`.
-        halves: Halves of the ranks that make one video, if each computes one CFG pass; `sequence` is one.
+        halves: The two halves of a video's ranks if each computes one CFG pass; `sequence` is one of them.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Framework:
 
     @property
     def ranks(self) -> SequenceGroup:
-        """The ranks that make one video together."""
+        """The ranks that generate one video together."""
         return self.sequence if self.halves is None else self.halves.ranks
 
 
@@ -80,26 +80,25 @@ def attach_framework(
     steps: Callable[[], int | None] | None = None,
     patches: PatchSet | None = None,
 ) -> AttentionSession:
-    """Attaches db-SP to a pipeline or transformer in one of the frameworks, like `enable`. Collective.
+    """Attaches db-SP to a pipeline or transformer, like `enable`. Collective.
 
-    Each rank attaches all, and then they compare once: if one cannot, or does so otherwise, all undo it.
-
-    `patches` are changes made already, which are undone with the others.
+    Each rank attaches everything, then ranks compare once: if a rank fails or differs, all undo their changes.
+    `patches` are earlier changes to undo together.
     """
-    model = getattr(model, "_orig_mod", model)  # what torch.compile returns calls this module's hooks
+    model = getattr(model, "_orig_mod", model)  # compiled modules call the original's hooks
     ranks, changes = framework.ranks, patches or PatchSet()
     attaching = _Attaching(model, framework, changes)
     with changes:
-        # 1. On this rank alone.
+        # 1. Local setup
         attached, problem = attempt(lambda: attaching.attach(config, steps))
         device, weights = attached or (NO_DEVICE, 0)
-        # 2. Check that all ranks agree.
+        # 2. Check that all ranks agree
         sessions = [] if problem else list(attaching.sessions.values())
         devices = check_settings(ranks, sessions, problem, {_WEIGHTS_DIFFER: weights}, device)
         require_own_gpus(ranks, devices)
-        if framework.decoders is not None:  # more ranks than those that have compared their settings
+        if framework.decoders is not None:  # these ranks have not compared settings yet
             agree(framework.decoders.control(), {_VAE_DIFFERS: int(sessions[0].config.vae)})
-        # 3. Reports, if any rank asked for one.
+        # 3. Reports, if any rank asked for one
         observe_run(sessions)
         if attaching.pipe is not None:
             report_calls(attaching.pipe, sessions, changes, framework.name)
@@ -110,19 +109,19 @@ def attach_framework(
 
 @dataclass
 class _Attaching:
-    """One rank's way to attach db-SP to a model, step by step."""
+    """The steps of attaching db-SP to a model on one rank."""
 
-    model: Any  # A pipeline, or a transformer
+    model: Any  # a pipeline or a transformer
     framework: Framework
-    changes: PatchSet  # All changes to the model
-    pipe: Any = None  # The pipeline; None for a transformer without one
-    transformers: dict[str, Any] = field(default_factory=dict)  # By their names in the pipeline
+    changes: PatchSet  # all changes to the model
+    pipe: Any = None  # the pipeline; None for a transformer without one
+    transformers: dict[str, Any] = field(default_factory=dict)  # by name in the pipeline
     sessions: dict[nn.Module, AttentionSession] = field(default_factory=dict)  # By transformer
-    branch_layers: Counter[str] = field(default_factory=Counter)  # By name, how many came from the checkpoint
+    branch_layers: Counter[str] = field(default_factory=Counter)  # by name, number of layers from the checkpoint
     generations: Generations = field(init=False)  # Follows the pipeline's calls
 
     def attach(self, config: ConfigLike, steps: Callable[[], int | None] | None) -> tuple[tuple[int, int], int]:
-        """Attaches all on this rank. Returns its device for `require_own_gpus`, and the weights' fingerprint."""
+        """Runs all steps on this rank. Returns its device for `require_own_gpus`, and the weights' fingerprint."""
         device = self.find_transformers()
         configs = self.resolve_settings(config)
         self.make_sessions(configs, steps)
@@ -131,7 +130,7 @@ class _Attaching:
         return device, fingerprint_of([_weights(transformer) for transformer in self.sessions])
 
     def find_transformers(self) -> tuple[int, int]:
-        """Finds the transformers, and returns their device for `require_own_gpus`. Raises UserError for others."""
+        """Finds the transformers; returns their device for `require_own_gpus`. Raises UserError for others."""
         require_torch_attention()
         self.transformers = transformers_of(self.model)
         for transformer in self.transformers.values():
@@ -140,13 +139,13 @@ class _Attaching:
             self.pipe = self.model
             if STATE in getattr(self.pipe, "__dict__", {}):
                 raise UserError(
-                    "db-SP is enabled on this pipeline already, maybe on a transformer that it had before; call "
+                    "db-SP is already enabled on this pipeline, or on a transformer that it had before; call "
                     "dbsp_diffusers.disable(pipe) first"
                 )
         return use_model_device(self.transformers.values(), self.framework.ranks)
 
     def resolve_settings(self, config: ConfigLike) -> dict[str, DbspConfig]:
-        """Returns the settings by a transformer's name; each of several records in a folder of its own."""
+        """Returns the settings by transformer name, with separate folders for recordings."""
         configs = {}
         for name, transformer in self.transformers.items():
             resolved = resolve_config(config, transformer, self.pipe, name, vae=self.framework.vae)
@@ -160,7 +159,7 @@ class _Attaching:
         return configs
 
     def make_sessions(self, configs: dict[str, DbspConfig], steps: Callable[[], int | None] | None) -> None:
-        """Makes a session for each transformer, of which all share the count of steps."""
+        """Makes a session for each transformer, sharing the step clock."""
         framework = self.framework
         self.generations = Generations(self.pipe, framework.ranks)
         clock = StepClock(self.generations.progress, shared=len(self.transformers) > 1)
@@ -168,7 +167,7 @@ class _Attaching:
             config, attentions = configs[name], architecture_of(transformer).attentions_of(transformer)
             if config.bags is None:
                 strategy = framework.choose_strategy(config)
-            else:  # the configured strategy is that of bags
+            else:  # the configured strategy is for bags
                 config.bags.require_ranks(framework.sequence.size)
                 strategy = framework.choose_strategy(replace(config, strategy=None))
             self.sessions[transformer] = observed_session(
@@ -183,7 +182,7 @@ class _Attaching:
             )
 
     def shard(self) -> None:
-        """Lets all ranks have the first one's inputs, shards them, and adds layers that a checkpoint brings."""
+        """Broadcasts and shards inputs, and adds the checkpoint's branch layers."""
         debug = any(session.config.debug for session in self.sessions.values())
         for name, transformer in self.transformers.items():
             session = self.sessions[transformer]
@@ -203,7 +202,7 @@ class _Attaching:
                 GuidedCalls(transformer, self.framework.halves, self.generations, debug).attach(self.changes)
 
     def hook(self) -> None:
-        """Follows the pipeline's calls and decoding, and notes on all parts where to find this again."""
+        """Hooks the pipeline's calls and decoding, and stores the state on all parts."""
         decoders, halves = self.framework.decoders, self.framework.halves
         self.generations.attach(
             self.changes, self._exchanged, shares_state=decoders is None, watches_latents=halves is not None
@@ -219,46 +218,46 @@ class _Attaching:
             reject_copies(part, self.changes)
 
     def log(self) -> None:
-        """Logs the settings in effect, and layers of branches that were found."""
+        """Logs the effective settings, and branch layers from the checkpoint."""
         for transformer, session in self.sessions.items():
             log_config(session, transformer, self.pipe, self.framework.ranks)
         if self.framework.halves is not None:
             log.info("each half of the ranks computes one of the CFG passes of a step")
         for layer, count in self.branch_layers.items():
-            log.info("the checkpoint has %s for %s layers, which is used", layer, count)
+            log.info("using %s of the checkpoint in %s layers", layer, count)
 
     def _exchanged(self) -> UserError | None:
-        """Returns the error for a transformer that was put into the pipeline after db-SP was enabled on it, if any."""
+        """Returns the error if a transformer was replaced after db-SP was enabled on the pipeline, or None."""
         for name, part in transformers_in(self.pipe).items():
             if getattr(part, "_orig_mod", part) not in self.sessions:
                 return UserError(
-                    f"another {name} was put into the pipeline after db-SP was enabled on it; call `disable` before "
-                    "and `enable` after such a change"
+                    f"the pipeline's {name} was replaced after db-SP was enabled; call `disable` before and "
+                    "`enable` after such a change"
                 )
         return None
 
 
 def _weights(transformer: nn.Module) -> object:
-    """Returns name, shape, dtype and type of each of a transformer's parameters, and adapters in use."""
+    """Returns name, shape, dtype and type of each parameter, and active adapters."""
     weights, adapters = [], set()
     for path, part in transformer.named_modules():
         for name, weight in part.named_parameters(path, recurse=False):
             weights.append((name, tuple(weight.shape), weight.dtype, type(weight.data).__name__))
-        for kind in ("active_adapters", "merged_adapters"):  # of a layer; the transformer's own are methods
+        for kind in ("active_adapters", "merged_adapters"):  # of layers; the transformer's are methods
             if isinstance(names := getattr(part, kind, None), (list, tuple)):
                 adapters.add((kind, *names))
     return weights, sorted(adapters)
 
 
 def _require_not_parallelized(transformer: nn.Module) -> None:
-    """Raises UserError for a transformer that something shards already."""
+    """Raises UserError if a transformer is already sharded."""
     if "xFuser" in [cls.__name__[:6] for cls in type(transformer).__mro__]:
         raise UserError(f"{type(transformer).__name__} is xDiT's and shards by itself; use dbsp_xdit.attach(pipe)")
     attentions = architecture_of(transformer).attentions_of(transformer)
     if getattr(transformer, "_is_parallelized", False):
         raise UserError(
-            "this transformer is parallelized already; undo that first (dbsp_diffusers.disable, "
-            "dbsp_para.unparallelize, dbsp_xdit.detach), or load it again where para-attn did it, which cannot undo it"
+            "this transformer is already parallelized; undo that first (dbsp_diffusers.disable, "
+            "dbsp_para.unparallelize, dbsp_xdit.detach), or load it again if para-attn did it, which cannot undo it"
         )
     processors = [getattr(attention, "processor", None) for attention in attentions]
     if any(getattr(part, "_parallel_config", None) is not None for part in (transformer, *processors)):

@@ -1,4 +1,4 @@
-"""State that db-SP has attached to a pipeline's transformers, kept on them and found again."""
+"""State that db-SP stores on a pipeline and its transformers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet
 
 STATE = "_dbsp"
-"""Attribute of a pipeline and its transformers: there, rather than in a table here, so that all are freed together."""
+"""Attribute of a pipeline and its transformers with the state, so that all are freed together."""
 
 
 @dataclass(frozen=True)
 class Attached:
-    """State that is attached to a pipeline's transformers, or to one without a pipeline."""
+    """State of a pipeline's transformers, or of a transformer without a pipeline."""
 
     patches: PatchSet
     sessions: Mapping[nn.Module, AttentionSession]  # By transformer
@@ -31,15 +31,15 @@ class Attached:
 
 
 def attached_to(model: Any) -> Attached | None:
-    """Returns what is attached to a pipeline or the first of its transformers that has anything, or None."""
+    """Returns the state of a pipeline, or of its first transformer that has any, or None."""
     return next(iter(all_attached_to(model)), None)
 
 
 def all_attached_to(model: Any) -> list[Attached]:
-    """Returns all that is attached to a pipeline and its transformers. torch.compile may have wrapped them.
+    """Returns all states of a pipeline and its transformers, possibly compiled.
 
-    A pipeline has it also if its transformers were exchanged since. There are several where its transformers were
-    enabled one by one.
+    A pipeline keeps its state if its transformers are replaced. There are several states if transformers were enabled
+    one by one.
     """
     parts = (getattr(part, "_orig_mod", part) for part in transformers_in(model).values())
     states = (getattr(part, "__dict__", {}).get(STATE) for part in (model, *parts))
@@ -50,11 +50,11 @@ def session_of(model: Any) -> AttentionSession | None:
     """Returns the session of an enabled pipeline or transformer.
 
     Args:
-        model: The pipeline, or its transformer, compiled since or not.
+        model: The pipeline or transformer, possibly compiled.
 
-    Returns:
-        Its session: plans, strategies and statistics; of a pipeline with two transformers, the first's. None where
-        db-SP is not enabled.
+        Returns:
+            Its session with plans, strategies and statistics (of the first of two transformers), or None if db-SP is
+            not enabled.
     """
     state = attached_to(model)
     if state is None:

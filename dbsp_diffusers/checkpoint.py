@@ -1,4 +1,4 @@
-"""A pipeline's checkpoint: which files of its folder are loaded and which are missing, checked before weights load."""
+"""A pipeline's checkpoint: the files to load and missing files, checked before loading weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from dbsp_core.utils.process import installed_version
 
 _STEMS = "diffusion_pytorch_model|pytorch_model|model"
 _FILE = re.compile(rf"(?:{_STEMS})(?:\.(\w+))??(?:-\d+-of-\d+)?(?:\.(\w+))??\.(?:safetensors|bin)")
-"""Names of files of weights; one of the groups is the variant, as in model.fp16.safetensors."""
+"""Names of weight files; one of the groups is the variant, as in model.fp16.safetensors."""
 _INDEX = re.compile(rf"(?:{_STEMS})\.(?:safetensors|bin)\.index(?:\.(\w+))?\.json")
 _SHARD = re.compile(r"-\d+-of-\d+")
 _WITHOUT_WEIGHTS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Guid")
-"""Within the names of classes."""
+"""Parts of class names."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Checkpoint:
     """Content of a checkpoint's folder.
 
     Attributes:
-        variant: Variant of the files to load, such as "fp16", or None for files without one.
-        missing: Files and folders that the pipeline needs and that are not there, relative to the folder.
+        variant: Variant of the files to load, such as "fp16", or None for files without variant.
+        missing: Missing files and folders that the pipeline needs, relative to the folder.
     """
 
     folder: Path
@@ -41,9 +41,9 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
-        """Looks at the names of files. Files without a variant are preferred, in each part of the pipeline."""
+        """Reads file names, preferring files without a variant in each part of the pipeline."""
         lacking: list[str] = []
-        variants: set[str] | None = None  # in which all parts are whole that are not whole without one
+        variants: set[str] | None = None  # variants that complete all parts that are incomplete without one
         for part, (_, name) in _classes(folder).items():
             if not (folder / part).is_dir():
                 lacking, variants = [*lacking, f"{part}/"], set()
@@ -57,7 +57,7 @@ class Checkpoint:
         return cls(folder, min(variants), ()) if variants else cls(folder, None, tuple(lacking))
 
     def weights(self) -> list[Path]:
-        """Returns the .safetensors files that are loaded, of every part."""
+        """Returns the .safetensors files to load, of all parts."""
         files: list[Path] = []
         for part in sorted(path for path in self.folder.iterdir() if path.is_dir()):
             by_variant = defaultdict(list)
@@ -68,11 +68,11 @@ class Checkpoint:
         return files
 
     def config(self, part: str) -> dict[str, Any]:
-        """Returns the content of a part's config.json; empty where there is none."""
+        """Returns the content of a part's config.json; empty if there is none."""
         return _json(self.folder / part / "config.json")
 
     def require_readable(self) -> None:
-        """Raises UserError for what cannot be loaded: code, unknown classes, pointers, damaged weights."""
+        """Raises UserError for code, unknown classes, Git LFS pointers and damaged weights."""
         for part, (library, name) in _classes(self.folder).items():
             if library in ("diffusers", "transformers") and not hasattr(importlib.import_module(library), name):
                 raise UserError(
@@ -81,8 +81,8 @@ class Checkpoint:
                 )
             if (self.folder / part / f"{library}.py").is_file():
                 raise UserError(
-                    f"checkpoint {self.folder}: its {part} is {library}.{name}, code in the checkpoint, and db-SP "
-                    f"runs none; save {part} with a class of diffusers"
+                    f"checkpoint {self.folder}: its {part} is {library}.{name}, custom code in the checkpoint, which "
+                    f"db-SP does not run; save {part} with a class of diffusers"
                 )
         for path in sorted(self.folder.glob("*/*")):
             if path.is_file() and is_pointer(path):
@@ -96,7 +96,7 @@ class Checkpoint:
 
 
 def _classes(folder: Path) -> dict[str, tuple[str, str]]:
-    """Returns the library and the name of each part's class in model_index.json; parts without one are left out."""
+    """Returns library and name of each part's class in model_index.json, skipping parts without a class."""
     index = _json(folder / "model_index.json")
     pairs = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}
     return {
@@ -107,8 +107,8 @@ def _classes(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def _missing_by_variant(part: Path) -> dict[str | None, list[str]]:
-    """Returns the names of files that are missing, by each variant of a part's weights that has any or an index."""
-    names = {path.name for path in part.iterdir() if path.exists()}  # a link of a download that was cut off is none
+    """Returns missing files by variant, for each variant of a part's weights with any file or index."""
+    names = {path.name for path in part.iterdir() if path.exists()}  # excludes dangling links of interrupted downloads
     missing: dict[str | None, list[str]] = {}
     for name in sorted(names):
         if index := _INDEX.fullmatch(name):
@@ -120,13 +120,13 @@ def _missing_by_variant(part: Path) -> dict[str | None, list[str]]:
 
 
 def _usual_file(part: Path) -> str:
-    """Returns the name of a part's file of weights, as its library saves it."""
+    """Returns the name of a part's weight file as saved by its library."""
     stem = "model" if "transformers_version" in _json(part / "config.json") else "diffusion_pytorch_model"
     return f"{stem}.safetensors"
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Returns the object in a JSON file; an empty one if there is none."""
+    """Returns the object in a JSON file, or an empty one if there is no file."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
@@ -135,16 +135,15 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 _ANSWER_S = 10.0
-"""Time that the hub has to answer."""
+"""Timeout of requests to the hub."""
 
 
 def require_checkpoint(model: str | None, *, ask_hub: bool = True) -> None:
-    """Raises UserError for a checkpoint that cannot be loaded; None passes.
-
-    That is a folder that lacks files, and what is here with classes that are not installed, or is damaged.
+    """Raises UserError for a checkpoint with missing or damaged files, or with classes that are not installed.
 
     Args:
-        ask_hub: True to reject a repository that is neither here nor to be had; False if it may be had later.
+        model: Folder or repository; None passes.
+        ask_hub: True to reject a repository that is neither cached nor on the hub; False if it may appear later.
     """
     checkpoint = None if model is None else local_checkpoint(model)
     if checkpoint is not None:
@@ -161,29 +160,29 @@ def require_checkpoint(model: str | None, *, ask_hub: bool = True) -> None:
 
     try:
         HfApi().model_info(model, timeout=_ANSWER_S)
-    except Exception as error:  # of whichever library answers for the network
+    except Exception as error:  # any library may raise for the network
         reason = (str(error).strip(" .\n").splitlines() or [type(error).__name__])[0]
         raise UserError(
             f"checkpoint {model} {lacks} in {constants.HF_HUB_CACHE}, and "
-            f"{constants.ENDPOINT} does not give it "
-            f"({reason}); download it where there is a network (hf download {model}) and give its folder with "
-            "--model, or name the cache that has it with HF_HUB_CACHE"
+            f"cannot be downloaded from {constants.ENDPOINT} "
+            f"({reason}); download it where there is a network (hf download {model}) and pass its folder with "
+            "--model, or set HF_HUB_CACHE to the cache that has it"
         ) from error
 
 
 def local_checkpoint(model: str) -> Checkpoint | None:
-    """Returns the checkpoint of this folder, or of this repository in Hugging Face's cache, whole or not, or None."""
+    """Returns the checkpoint of a folder, or of a repository in Hugging Face's cache (maybe incomplete), or None."""
     folder = Path(model) if Path(model).is_dir() else cached_checkpoint(model)
     return None if folder is None else Checkpoint.read(folder)
 
 
 def cached_checkpoint(repository: str, file: str = "model_index.json") -> Path | None:
-    """Returns the folder in Hugging Face's cache that has this file of a repository, whole or not."""
+    """Returns the folder in Hugging Face's cache with this file of a repository (maybe incomplete), or None."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
         path = try_to_load_from_cache(repository, file)
-    except (ImportError, ValueError):  # not a name of a repository
+    except (ImportError, ValueError):  # not a repository name
         return None
     return Path(path).parent if isinstance(path, str) else None
 
@@ -197,14 +196,14 @@ def load_stock_pipeline(
     cls: str = "DiffusionPipeline",
     **options: Any,
 ) -> Any:
-    """Loads a pipeline, in the variant that its files have, with another shift of its scheduler where it has one.
+    """Loads a pipeline in the variant of its files, optionally with another shift of its scheduler.
 
     Args:
         model: Folder or repository.
-        identity: The model, or None if it is not known.
-        from_image: True if it starts from an image: checkpoints of Wan2.2 TI2V and LTX-2 name the class that does not.
-        flow_shift: None leaves the checkpoint's.
-        cls: diffusers' class; the default takes the one that the checkpoint names.
+        identity: The model, or None if unknown.
+        from_image: True to start from an image, for checkpoints that name the text-only class (Wan2.2 TI2V, LTX-2).
+        flow_shift: Shift of the scheduler, if it has one. None: the checkpoint's.
+        cls: diffusers class; by default the one that the checkpoint names.
         options: Further arguments of `from_pretrained`.
 
     Raises:

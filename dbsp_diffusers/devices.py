@@ -1,4 +1,4 @@
-"""The GPU of a rank's models, which is made current: the one that they run on, or the one of LOCAL_RANK."""
+"""Selects a rank's GPU: the one of its models, or the one of LOCAL_RANK."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.process import environment_number, log
 
 _SPREAD = (
-    "a rank runs its model on one GPU, and this one's transformers are on {} (a device map?); load the pipeline "
+    "a rank must run its model on one GPU, got transformers on {} (a device map?); load the pipeline "
     "without device_map, or call pipe.reset_device_map(), and move it to one GPU per rank"
 )
 _SHARED = (
-    "ranks {} run their model on one and the same GPU; on every rank, first call "
+    "ranks {} run their model on the same GPU; on every rank, first call "
     'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), then move the model to that GPU: pipe.to(f"cuda:{{rank}}") '
     "with the rank on its node, or pipe.enable_model_cpu_offload(gpu_id=rank)"
 )
 NO_DEVICE = -1, 0
-"""What `use_model_device` returns on a rank whose models run on no GPU, or which has failed before."""
+"""Result of `use_model_device` on a rank without GPU, or that has already failed."""
 
 
 def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple[int, int]:
-    """Makes the GPU current on which a rank's models run, and returns what `require_own_gpus` reads of each rank.
+    """Makes the GPU of a rank's models current, and returns its fingerprint for `require_own_gpus`.
 
-    Kernels are launched, and communicators made, on the current device. That is GPU 0 in every process that has not
-    called `torch.cuda.set_device`. Models that are on the CPU, and whose GPU is not known yet, get LOCAL_RANK's.
+    Kernels and communicators use the current device, which is GPU 0 unless the process has called
+    `torch.cuda.set_device`. Models on the CPU without a known GPU get LOCAL_RANK's.
 
     Args:
         models: A pipeline's transformers; offload hooks of accelerate and diffusers are followed to their GPU.
         group: The ranks that run the pipeline together.
 
     Raises:
-        UserError: For transformers that are spread over several GPUs, as a device map does.
+        UserError: The transformers are on several GPUs, as with a device map.
     """
     devices = sorted({device for model in models for device in _gpus_of(model)}, key=str)
     if len(devices) > 1:
@@ -51,9 +51,9 @@ def use_model_device(models: Iterable[nn.Module], group: SequenceGroup) -> tuple
 
 
 def require_own_gpus(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) -> None:
-    """Raises UserError if several ranks run their model on one GPU, and NCCL connects them: it needs one GPU per rank.
+    """Raises UserError if ranks share a GPU under NCCL, which needs one GPU per rank; with gloo only warns.
 
-    Over gloo that is allowed, with a warning. `fingerprints` are what `use_model_device` has returned on each rank.
+    `fingerprints` are the results of `use_model_device` of all ranks.
     """
     indices = [index for index, _ in fingerprints]
     shared = [index for index in indices if index >= 0 and indices.count(index) > 1]
@@ -68,7 +68,7 @@ def require_own_gpus(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]
 
 
 def _gpus_of(model: nn.Module) -> set[torch.device]:
-    """Returns the GPUs that a model's weights are on or are brought to."""
+    """Returns the GPUs on which a model's weights are, or to which they are moved by offloading."""
     named: set[Any] = {parameter.device for parameter in model.parameters()}
     for part in model.modules():
         named.add(getattr(getattr(part, "_hf_hook", None), "execution_device", None))
@@ -79,7 +79,7 @@ def _gpus_of(model: nn.Module) -> set[torch.device]:
 
 
 def _launchers_gpu() -> torch.device | None:
-    """Returns LOCAL_RANK's GPU in a process that torchrun started and that is still on GPU 0; else None."""
+    """Returns LOCAL_RANK's GPU if torchrun started the process and GPU 0 is current, else None."""
     local = environment_number("LOCAL_RANK")
     if local is None or "RANK" not in os.environ or not torch.cuda.is_available():
         return None
@@ -89,6 +89,6 @@ def _launchers_gpu() -> torch.device | None:
 
 
 def _device_fingerprint(device: torch.device) -> int:
-    """Returns a number that two ranks share only if they use one GPU."""
+    """Returns a number that is equal for two ranks only if they use one GPU."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", os.environ.get("CUDA_VISIBLE_DEVICES"))
     return fingerprint_of((socket.gethostname(), str(uuid), device.index))

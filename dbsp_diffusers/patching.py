@@ -1,4 +1,4 @@
-"""Changes to a framework that can be undone: hooks, attributes, pipeline calls; and the CFG pass that it runs."""
+"""Reversible changes to a framework (hooks, attributes, pipeline calls), and the current CFG pass."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MISSING = object()
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""A call's positional arguments, and those by name."""
+"""A call's positional and keyword arguments."""
 
 
 class PatchSet:
-    """A stack of changes to a framework; `detach` undoes all in reverse, once, even if undoing one fails.
+    """A stack of changes to a framework; `detach` undoes all in reverse order, once, even if one undo fails.
 
-    As a context manager, around the making of the changes, it is all or nothing: an exception undoes those made.
+    As a context manager, it undoes the changes if the body raises.
     """
 
     def __init__(self) -> None:
@@ -40,19 +40,19 @@ class PatchSet:
             self.detach()
 
     def set_attribute(self, target: Any, name: str, value: Any) -> None:
-        """Sets an instance attribute; afterwards the instance has the old one, or none, as before."""
+        """Sets an instance attribute; undo restores the old value or removes it."""
         self._undo.callback(_set(target, name, value))
 
     def add_module(self, target: nn.Module, name: str, module: nn.Module) -> None:
-        """Adds a submodule, which is gone afterwards."""
+        """Adds a submodule; undo removes it."""
         target.add_module(name, module)
         self._undo.callback(target._modules.pop, name, None)  # others may have removed it
 
     def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces a module's own forward by `forward(own forward, *args, **kwargs)`.
 
-        What hooks of diffusers and accelerate wrap around it, such as attention caches and offloading, stays around
-        it, whether they were registered before or after, and also when this is undone. It stays when they are removed.
+        Wrappers of diffusers and accelerate hooks (attention caches, offloading) stay around it, in whatever order
+        hooks and this change are added or removed.
         """
         owner, name = _innermost_forward(module)
         before = getattr(owner, name)
@@ -65,15 +65,15 @@ class PatchSet:
         own_module = inspect.Parameter("_", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [own_module, *inspect.signature(before).parameters.values()]
         either.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        # A method, as the module's own is: cache-dit binds to the module what it puts back.
+        # A bound method like the original, since cache-dit binds the restored function to the module.
         bound = types.MethodType(either, module)
 
         def restore() -> None:
             nonlocal replacement
-            replacement = None  # libraries may keep `either`, and nothing that it called may live as long
+            replacement = None  # free it, since libraries may keep `either`
             if vars(owner).get(name) is bound:
                 undo()
-            # where libraries have moved it since, with hooks that were put on or taken off
+            # hooks added or removed since may have moved it
             kept = [(module, attribute) for attribute in vars(module)]
             for holder, attribute in (_innermost_forward(module), *kept):
                 if vars(holder).get(attribute) is bound:
@@ -83,7 +83,7 @@ class PatchSet:
         self._undo.callback(restore)
 
     def replace_class(self, module: nn.Module, cls: type[nn.Module]) -> None:
-        """Gives a module another class; libraries that keep the module's forward call that of its current class."""
+        """Gives a module another class; saved references to its forward call the current class's forward."""
         own_class, (owner, name) = type(module), _innermost_forward(module)
 
         @functools.wraps(cls.forward)
@@ -109,18 +109,18 @@ class PatchSet:
         self._undo.callback(function)
 
     def detach(self) -> None:
-        """Leaves the framework as it was."""
+        """Undoes all changes."""
         self._undo.close()
 
 
 def _set(target: Any, name: str, value: Any) -> Callable[[], None]:
-    """Sets an instance attribute, and returns what leaves the instance with the old one, or none, as before."""
+    """Sets an instance attribute, and returns a function that restores or removes it."""
     before = vars(target).get(name, _MISSING)
 
     def restore() -> None:
         if before is not _MISSING:
             setattr(target, name, before)
-        elif name in vars(target):  # others may have removed it, as cache-dit does with what it knows
+        elif name in vars(target):  # others may have removed it, as cache-dit does
             delattr(target, name)
 
     setattr(target, name, value)
@@ -128,8 +128,8 @@ def _set(target: Any, name: str, value: Any) -> Callable[[], None]:
 
 
 def _innermost_forward(module: nn.Module) -> tuple[Any, str]:
-    """Returns the object and attribute that hold a module's forward within the hooks of diffusers and accelerate."""
-    if isinstance(vars(module).get("_old_forward"), types.MethodType):  # else it is what diffusers' hooks have made
+    """Returns object and attribute that hold a module's forward inside the hooks of diffusers and accelerate."""
+    if isinstance(vars(module).get("_old_forward"), types.MethodType):  # otherwise made by diffusers' hooks
         return module, "_old_forward"
     innermost = next(iter(getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())), None)
     if innermost is None:
@@ -138,24 +138,24 @@ def _innermost_forward(module: nn.Module) -> tuple[Any, str]:
 
 
 def has_class_forward(module: nn.Module) -> bool:
-    """Returns True if a module's forward, within such hooks, is its class's own."""
+    """Returns True if a module's forward, inside hooks, is its class's."""
     owner, name = _innermost_forward(module)
     return getattr(getattr(owner, name), "__func__", None) is type(module).forward
 
 
 def signature_of(module: nn.Module) -> inspect.Signature:
-    """Returns a module's signature by its class: libraries replace an instance's forward by one with any arguments."""
+    """Returns the signature of the class's forward, since libraries replace an instance's by (*args, **kwargs)."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def sample_of(arguments: Mapping[str, Any]) -> Any:
-    """Returns the latents of a forward pass, a tensor or a list: the first argument, in all diffusers transformers."""
+    """Returns the latents of a forward pass (tensor or list), the first argument of all diffusers transformers."""
     return next(iter(arguments.values()))
 
 
 def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Arguments:
-    """Returns the arguments of a module's forward with None for one of them, if it is given."""
+    """Returns the arguments of a module's forward with argument `name`, if passed, set to None."""
     call = signature_of(module).bind(*args, **kwargs)
     if name in call.arguments:
         call.arguments[name] = None
@@ -163,11 +163,11 @@ def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) -> None:
-    """Raises UserError unless a package has the private names that db-SP wraps, as it expects them.
+    """Raises UserError unless a package has the private functions that db-SP wraps.
 
     Args:
-        package: The package by pip's name.
-        names: Arguments that a function must take, by its path "module:Class.method".
+        package: pip name of the package.
+        names: Required arguments of each function, by its path "module:Class.method".
         fix: Fix for the user.
     """
     for owner, arguments in names.items():
@@ -183,14 +183,14 @@ def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) ->
 
 
 _BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
-"""Number of a CFG pass by the usual names of its cache context; others are numbered as they appear."""
+"""CFG pass by usual names of its cache context; other names are numbered in order of appearance."""
 
 
 def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], str | None]:
-    """Observes `transformer.cache_context(name)`, by which diffusers' pipelines say which CFG pass they run.
+    """Observes `transformer.cache_context(name)`, with which diffusers' pipelines name the CFG pass.
 
     Returns:
-        A function that returns the name of the context that is entered, or None outside of contexts.
+        A function that returns the name of the current context, or None outside of contexts.
     """
     entered: str | None = None
     enter = getattr(transformer, "cache_context", None)
@@ -212,7 +212,7 @@ def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], str | No
 
 
 def current_cfg_pass(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
-    """Returns a function that returns the number of the current CFG pass, or None if the pipeline does not name it."""
+    """Returns a function that returns the current CFG pass, or None if the pipeline does not name it."""
     entered = cache_contexts(transformer, patches)
     numbers: dict[str, int] = {}
 
@@ -227,7 +227,7 @@ def current_cfg_pass(transformer: Any, patches: PatchSet) -> Callable[[], int | 
 
 
 def reject_copies(part: Any, patches: PatchSet) -> None:
-    """Lets copy, pickle and torch.save raise UserError for a pipeline or a part of one.
+    """Makes copy, pickle and torch.save of a pipeline or its part raise UserError.
 
     A copy would compute with the original's weights, to which the replaced methods are bound.
     """
@@ -239,25 +239,25 @@ def reject_copies(part: Any, patches: PatchSet) -> None:
             "(state_dict and save_pretrained still work)"
         )
 
-    patches.set_attribute(part, "__reduce_ex__", reject)  # which copy, pickle and torch.save ask
+    patches.set_attribute(part, "__reduce_ex__", reject)  # used by copy, pickle and torch.save
 
 
 Call = Callable[..., Any]
 
 
 def around_calls(target: Any, around: Callable[[Call], Call], patches: PatchSet, name: str = "__call__") -> None:
-    """Replaces what `pipe(...)`, or another method of an object, calls by around(it); the last is the outermost.
+    """Wraps `pipe(...)`, or another method of an object, in `around`; later wrappers are outermost.
 
-    Python looks `__call__` up on the class, so the object gets a subclass of its own, of the same name. If something
-    else replaced the subclass meanwhile, or is on it (as para-attn's first-block cache does), it stays and
-    passes calls through. A copy of the object has its class's method.
+    Python looks up `__call__` on the class, so the object gets its own subclass of the same name. If other code has
+    since replaced or wrapped the subclass (as para-attn's first-block cache does), undo leaves it in place, passing
+    calls through. A copy of the object has its class's method.
     """
     cls, replaced = type(target), True
 
     @functools.wraps(getattr(cls, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(getattr(cls, name), self)
-        is_target = replaced and self is target  # not an object that was made with type(target)(...)
+        is_target = replaced and self is target  # excludes objects made by type(target)(...)
         return (around(bound) if is_target else bound)(*args, **kwargs)
 
     names = {name: call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__slots__": ()}

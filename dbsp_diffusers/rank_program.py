@@ -1,4 +1,4 @@
-"""The GPU and process group of a program that runs as one of several ranks: joined, left, aborted after a failure."""
+"""GPU and process group of a program that runs as one of several ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import environment_number
 
 _PATIENCE_S = 5.0
-"""Seconds for aborting; a program that failed ends after them in any case."""
+"""Seconds to wait for aborting communicators after a failure."""
 
 
 def use_local_device(local_rank: int | None = None) -> torch.device:
-    """Makes this process's GPU the current one, for a program that runs as one of several ranks.
+    """Makes this rank's GPU current.
 
     Args:
-        local_rank: Rank on this node. Default: $LOCAL_RANK, or 0. A process that sees one GPU takes that one, as
+        local_rank: Rank on this node. None: $LOCAL_RANK, or 0. A process that sees only one GPU uses it, since
             launchers may show each rank only its own.
 
     Returns:
@@ -50,21 +50,21 @@ def use_local_device(local_rank: int | None = None) -> torch.device:
 
 @contextmanager
 def process_group(device: torch.device, **options: Any) -> Iterator[None]:
-    """Joins the other ranks, over NCCL or gloo as the device asks for, and leaves them at the end.
+    """Initializes the process group over NCCL or gloo, by device, and destroys it at the end.
 
-    NCCL gets streams of high priority, unless $TORCH_NCCL_HIGH_PRIORITY says otherwise: the transfer of the next chunk
-    and the attention kernel become ready at the same time, and a transfer that starts late is waited for. torch reads
-    the variable for every communicator that it makes, so that it holds for groups that others make from this one too.
+    NCCL gets high-priority streams (unless $TORCH_NCCL_HIGH_PRIORITY is set): the transfer of the next chunk and the
+    attention kernel become ready at the same time, and a transfer that starts late stalls the next kernel. torch reads
+    the variable for every communicator, including groups made from this one.
 
-    After a failure inside, the communicators are aborted: NCCL's `destroy_process_group` waits for ranks that are
-    still in a collective with this one.
+    If the body fails, communicators are aborted, because NCCL's `destroy_process_group` waits for ranks in a
+    collective.
 
     Args:
-        device: This rank's, as `use_local_device` returns it.
+        device: This rank's device, from `use_local_device`.
         options: Further arguments of `init_process_group`.
 
     Raises:
-        CommunicationError: Other ranks did not come.
+        CommunicationError: Other ranks did not join.
     """
     if device.type == "cuda":
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
@@ -79,17 +79,17 @@ def process_group(device: torch.device, **options: Any) -> Iterator[None]:
 
 
 def _abort() -> None:
-    """Ends this rank's communicators, without waiting for other ranks or longer than `_PATIENCE_S`.
+    """Aborts this rank's communicators within `_PATIENCE_S`, without waiting for other ranks.
 
-    Only NCCL has to be aborted. Connections of gloo are closed with the process.
+    Only NCCL needs it; gloo's connections close with the process.
     """
     if dist.is_initialized() and over_nccl():
-        # In a thread: NCCL's abort can hang, too.
+        # In a thread, since NCCL's abort can hang
         aborting = threading.Thread(target=_abort_all_groups, daemon=True)
         aborting.start()
         aborting.join(_PATIENCE_S)
 
 
 def _abort_all_groups() -> None:
-    with suppress(Exception):  # the first error is reported already
+    with suppress(Exception):  # the first error is already reported
         distributed_c10d._abort_process_group()

@@ -1,4 +1,4 @@
-"""A report after each call of a pipeline, for as long as db-SP is attached to it."""
+"""A report after each call of a pipeline while db-SP is enabled."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from dbsp_kernels.errors import page
 
 
 def report_calls(pipe: Any, sessions: Sequence[AttentionSession], patches: PatchSet, framework: str) -> None:
-    """Lets each call of `pipe` that succeeds end with a report, where the session's settings name a folder.
+    """Writes a report after each successful call of `pipe`, if the session's settings name a folder.
 
-    A call whose masks all turn out dense, unasked, ends with a line that says so, as do costs of `plan: current` and
-    layers that ran dense because that is faster. A call that fails leaves nothing, and waits for nobody.
+    Also logs a line if all masks were dense without being asked for, and notes on `plan: current` and on layers that
+    ran dense because it is faster. A failed call writes nothing and does not wait.
 
     Args:
-        sessions: One for each of its transformers, in the order in which the report numbers their layers.
+        sessions: One per transformer, in order of layer numbers in the report.
     """
     observer = run_observer(sessions[0])
     sparse = [session for session in sessions if not isinstance(session.config.mask, DenseSource)]
@@ -65,7 +65,7 @@ def report_calls(pipe: Any, sessions: Sequence[AttentionSession], patches: Patch
 
 @contextmanager
 def _observed(pipe: Any, observer: RunObserver) -> Iterator[None]:
-    """Observes one call of a pipeline: how long it takes, and what the scheduler's last step returns, the latents."""
+    """Observes the time of one pipeline call and the final latents (result of the scheduler's last step)."""
 
     def kept(step: Callable[..., Any]) -> Callable[..., Any]:
         def step_and_keep(*args: Any, **kwargs: Any) -> Any:
@@ -94,8 +94,7 @@ def _observed(pipe: Any, observer: RunObserver) -> Iterator[None]:
 def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, framework: str) -> None:
     """Makes the report and writes it on the first rank. Collective.
 
-    An error is logged in one line, after a traceback if it is a fault of db-SP's: neither that nor a full disk must
-    end a generation that succeeded.
+    Errors are only logged (with a traceback if they are bugs), so that they do not fail a successful generation.
     """
     observer = run_observer(sessions[0])
     folder = Path(observer.folder if observer is not None else ".")
@@ -111,10 +110,7 @@ def report_or_say_why_not(sessions: Sequence[AttentionSession], model: str, fram
 def write_run_report(
     sessions: Sequence[AttentionSession], model: str, framework: str, folder: str | os.PathLike[str] | None = None
 ) -> None:
-    """Makes one report of all sessions, and writes it on the first rank. Collective; raises as `make_report` does.
-
-    Default for `folder` is the one in the sessions' settings.
-    """
+    """Writes one report of all sessions on the first rank, to `folder` or the settings' folder. See `make_report`."""
     first, *others = sessions
     for session in others:
         session.flush()
@@ -135,7 +131,7 @@ def write_run_report(
 
 
 def model_name(pipe: Any) -> str:
-    """Returns the short name of what a pipeline was loaded from, a known model or a path; else its class."""
+    """Returns the short name of a pipeline's known model or path, else its class."""
     config = getattr(pipe, "config", None)
     name = config.get("_name_or_path") if isinstance(config, Mapping) else None
     if not name:

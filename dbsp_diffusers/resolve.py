@@ -1,4 +1,4 @@
-"""Finds the settings in effect for a model, and logs them."""
+"""Resolves and logs the effective settings of a model."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dbsp_kernels import KernelRequirements, choose_kernel
 
 
 def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
-    """Identifies a transformer, given its pipeline if there is one. Raises UserError for an unknown class."""
+    """Returns the signature of a transformer and its pipeline, if any. Raises UserError for an unknown class."""
     name = type(pipe).__name__.removeprefix("xFuser")
     if not name.endswith("Pipeline"):
         name = architecture_of(transformer).pipeline or type(transformer).__name__
-    if name not in PIPELINES:  # another class of the same checkpoints
+    if name not in PIPELINES:  # another class for the same checkpoints
         name = next((own for own, kind in PIPELINES.items() if name in (kind.from_image, kind.from_video)), name)
     two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
     return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
@@ -38,11 +38,11 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
 def resolve_config(
     config: ConfigLike, transformer: Any, pipe: Any = None, name: str = "transformer", *, vae: bool = False
 ) -> DbspConfig:
-    """Returns the settings for a transformer: those given, or else those shipped for its checkpoint.
+    """Returns a transformer's settings: `config`, or else those shipped for its checkpoint.
 
-    Where they name no mask, and the checkpoint brings one of its own, they are given this one. `name` is that of the
-    transformer in its pipeline, and `vae` turns the setting of that name on. Raises UserError for an error in the
-    settings, and for a configuration of another model.
+    Without a mask setting, the checkpoint's own mask is used, if any. `name` is the transformer's name in its
+    pipeline; `vae` enables setting `vae`. Raises UserError for invalid settings and for a configuration of another
+    model.
     """
     if config is None:
         loaded = default_config(identify(transformer, pipe))
@@ -58,7 +58,7 @@ def resolve_config(
 
 
 def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
-    """Adds the mask that a checkpoint brings if none is named; and its numbers if its mask is named without them."""
+    """Adds the checkpoint's own mask if none is set, or its numbers if that mask is set without them."""
     known = known_architecture(transformer)
     mask = known.own_mask.source(transformer) if known is not None and known.own_mask is not None else None
     if mask is None:
@@ -72,7 +72,7 @@ def _with_own_mask(config: DbspConfig, transformer: Any) -> DbspConfig:
 
 
 def require_possible(config: DbspConfig) -> None:
-    """Raises SettingError for settings that are not supported on this computer, or with these masks."""
+    """Raises SettingError for settings that are not supported on this machine or with these masks."""
     if config.transformer_2:
         with blame_setting("transformer_2"):
             require_possible(config.for_transformer("transformer_2"))
@@ -87,10 +87,10 @@ def require_possible(config: DbspConfig) -> None:
 
 
 def log_config(session: AttentionSession, transformer: Any, pipe: Any, ranks: SequenceGroup) -> None:
-    """Logs a transformer's settings in effect, in two lines, once for the same settings."""
+    """Logs a transformer's effective settings in two lines, once per settings."""
     config, identity = session.config, identify(transformer, pipe)
     title = model_title(identity, type(transformer).__name__ if pipe is None else None)
-    # 1. The kernel, for the attention's weights: a model may keep others, such as embeddings, in float32.
+    # 1. Kernel for the attention's dtype (other weights, such as embeddings, may be float32)
     attention = architecture_of(transformer).attentions_of(transformer)[0]
     floats = (parameter for parameter in attention.parameters() if parameter.is_floating_point())
     like = next(floats, next(transformer.parameters()))
@@ -98,13 +98,13 @@ def log_config(session: AttentionSession, transformer: Any, pipe: Any, ranks: Se
         wanted = kernel_order(config.kernel, config.machine, like.device)
         needs = KernelRequirements(head_dim=identity.sizes[2] or None)
         kernel = choose_kernel(wanted, like.device, like.dtype, needs).name
-    except UserError:  # attention raises it, on all ranks together
+    except UserError:  # raised at the first attention, on all ranks
         kernel = config.kernel
     layout = f"planner {config.planner.setting}, layout {config.layout}, kernel {kernel}"
     if config.precision != MODEL:
         layout += f", precision {config.precision.setting}"
     _log_once(f"{title} on {in_number(ranks.size, 'rank')}, strategy {session.strategy or 'auto'}, {layout}")
-    # 2. The mask with all its settings, such as "sol:…, dense last_steps 5".
+    # 2. Mask with all settings, such as "sol:…, dense last_steps 5"
     schedule = config.dense_schedule
     dense = [f"{setting.name} {number}" for setting in fields(schedule) if (number := getattr(schedule, setting.name))]
     mask = mask_in_words(config.mask, defaults=True) + (f", dense {', '.join(dense)}" if dense else "")

@@ -1,4 +1,4 @@
-"""Training with a sharded sequence: what each rank has for gradients is summed over the ranks of the sequence."""
+"""Training with a sharded sequence: sums gradients over the ranks of the sequence."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ BUCKET_BYTES = 64 << 20
 
 
 def sum_gradients(model: Any) -> None:
-    """Sums the gradients of a transformer's parameters over the ranks that made one output together.
+    """Sums the gradients of a transformer's parameters over the ranks of the sequence. Collective.
 
-    Every rank computes the whole loss, but its gradients come from its own tokens only: call this on all ranks after
-    `backward` and before clipping or the optimiser's step. With data parallelism as well, average over the data
-    group as usual, before or after. Parameters sharded by FSDP2 over the sequence's ranks too were averaged over them
-    already; they are scaled back to the sum.
+    Every rank computes the whole loss, but gradients from its own tokens only. Call this after `backward` and before
+    clipping or the optimizer's step. With data parallelism, average over the data group as usual, before or after.
+    FSDP2 over the sequence's ranks has already averaged its parameters' gradients; they are scaled back to the sum.
 
     Args:
-        model: A pipeline or transformer on which db-SP is enabled.
+        model: A pipeline or transformer with db-SP enabled.
 
     Raises:
-        UserError: If db-SP is not enabled.
+        UserError: db-SP is not enabled.
     """
     state = attached_to(model)
     if state is None:
-        raise UserError("gradients are summed where db-SP is enabled; call dbsp_diffusers.enable first")
+        raise UserError("sum_gradients needs a model with db-SP enabled; call dbsp_diffusers.enable first")
     group = state.first.group
     if group.size == 1 or group.alone:
         return
@@ -57,7 +56,7 @@ def sum_gradients(model: Any) -> None:
 
 
 def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups gradients of one dtype and device, of BUCKET_BYTES or a single tensor; identically on all ranks."""
+    """Groups gradients by dtype and device into buckets of BUCKET_BYTES, identically on all ranks."""
     waiting: dict[object, list[torch.Tensor]] = {}
     for grad in grads:
         bucket = waiting.setdefault((grad.dtype, grad.device), [])

@@ -1,4 +1,4 @@
-"""Data that db-SP needs of a transformer class: where self-attention is, what is sharded, what the tokens are."""
+"""Descriptions of transformer classes: self-attention modules, sharded tensors, tokens."""
 
 from dbsp_diffusers.models.architecture import Architecture, ShardPlan, ShardSpec, heads_of
 from dbsp_diffusers.models.table import (

@@ -1,4 +1,4 @@
-"""Layers of branches, VSA's gate and SLA's projection: read from the checkpoint where the class lacks them."""
+"""Branch layers (VSA's gate, SLA's projection), read from the checkpoint if the class lacks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dbsp_diffusers.models.architecture import heads_of
 from dbsp_diffusers.models.table import known_architecture
 
 GATE, PROJECTION = VsaSource.gate, SlaSource.projection
-"""The layers' names in a self-attention module."""
+"""Names of the layers in a self-attention module."""
 _DO_WITHOUT = {
     GATE: "or set coarse: false of mask source vsa, for the mask alone",
     PROJECTION: "or set linear: false of mask source sla, for the mask alone",
@@ -32,20 +32,20 @@ _WEIGHTS = (
     "diffusion_pytorch_model.safetensors.index.*.json",
     "diffusion_pytorch_model.*.safetensors",
 )
-"""Patterns of the file that says where weights are, the first to be looked for first; the latter two of variants."""
+"""Patterns of the weights' index or file, in order of preference; the last two are for variants."""
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def branch_layer(source: MaskSource) -> str | None:
-    """Returns the name of the layer that the branch of a mask source needs, if it has a branch."""
+    """Returns the name of the layer that a mask source's branch needs, or None."""
     names = (getattr(part, "branch_layer", None) for part in parts_of(source))
     return next(filter(None, names), None)
 
 
 def gate_of(attention: nn.Module, source: MaskSource) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Returns what makes `LocalQK.gate` of a module's hidden states [B, n, C], if it has the layer of a branch.
+    """Returns a function from hidden states [B, n, C] to `LocalQK.gate`, or None without a branch layer.
 
-    It calls the layer, as hooks of offloading are on the call.
+    It calls the layer, so that offloading hooks run.
     """
     name = branch_layer(source)
     layer = None if name is None else getattr(attention, name, None)
@@ -53,40 +53,37 @@ def gate_of(attention: nn.Module, source: MaskSource) -> Callable[[torch.Tensor]
 
 
 def _projected_units(projection: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns what a projection of D channels makes of zeros, and of each channel alone, [D + 1, D]."""
+    """Returns a projection's outputs for zeros and for each unit channel, [D + 1, D]."""
     units = torch.eye(projection.in_features, dtype=projection.weight.dtype, device=hidden.device)
     units = torch.cat([torch.zeros_like(units[:1]), units])
     return cast(torch.Tensor, projection(units))
 
 
 def gate_by_head(gate: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Returns the output of a gate's layer, [B, n, H · D], in shape and dtype of queries [B, H, n, D].
-
-    What a projection makes, [D + 1, D], stays as it is.
-    """
+    """Reshapes a gate [B, n, H · D] to shape and dtype of queries [B, H, n, D]; a projection [D + 1, D] is kept."""
     if gate.ndim == 2:
         return gate
-    # No method: within a function mode torch.compile does not trace the super() of Tensor.unflatten.
+    # A function, since torch.compile cannot trace super() in Tensor.unflatten within a function mode.
     return torch.unflatten(gate, 2, (q.shape[1], q.shape[3])).transpose(1, 2).to(q.dtype)
 
 
 def branch_layers_in_checkpoint(
     transformer: nn.Module, source: MaskSource, name: str | None = None
 ) -> dict[nn.Module, nn.Linear]:
-    """Loads the layers of a mask source's branch that a transformer lacks and its checkpoint has.
+    """Loads the branch layers that a transformer lacks but its checkpoint has.
 
-    diffusers' Wan has no place for them, and drops their weights when it reads FastWan's or TurboWan's checkpoint.
-    They are read from safetensors in a local folder or in Hugging Face's cache; nothing is downloaded.
+    diffusers' Wan drops these weights when loading checkpoints of FastWan or TurboWan. They are read from safetensors
+    in a local folder or Hugging Face's cache, without downloading.
 
     Args:
-        name: The transformer's name in its pipeline; None: it is given alone.
+        name: The transformer's name in its pipeline; None: without pipeline.
 
     Returns:
-        By self-attention module its layer, on the device of `to_q`, gates of its dtype; empty if the checkpoint
-        has none or cannot be found.
+        The layer by self-attention module, on the device of `to_q`, gates in its dtype; empty if the checkpoint has
+        none or cannot be found.
 
     Raises:
-        UserError: For weights of some layers only, or that don't fit or can't be read.
+        UserError: Weights of some layers are missing, do not fit or cannot be read.
     """
     layer, known = branch_layer(source), known_architecture(transformer)
     stems = () if layer is None or known is None else known.branch_layers.get(layer, ())
@@ -108,19 +105,19 @@ def branch_layers_in_checkpoint(
             layers[attention] = _layer(transformer, attention, layer, stem, files)
     if without:
         raise UserError(
-            f"{weights} has {layer} for {len(lacking) - len(without)} of {len(lacking)} layers, and not for "
+            f"{weights} has {layer} for {len(lacking) - len(without)} of {len(lacking)} layers, but not for "
             f"{without[0]}; load a checkpoint that has all of them, {_DO_WITHOUT[layer]}"
         )
     return layers
 
 
 def _weights_of(transformer: nn.Module, name: str | None, layer: str) -> Path | None:
-    """Returns the file that the transformer's weights were read from, or their index; None if it is not found."""
+    """Returns the file or index of the transformer's weights, or None if not found."""
     config: Any = getattr(transformer, "config", None)
     source = config.get("_name_or_path") if isinstance(config, Mapping) else None
     if not source:
         return None
-    # A checkpoint's own folder, or that of a whole pipeline.
+    # The transformer's folder, or that of a whole pipeline
     names = ("transformer", "transformer_2") if name is None else (name,)
     folders: list[Path | None] = [Path(source, part) for part in ("", *names)]
     if not Path(source).is_dir():
@@ -129,8 +126,8 @@ def _weights_of(transformer: nn.Module, name: str | None, layer: str) -> Path | 
     files = [part for part in ([alone] if alone is not None else parts) if part is not None]
     if len(files) > 1:
         raise UserError(
-            f"{source} has two transformers, and nothing says which one this is, whose {layer} is to be read; "
-            f"give db-SP the whole pipeline, load the transformer from its own folder, {_DO_WITHOUT[layer]}"
+            f"{source} has two transformers, and db-SP cannot tell which one to read {layer} from; "
+            f"enable db-SP on the whole pipeline, load the transformer from its own folder, {_DO_WITHOUT[layer]}"
         )
     return files[0] if files else None
 
@@ -140,7 +137,7 @@ def _first_weights(folder: Path) -> Path | None:
 
 
 def _files_of(weights: Path, layer: str) -> dict[str, Path]:
-    """Returns the file of each tensor of such layers, by its name."""
+    """Returns the file of each tensor of these layers, by name."""
     with _readable(weights, layer):
         if weights.suffix == ".json":
             index: dict[str, str] = json.loads(read_text(weights))["weight_map"]
@@ -150,14 +147,14 @@ def _files_of(weights: Path, layer: str) -> dict[str, Path]:
 
 
 def _layer(transformer: Any, attention: nn.Module, name: str, stem: str, files: Mapping[str, Path]) -> nn.Linear:
-    """Builds the layer whose weights have names that begin with `stem`."""
+    """Builds the layer from the weights whose names begin with `stem`."""
     like: Any = attention.to_q
     if like.weight.is_meta:
         raise UserError(
-            f"the transformer's weights are offloaded already, and {name} cannot be added; offload them once db-SP is "
+            f"the transformer's weights are already offloaded, so {name} cannot be added; offload them once db-SP is "
             f"enabled, {_DO_WITHOUT[name]}"
         )
-    # A gate has to_q's size and dtype, or the transformer's where weights are quantised; a projection a head's.
+    # A gate has to_q's size and dtype (if quantized, the transformer's dtype); a projection has a head's size.
     dtype = like.weight.dtype if like.weight.dtype in _FLOATS else transformer.dtype
     inputs, outputs = like.in_features, like.out_features
     if name == PROJECTION:

@@ -1,4 +1,4 @@
-"""The transformer classes that make images: FLUX, Qwen-Image, Z-Image, Krea 2, ERNIE-Image."""
+"""Transformer classes for images: FLUX, Qwen-Image, Z-Image, Krea 2, ERNIE-Image."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _flux(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _flux3(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reads tokens with reference images after the generated one. Joint blocks' rotary tables pack text and images."""
+    """Reference images follow the generated image; joint blocks' rotary tables pack text and images."""
     sequence, references = _flux(transformer, inputs), inputs.get("image_cond_hidden_states")
     tokens = math.prod(sequence.thw) + (0 if references is None else references.shape[1])
     packed = torch.arange(sequence.text + tokens, device="cpu")
@@ -49,7 +49,7 @@ _FLUX = Architecture(
     attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
     sequence=_flux,
     shard_plan=ShardPlan(
-        # [tokens, 3], or a batch of those
+        # [tokens, 3], or batched
         inputs={"": {**STREAMS, "img_ids": ShardSpec("video", -2), "txt_ids": ShardSpec("text", -2)}},
         gathered=OUTPUT,
     ),
@@ -66,17 +66,17 @@ def _qwen(transformer: Any, inputs: Inputs) -> TokenSequence:
     images = one_for_all(shapes, "img_shapes must be the same for all items of a batch")
     mask = inputs.get("encoder_hidden_states_mask")
     text = inputs["encoder_hidden_states"].shape[1] if mask is None else valid_tokens(mask)
-    thw = images[0] if len(images) == 1 else None  # else there are layers, or what is edited
+    thw = images[0] if len(images) == 1 else None  # otherwise layers, or images to edit
     tokens = sum(map(math.prod, images))
     return TokenSequence.on_grid(thw, tokens, "img_shapes", text=text, timestep=timestep_of(inputs))
 
 
 _FILLED_TO = 32
-"""Image and caption are each filled up to a multiple of this with learned tokens, which are attended to."""
+"""Image and caption are each padded to a multiple of this with learned tokens, which are attended to."""
 
 
 def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reads an image's tokens, their padding, and the caption: all but the image counts as text. Its time rises."""
+    """Padding and caption count as text; the timestep rises."""
     reject_arguments(inputs, "controlnet_block_samples", "siglip_feats", "image_noise_mask")
     images, captions = inputs["x"], inputs["cap_feats"]
     if isinstance(images[0], list):
@@ -92,7 +92,7 @@ def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _z_image_sizes(inputs: Inputs) -> list[Hashable]:
-    """Returns each image's size with the length of its prompt, both as they are filled up."""
+    """Returns each image's size and the length of its prompt, padded."""
     pairs = zip(inputs["x"], inputs["cap_feats"], strict=True)
     return [(getattr(image, "shape", None), _filled(len(caption))) for image, caption in pairs]
 
@@ -102,7 +102,7 @@ def _filled(tokens: int) -> int:
 
 
 def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Packs text, of which any part may be padding, and the image."""
+    """Text (with padding anywhere) and image are packed."""
     text, tokens = inputs["encoder_hidden_states"].shape[1], inputs["hidden_states"].shape[1]
     mask, positions = inputs.get("encoder_attention_mask"), inputs["position_ids"]
     thw = read_once(positions, lambda rows: position_grid(rows[text:], tokens))
@@ -119,7 +119,7 @@ def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _ernie(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Packs the image and text, with its padding at the end; batches are along the second dimension."""
+    """Image and text are packed, with text padding at the end; the batch is the second dimension."""
     text, thw = one_for_all(_ernie_lengths(inputs), TEXTS_DIFFER), sample_grid(transformer, inputs)
     tokens = math.prod(thw)
     packed = torch.cat([torch.arange(tokens, tokens + text, device="cpu"), torch.arange(tokens, device="cpu")])
@@ -136,7 +136,7 @@ def _ernie_lengths(inputs: Inputs) -> list[int]:
 IMAGE_MODELS = {
     "FluxTransformer2DModel": replace(_FLUX, guidance="calls"),
     "Flux2Transformer2DModel": replace(_FLUX, guidance="calls"),
-    # Not the first few layers, of each kind of token alone: every rank computes them.
+    # Excludes the first layers, for one kind of token each, which every rank computes.
     "Flux3Transformer2DModel": replace(
         _FLUX,
         attention=("single_transformer_blocks.*.attn",),
@@ -150,7 +150,7 @@ IMAGE_MODELS = {
                     "image_rotary_emb": ShardSpec("packed", 0),
                 },
             },
-            # There, as the generated image's tokens are then taken from all images'.
+            # Gathered there, because the model then slices the generated image's tokens.
             gathered_early={"single_transformer_blocks.-1": {1: VIDEO}},
             whole=("proj_out",),
         ),
@@ -172,7 +172,7 @@ IMAGE_MODELS = {
         padded_text=True,
         guidance="calls",
     ),
-    # Not the refiners' few layers, of the image alone and of the caption alone: every rank computes them.
+    # Excludes the refiners of image and caption, which every rank computes.
     "ZImageTransformer2DModel": Architecture(
         attention=("layers.*.attention",),
         sequence=_z_image,
@@ -191,7 +191,7 @@ IMAGE_MODELS = {
                 "transformer_blocks.0": {"hidden_states": PACKED},
                 "transformer_blocks.*": {"image_rotary_emb": ShardSpec("packed", 0)},
             },
-            # There, as text is then cut off.
+            # Gathered there, because the model then cuts off text.
             gathered_early={"transformer_blocks.-1": {0: PACKED}},
             whole=("final_layer",),
         ),

@@ -1,4 +1,4 @@
-"""The tokens of one forward pass, read from its arguments."""
+"""The tokens of a forward pass, from its arguments."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import outside_inference
 
 Inputs = Mapping[str, Any]
-"""A forward pass's arguments by name."""
+"""Arguments of a forward pass by name."""
 
 Value = TypeVar("Value")
 TEXTS_DIFFER = "the texts of one batch differ in length"
-_SEPARATELY = "give the transformer those of one kind at a time, or run them one after the other"
-_NO_GRID = "is not one grid of tokens: there are others in addition to the generated ones (references, edits)"
+_SEPARATELY = "call the transformer with items of one kind at a time"
+_NO_GRID = "is not one grid of tokens: it has tokens besides the generated ones (references, edits)"
 _PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSource)
-"""Sources whose masks do not depend on where tokens are, unless they are given a token order that does."""
+"""Sources whose masks do not depend on token positions, unless their token order does."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Tokens that self-attention attends over in one forward pass.
+    """Tokens of self-attention in one forward pass.
 
     Attributes:
         thw: Frames, rows and columns of the video's token grid; an image has one frame.
-        text: Tokens of text that count, padding left out; 0 where text is not in the sequence.
-        timestep: Timestep of the denoising, which falls from step to step; None if nothing distinguishes steps.
-        packed: int64[tokens], slot of each token in a model's packed sequence, those of text (all that is not video)
-            first; None: text and video are streams of their own.
-        packed_length: Number of the packed sequence's slots, if some are padding.
-        no_grid: Reason why tokens make no grid: thw is then (1, 1, tokens), for masks that do not depend on positions.
+        text: Number of text tokens without padding; 0 if text is not in the sequence.
+        timestep: Timestep of the denoising, falling from step to step; None if unknown.
+        packed: int64[tokens], slot of each token in the model's packed sequence, text (everything but video) first;
+            None: text and video are separate streams.
+        packed_length: Number of slots of the packed sequence, if some are padding.
+        no_grid: Reason why tokens do not form a grid; thw is then (1, 1, tokens), for masks without positions.
     """
 
     thw: tuple[int, int, int]
@@ -56,7 +56,7 @@ class TokenSequence:
 
     @classmethod
     def on_grid(cls, thw: tuple[int, int, int] | None, tokens: int, what: str, **others: Any) -> TokenSequence:
-        """Returns tokens on this grid; if it is None, tokens without one, for which the model's input `what` is named.
+        """Returns tokens on grid `thw`, or without a grid if None; `what` names the model's input for messages.
 
         `others` are further attributes.
         """
@@ -66,14 +66,14 @@ class TokenSequence:
         return cls((1, 1, tokens), no_grid=reason, **others)
 
     def require_grid(self, source: MaskSource) -> None:
-        """Raises UserError where a source's masks depend on where tokens are, and they make no grid."""
+        """Raises UserError if a source's masks need positions but the tokens do not form a grid."""
         placeless = (
             isinstance(part, _PLACELESS) and getattr(part, "token_order", CANONICAL) == CANONICAL
             for part in parts_of(source)
         )
         if self.no_grid is not None and not all(placeless):
             raise UserError(
-                f"{self.no_grid}; choose masks that need none: dense, or sparge, sol or lowrank in order thw"
+                f"{self.no_grid}; use a mask without positions: dense, or sparge, sol or lowrank in order thw"
             )
 
     @property
@@ -85,10 +85,10 @@ class TokenSequence:
 def sample_grid(transformer: Any, inputs: Inputs, frames_dim: int = 2) -> tuple[int, int, int]:
     """Returns (t, h, w) of a sample by the configured patch size.
 
-    The sample is [B, C, F, H, W], or [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
+    The sample is [B, C, F, H, W], [B, F, C, H, W] with frames_dim 1, or an image [B, C, H, W].
     """
     sample: torch.Tensor = inputs["hidden_states"]
-    config = getattr(transformer, "config", transformer)  # other libraries' classes have sizes as attributes
+    config = getattr(transformer, "config", transformer)  # other libraries store sizes as attributes
     patch = config.patch_size
     if isinstance(patch, int):
         patch = (getattr(config, "patch_size_t", None) or 1, patch, patch)
@@ -103,12 +103,12 @@ def on_sample_grid(
     grid: Callable[[Any, Inputs], tuple[int, int, int]] = sample_grid,
     rejects: tuple[str, ...] = (),
 ) -> Callable[[Any, Inputs], TokenSequence]:
-    """Makes an architecture's `sequence` for tokens on the grid of its sample, at the timestep of its arguments.
+    """Makes an architecture's `sequence` for tokens on the grid of the sample.
 
     Args:
-        text: Returns the number of tokens of text that count, if text is in the sequence.
-        grid: Returns (t, h, w), given the transformer and a pass's arguments by name.
-        rejects: Names of arguments that db-SP would get wrong.
+        text: Returns the number of text tokens without padding, if text is in the sequence.
+        grid: Returns (t, h, w) from the transformer and a pass's arguments by name.
+        rejects: Names of unsupported arguments.
     """
 
     def sequence(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -119,20 +119,20 @@ def on_sample_grid(
 
 
 def text_length(inputs: Inputs) -> int:
-    """Returns the number of text tokens, of which all count."""
+    """Returns the number of text tokens, without a mask."""
     length: int = inputs["encoder_hidden_states"].shape[1]
     return length
 
 
 def text_before_padding(inputs: Inputs) -> int:
-    """Returns the number of text tokens that their mask leaves."""
+    """Returns the number of text tokens in their mask."""
     return valid_tokens(inputs["encoder_attention_mask"])
 
 
 def valid_tokens(mask: torch.Tensor) -> int:
-    """Returns the number of text tokens that a mask [B, n] leaves: the first ones, as many in each item of the batch.
+    """Returns the number of text tokens in a mask [B, n].
 
-    Raises UserError otherwise.
+    Raises UserError unless they come first, and equally many in each batch item.
     """
 
     def count(mask: torch.Tensor) -> int:
@@ -146,10 +146,7 @@ def valid_tokens(mask: torch.Tensor) -> int:
 
 
 def valid_slots(mask: torch.Tensor) -> torch.Tensor:
-    """Returns int64, slots of the text tokens that a mask [B, n] leaves, the same in each item of the batch.
-
-    Raises UserError otherwise.
-    """
+    """Returns the slots of text tokens in a mask [B, n], int64. Raises UserError if batch items differ."""
 
     def slots(mask: torch.Tensor) -> torch.Tensor:
         rows = mask.bool().cpu()
@@ -161,10 +158,7 @@ def valid_slots(mask: torch.Tensor) -> torch.Tensor:
 
 
 def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] | None:
-    """Returns (t, h, w) of tokens at positions [tokens, 3 or more], whose first columns are theirs in t, h and w.
-
-    None if they do not make one grid.
-    """
+    """Returns (t, h, w) of tokens at positions [tokens, 3 or more] (t, h, w first), or None if they are not a grid."""
     rows = positions[:, :3].cpu()
     frame = _run(rows[:, 0])
     width = _run(rows[:frame, 1])
@@ -177,7 +171,7 @@ def position_grid(positions: torch.Tensor, tokens: int) -> tuple[int, int, int] 
 
 
 def one_for_all(values: Iterable[Value], difference: str) -> Value:
-    """Returns what is found of all items of a batch. Raises UserError, which names the difference, if it differs."""
+    """Returns the common value of all batch items. Raises UserError with `difference` if they differ."""
     first, *others = set(values)
     if others:
         raise UserError(f"{difference}; {_SEPARATELY}")
@@ -185,22 +179,22 @@ def one_for_all(values: Iterable[Value], difference: str) -> Value:
 
 
 def _run(values: torch.Tensor) -> int:
-    """Returns the number of first values that are equal."""
+    """Returns the length of the first run of equal values."""
     others = (values != values[0]).nonzero()
     return len(values) if len(others) == 0 else int(others[0])
 
 
 class Readings:
-    """Results read from tensors, kept for each tensor as long as it lives and is not written to.
+    """Cache of values read from tensors, valid until a tensor is freed or written to.
 
-    Pipelines pass the same tensors at each step, and reading them waits for the device.
+    Pipelines pass the same tensors at each step, and reading them synchronizes with the device.
     """
 
     def __init__(self) -> None:
         self._of_version: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def kept_for(self, tensor: torch.Tensor) -> dict[Any, Any]:
-        """Returns what is kept for a tensor, to be added to. Inference tensors count no writes: nothing is kept."""
+        """Returns the cache of a tensor, mutable; inference tensors do not track writes and are not cached."""
         if tensor.is_inference():
             return {}
         version, readings = self._of_version.get(tensor, (None, {}))
@@ -214,7 +208,7 @@ _readings = Readings()
 
 
 def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -> Value:
-    """Calls function(tensor) once for a tensor that is not written to; functions have different qualified names."""
+    """Calls function(tensor), cached by the function's qualified name until the tensor is written to."""
     readings, key = _readings.kept_for(tensor), function.__qualname__
     if key not in readings:
         readings[key] = outside_inference(function)(tensor)
@@ -223,9 +217,9 @@ def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -
 
 
 def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:
-    """Returns the largest timestep of a video's tokens: what is given already, such as a first frame, is at 0.
+    """Returns the largest timestep of the tokens (known tokens, such as a first frame, are at 0).
 
-    Of one that is the same for all items and tokens, a view, so that a whole schedule is read at once.
+    A timestep common to all items and tokens is returned as a view, so that a whole schedule is read at once.
     """
     timestep = inputs.get("timestep")
     if not isinstance(timestep, torch.Tensor):
@@ -236,7 +230,7 @@ def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:
 
 
 def reject_arguments(inputs: Inputs, *names: str) -> None:
-    """Raises UserError where one of these arguments is given: tensors of all tokens that db-SP does not cut."""
+    """Raises UserError if one of these arguments is set, which db-SP does not shard."""
     for name in names:
         if not (inputs.get(name) is None or inputs[name] is False):
-            raise UserError(f"db-SP does not run this model with {name}; leave it out, or leave db-SP out (disable)")
+            raise UserError(f"db-SP does not support this model with {name}; leave it out, or call `disable`")

@@ -12,11 +12,9 @@ _NAMES = ("transformer", "transformer_2")
 
 
 def transformers_of(model: Any) -> dict[str, Any]:
-    """Returns a pipeline's transformers by name, or the one that is given, as they are without torch.compile.
+    """Returns a pipeline's transformers by name (or the given transformer), without torch.compile's wrapper.
 
-    One that has two names in the pipeline is returned once, by the first.
-
-    Raises UserError for a pipeline without any.
+    A transformer with two names is returned once, by the first. Raises UserError for a pipeline without transformers.
     """
     transformers: dict[str, Any] = {}
     for name, part in transformers_in(model).items():
@@ -24,12 +22,12 @@ def transformers_of(model: Any) -> dict[str, Any]:
         if all(transformer is not other for other in transformers.values()):
             transformers[name] = transformer
     if not transformers:
-        raise UserError(f"db-SP parallelizes pipelines with a transformer, {type(model).__name__} has none")
+        raise UserError(f"expected a pipeline with a transformer, got {type(model).__name__}")
     return transformers
 
 
 def transformers_in(model: Any) -> dict[str, Any]:
-    """Returns a pipeline's transformers by name; a module itself as "transformer"; empty for anything else."""
+    """Returns a pipeline's transformers by name, a module as "transformer", or an empty mapping."""
     if not any(hasattr(model, name) for name in _NAMES):
         return {"transformer": model} if isinstance(model, nn.Module) else {}
     parts = {name: getattr(model, name, None) for name in _NAMES}

@@ -1,4 +1,4 @@
-"""The transformer classes that make videos: Wan, CogVideoX, HunyuanVideo, LTX, Cosmos, Kandinsky, MiniMax H3."""
+"""Transformer classes for videos: Wan, CogVideoX, HunyuanVideo, LTX, Cosmos, Kandinsky, MiniMax H3."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def _causal(transformer: Any) -> str | None:
 
 
 _WAN_ROPE = {"rope": BATCHED_ROTARY}
-# Video is cut where it is embedded, not at the first block: what wraps the blocks as a whole, as some step caches do,
-# then sees only shares.
+# Shard the video at its embedding, not at the first block, so that wrappers of all blocks (some step caches) see
+# only shards.
 _EMBEDDED = {0: ShardSpec("video", 2, grid=True)}
 _WAN = Architecture(
     attention=("blocks.*.attn1",),
@@ -87,7 +87,7 @@ def _easyanimate_text(inputs: Inputs) -> int:
 _COGVIDEOX_SHARD_PLAN = ShardPlan(
     inputs={
         "": {"image_rotary_emb": ShardSpec("video", 0)},
-        # Only there, as the embedding's output is cut by the length of all text.
+        # Sharded there, because the model slices the embedding's output by the length of all text.
         "transformer_blocks.0": {"encoder_hidden_states": TEXT},
     },
     outputs={"patch_embed": {0: ShardSpec("video", 1, after_text=True)}},
@@ -102,14 +102,14 @@ _COGVIDEOX = Architecture(
 
 
 def _hunyuan_15_text(inputs: Inputs) -> int:
-    """Counts text from an image's embedding, and two prompts'."""
+    """Counts tokens of an image's embedding and of two prompts."""
     image = inputs["image_embeds"]
     is_given = not read_once(image, lambda image: bool((image == 0).all()))
     return _two_texts(inputs, image.shape[1] if is_given else 0)
 
 
 def _framepack(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reads earlier frames, at three resolutions, before the video's own; the image's embedding before text."""
+    """Earlier frames, at three resolutions, precede the video; the image's embedding precedes text."""
     tokens = math.prod(sample_grid(transformer, inputs))
     history = {"latents_clean": (1, 2, 2), "latents_history_2x": (2, 4, 4), "latents_history_4x": (4, 8, 8)}
     for name, patch in history.items():
@@ -126,7 +126,7 @@ def _hunyuan_image_text(inputs: Inputs) -> int:
 
 
 def _two_texts(inputs: Inputs, image: int = 0) -> int:
-    """Counts the tokens of two prompts and an image, of which the model itself puts the valid ones first."""
+    """Counts tokens of two prompts and an image; the model itself moves valid tokens first."""
     masks = (inputs[name] for name in ("encoder_attention_mask", "encoder_attention_mask_2"))
     lengths = (read_once(mask, lambda mask: mask.bool().sum(dim=1).tolist()) for mask in masks)
     text = image + sum(one_for_all(of_items, TEXTS_DIFFER) for of_items in lengths)
@@ -137,7 +137,7 @@ def _two_texts(inputs: Inputs, image: int = 0) -> int:
 
 def _token_replace(transformer: Any) -> str | None:
     if getattr(getattr(transformer, "config", None), "image_condition_type", None) == "token_replace":
-        return "with image_condition_type token_replace its norms treat the first frame's tokens by their position"
+        return "with image_condition_type token_replace its norms treat the first frame's tokens differently"
     return None
 
 
@@ -167,7 +167,7 @@ def _ltx(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 
 def _starts(coordinates: torch.Tensor) -> torch.Tensor:
-    """Positions [tokens, 3] of [3, tokens], or of [3, tokens, 2] where each token starts and ends."""
+    """Returns positions [tokens, 3] from [3, tokens], or from [3, tokens, 2] with start and end of each token."""
     return (coordinates if coordinates.ndim == 2 else coordinates[..., 0]).T
 
 
@@ -180,7 +180,7 @@ _LTX_ROPE = {0: ShardSpec("video", -2), 1: ShardSpec("video", -2)}
 """[B, tokens, D], or with rope_type "split" [B, H, tokens, D/2]."""
 
 
-# [B, tokens, C] where frames have timesteps of their own, else [B, C].
+# [B, tokens, C] with timesteps per frame, else [B, C].
 _COSMOS_TIMES = {"embedded_timestep": ShardSpec("video", 1, ndim=3), "temb": ShardSpec("video", 1, ndim=3)}
 
 
@@ -192,7 +192,7 @@ def _kandinsky_grid(transformer: Any, inputs: Inputs) -> tuple[int, int, int]:
 
 
 def _nabla(transformer: Any) -> MaskSource | None:
-    """Returns what its pipelines read from its configuration, if it is one with NABLA."""
+    """Returns the NABLA source of the transformer's configuration, or None."""
     config = transformer.config
     if config.attention_type != "nabla":
         return None
@@ -200,21 +200,21 @@ def _nabla(transformer: Any) -> MaskSource | None:
 
 
 def _kandinsky_sr(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reads videos [B, F, H, W, C], whose tokens reach the blocks tile after tile of 8 × 8."""
+    """Videos are [B, F, H, W, C]; blocks take their tokens in 8 × 8 tile order."""
     thw = _kandinsky_grid(transformer, inputs)
     return TokenSequence(thw, timestep=timestep_of(inputs), packed=_slots_in_tiles(thw))
 
 
 @lru_cache(maxsize=8)
 def _slots_in_tiles(thw: tuple[int, int, int]) -> torch.Tensor:
-    """Returns int64[t·h·w], the slot of each token in order "tile:1x8x8"."""
+    """Returns the slot of each token in order "tile:1x8x8", int64[t·h·w]."""
     return torch.from_numpy(np.argsort(video_order("tile:1x8x8", thw)))
 
 
 def _attend_without_nabla(
     attention: Any, hidden_states: torch.Tensor, rotary_emb: torch.Tensor, sparse_params: Any = None
 ) -> torch.Tensor:
-    """Computes what Kandinsky 6 SR's processor does, but for its mask of the tokens [B, n, C] that it is given."""
+    """Computes Kandinsky 6 SR's processor without its mask, for tokens [B, n, C]."""
     from diffusers.models.transformers.transformer_kandinsky6_sr import apply_rotary
 
     q, k, v = (
@@ -229,8 +229,8 @@ def _attend_without_nabla(
 
 
 def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:
-    """Reads the generated video from the last run of the packed sequence's video rows; text, audio and given images
-    count as text. Its timestep rises from 0 to 1, another one for each kind of rows."""
+    """The generated video is the last run of video rows in the packed sequence; text, audio and input images count as
+    text. Timesteps rise from 0 to 1, one per kind of rows."""
     video, positions = inputs["video_indices"], inputs["position_ids"]
 
     def order(video: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -263,7 +263,7 @@ VIDEO_MODELS = {
     "WanAnimateTransformer3DModel": replace(
         _WAN,
         shard_plan=ShardPlan(
-            # The pose is added to what is embedded, by frame; the face adapter attends by frame, too.
+            # The pose is added to the embedding by frame; the face adapter attends by frame.
             inputs={"blocks.0": {"hidden_states": VIDEO}},
             outputs={**_WAN_ROPE, "face_adapter.*": {0: VIDEO}},
             gathered=OUTPUT,
@@ -289,7 +289,7 @@ VIDEO_MODELS = {
     "CogVideoXTransformer3DModel": replace(_COGVIDEOX, pipeline="CogVideoXPipeline", guidance="batch"),
     "ConsisIDTransformer3DModel": replace(
         _COGVIDEOX,
-        # There, as text is then cut off by the length of all of it.
+        # Gathered there, because the model then cuts off text by its full length.
         shard_plan=replace(
             _COGVIDEOX_SHARD_PLAN,
             gathered={},
@@ -329,7 +329,7 @@ VIDEO_MODELS = {
                 "transformer_blocks.*": {"freqs_cis": ShardSpec("video", 0)},
                 "single_transformer_blocks.*": {"image_rotary_emb": ShardSpec("video", 0)},
             },
-            # There, as the video's own tokens are then taken from the end.
+            # Gathered there, because the model then slices the video's tokens from the end.
             gathered_early={"single_transformer_blocks.-1": {0: VIDEO}},
             whole=("proj_out",),
         ),
@@ -344,7 +344,7 @@ VIDEO_MODELS = {
     "LTXVideoTransformer3DModel": Architecture(
         attention=("transformer_blocks.*.attn1",),
         sequence=_ltx,
-        # Cross-attention looks at all of the text.
+        # Cross-attention uses all text.
         shard_plan=ShardPlan(
             inputs={"": {"hidden_states": VIDEO, "timestep": ShardSpec("video", 1, ndim=2)}},
             outputs={"rope": BATCHED_ROTARY},
@@ -383,7 +383,7 @@ VIDEO_MODELS = {
     "Kandinsky5Transformer3DModel": Architecture(
         attention=("visual_transformer_blocks.*.self_attention",),
         sequence=on_sample_grid(grid=_kandinsky_grid),
-        # The model reads the video's size from what it embeds, and makes rows and columns again after the last block.
+        # The model reads the video's size from the embedding, and restores rows and columns after the last block.
         shard_plan=ShardPlan(
             inputs={"visual_transformer_blocks.0": {"visual_embed": VIDEO}},
             outputs={"visual_rope_embeddings": {0: ShardSpec("video", 1, grid=True)}},

@@ -1,1 +1,1 @@
-"""Images and videos of several sizes in one call of a transformer, packed one after another."""
+"""Images and videos of several sizes packed in one call of a transformer."""

@@ -1,4 +1,4 @@
-"""Bags carried out: which sequences of a packed call go to which ranks, and the sessions in which these attend."""
+"""Bags of a packed call: assignment of sequences to ranks, and the sessions of the bags."""
 
 from __future__ import annotations
 
@@ -31,37 +31,37 @@ from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_diffusers.packed.samples import PackedBatch, Sharing
 
 MOST_KNOWN = 256
-"""Sizes of sequences whose masks' rows are kept."""
+"""Number of sequence sizes whose mask rows are cached."""
 
 
 @dataclass(eq=False, repr=False)
 class BagSessions:
-    """A transformer's sessions in bags, made once for each topology, and what it takes to plan them."""
+    """A transformer's sessions in bags, made once per topology."""
 
     whole: AttentionSession  # The session of all ranks
     _sessions: dict[tuple[int, ...], AttentionSession] = field(default_factory=dict)
-    """By the ranks of each bag."""
+    """Sessions by the ranks of each bag."""
     _known: WorkOfSizes = field(default_factory=dict)
     _last: tuple[AttentionSession, int] | None = None
-    """The session of this rank's last pass, and how many blocks its masks had, dense ones and others."""
+    """Session of this rank's last pass, and its active blocks and all blocks."""
 
     def begin(self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, streams: Streams, **step: Any) -> Sharing:
-        """Plans the bags of a pass, and begins it in this rank's. Collective.
+        """Plans the bags of a pass, and begins the pass in this rank's bag. Collective.
 
         Args:
             bags: Equal on all ranks.
-            layer: The transformer's.
-            streams: Order of a rank's tokens of text and its others.
-            step: The denoising step for `AttentionSession.begin`.
+            layer: Size of the transformer's layers.
+            streams: Order of a rank's text and video.
+            step: Arguments of `AttentionSession.begin` for the denoising step.
 
         Raises:
-            UserError: On all ranks, where bags or sequences don't fit, or ranks would share them out otherwise.
+            UserError: Bags or sequences do not fit, or ranks would assign them differently; raised on all ranks.
         """
         videos = batch.videos
         group = self.whole.group
         control = group.control()
         density = self._density(control)
-        # 1. The bag of each sequence: the same on all ranks, or an error on all.
+        # 1. Assign sequences to bags, equally on all ranks
         plan, work = run_consistently(
             control,
             lambda: self._planned(batch, bags, layer, density),
@@ -71,7 +71,7 @@ class BagSessions:
         topology, ranks = plan.topology, tuple(plan.topology.ranks.tolist())
         bag = int(topology.bag_of_rank[group.rank])
         sequences = np.flatnonzero(plan.bag == bag)
-        # 2. This rank's session, and its pass. Bags raise together, as each of them would wait for the others later.
+        # 2. Begin the pass in this rank's session; all bags raise together
         if ranks not in self._sessions:
             self._sessions[ranks] = run_consistently(control, lambda: self._made(topology, bag))
         session = self._sessions[ranks]
@@ -103,7 +103,7 @@ class BagSessions:
         return whole.within(whole.group.part(int(topology.first_rank[bag]), ranks), strategies[ranks])
 
     def _density(self, control: SequenceGroup) -> float:
-        """Returns the last pass's density on all ranks, if masks are predicted, else 1. Collective if so."""
+        """Returns the last pass's density over all ranks for predicted masks (collective), else 1."""
         if self.whole.config.mask.changes != "per_call":
             return 1.0
         mine = [0, 0]
@@ -117,9 +117,9 @@ class BagSessions:
     def _planned(
         self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, density: float
     ) -> tuple[SequencePlan, SequenceWork]:
-        """Returns the bag of each sequence, and what all of them compute."""
+        """Returns the plan of sequences, and their work."""
         whole, config, loaders = self.whole, self.whole.config, batch.loaders
-        # 1. The cost of each, as whole numbers. The middle layer's mask represents those of all layers.
+        # 1. Integer costs, with the middle layer's mask for all layers
         middle = whole.layers // 2
         requests = [
             MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in batch.videos
@@ -131,7 +131,7 @@ class BagSessions:
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)
         picoseconds = cost.picoseconds(work.tokens, work.blocks)
         loader = np.zeros(len(batch.videos), dtype=np.int64) if loaders is None else np.array(loaders)
-        # 2. The bag of each. Where all ranks have all sequences, these are not bound to a unit.
+        # 2. Bags; sequences that all ranks have are not bound to a unit
         topology = BagTopology.parse(bags.topology, whole.group.size)
         if loaders is None:
             topology = BagTopology(tuple(topology.ranks.tolist()))
@@ -139,19 +139,19 @@ class BagSessions:
 
 
 def is_text(videos: Sequence[Video]) -> np.ndarray:
-    """Returns bool[tokens], which tokens of sequences packed one after another are text."""
+    """Returns bool[tokens], True for text, for concatenated sequences."""
     return np.concatenate([np.arange(video.tokens) < video.text for video in videos])
 
 
 def _first(text: np.ndarray, streams: Streams) -> np.ndarray:
-    """Returns bool[tokens], which tokens are of the stream that comes first."""
+    """Returns bool[tokens], True for the stream that comes first."""
     return text if streams == "first" else ~text
 
 
 def _with_streams(layout: SequenceLayout, text: np.ndarray, streams: Streams) -> SequenceLayout:
-    """Returns the layout with text and video apart, and at least one slot for each on every rank, maybe for padding.
+    """Returns the layout with text and video separated, and at least one slot (maybe padding) of each on every rank.
 
-    Attention modules of two streams are given some of both.
+    Two-stream attention modules need some of both.
     """
     if streams is None:
         return layout
@@ -163,13 +163,13 @@ def _with_streams(layout: SequenceLayout, text: np.ndarray, streams: Streams) ->
 
 
 def _strategy_within(config: DbspConfig, ranks: int, topology: BagTopology) -> Strategy | None:
-    """Returns a bag's strategy for its number of ranks. Raises UserError for a configured one for other bags."""
+    """Returns a bag's strategy. Raises UserError if the configured strategy has another number of ranks."""
     strategy = config.strategy
     if strategy is None or ranks == 1:
         return Strategy(ranks, 1)
     if isinstance(strategy, Strategy) and strategy.world != ranks:
         raise UserError(
-            f"strategy {strategy} is for {strategy.world} ranks, and bags {topology} have {ranks}; leave strategy "
-            "out, or set it to auto"
+            f"strategy {strategy} is for {strategy.world} ranks, but bags {topology} have {ranks}; remove strategy, "
+            "or set it to auto"
         )
     return strategy if isinstance(strategy, Strategy) else None

@@ -1,4 +1,4 @@
-"""A transformer called with images and videos of several sizes at once."""
+"""Calls of a transformer with images and videos of several sizes at once."""
 
 from __future__ import annotations
 
@@ -29,36 +29,35 @@ PACKINGS = {
     "FluxTransformer2DModel": FLUX,
     "HunyuanVideoTransformer3DModel": HUNYUAN,
 }
-"""How transformers take samples of several sizes in one call, by class name."""
+"""Packings by transformer class name."""
 
 
 def packed_forward(
     model: Any, samples: Sequence[PackedSample], *, timestep: float | None = None
 ) -> list[torch.Tensor]:
-    """Runs one call of a transformer for images and videos of different sizes: as if each were run by itself.
+    """Runs images and videos of different sizes through one call of a transformer, each as if run alone.
 
-    No sample attends to another, and each has a prompt and a timestep of its own. With db-SP enabled on the
-    transformer (`enable`) their tokens are shared by all ranks, as even as one sequence's; every rank is given all
-    samples and returns all predictions; with setting `bags` each bag computes some.
+    Samples do not attend to each other, and each has its own prompt and timestep. All ranks share the tokens evenly;
+    every rank takes all samples and returns all predictions. With setting `bags`, each bag computes some of the
+    samples.
 
     Args:
-        model: A transformer of diffusers that takes several sizes (`WanTransformer3DModel`, `FluxTransformer2DModel`,
-            `HunyuanVideoTransformer3DModel`), or a DistributedDataParallel around it.
-        samples: At least one.
-        timestep: A number that falls from step to step of a denoising, for masks that depend on the step. Default:
-            the largest of the samples' timesteps.
+        model: A diffusers transformer that supports packing (`WanTransformer3DModel`, `FluxTransformer2DModel`,
+            `HunyuanVideoTransformer3DModel`) with db-SP enabled, or a DistributedDataParallel around it.
+        samples: At least one sample.
+        timestep: A number that falls from step to step, for masks that depend on the step. None: the largest of the
+            samples' timesteps.
 
     Returns:
         The model's prediction for each sample, [C, F, H, W].
 
     Raises:
-        UserError: For samples that the model cannot be given, a model that takes one size at a time, or one on which
-            db-SP is not enabled.
+        UserError: A sample does not fit the model, the model does not support packing, or db-SP is not enabled on it.
     """
     transformer, packing, session = _enabled(model)
     check_samples(samples, packing.spec(transformer.config))
     if not samples:
-        raise UserError("packed_forward was given no samples; give it at least one")
+        raise UserError("packed_forward needs at least one sample, got none")
     times = torch.stack([sample.condition.timesteps.amax() for sample in samples])
     sizes, step = tuple(sample.size for sample in samples), times.amax() if timestep is None else timestep
     batch = PackedBatch(tuple(samples), sizes, samples[0].latents.device, step, bags=session.config.bags)
@@ -68,14 +67,14 @@ def packed_forward(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalPredictions:
-    """Result of a packed call on one rank, for its own samples.
+    """Result of a packed call for one rank's own samples.
 
     Attributes:
-        samples: The model's prediction for each, [C, F, H, W]; empty on a rank that was given none.
-        zero: The number 0, which depends on the whole pass. Added to the loss it lets every rank take part in
-            backward, one without samples too.
-        session: The session that computed this rank's attention: its plans and numbers. None: its bag had nothing.
-        plan: The bag of each sequence of all ranks, in the order of ranks; None: all ranks shared in each.
+        samples: The model's prediction for each sample, [C, F, H, W]; empty on a rank without samples.
+        zero: A 0 that depends on the whole pass; add it to the loss, so that ranks without samples take part in
+            backward.
+        session: The session of this rank's attention; None: its bag had no sequences.
+        plan: The bag of each sequence of all ranks, in rank order; None: all ranks shared every sequence.
     """
 
     samples: list[torch.Tensor]
@@ -94,27 +93,26 @@ def packed_forward_local(
     timestep: float | None = None,
     bags: BagConfig | Mapping[str, Any] | str | None = None,
 ) -> LocalPredictions:
-    """Computes `packed_forward` of samples that each rank has of its own, as from its data loader, maybe none.
+    """Computes `packed_forward` with different samples on each rank, as from data loaders; a rank may have none.
 
-    Tokens go to the ranks that share all of them equally, and predictions return, in one all-to-all each
-    (KnapFormer, Zhang et al., 2025, §3). Timesteps and prompts go to the ranks that have tokens of their sequence. The
-    loss of the step is the sum of what the ranks make of their own predictions: after `backward` on all ranks,
-    `sum_gradients` gives each parameter its gradient.
+    Tokens are redistributed equally over ranks, and predictions return, in one all-to-all each (KnapFormer, Zhang et
+    al., 2025, §3). Timesteps and prompts are sent to the ranks with tokens of their sequence. The step's loss is the
+    sum of the ranks' losses on their own predictions; after `backward` on all ranks, `sum_gradients` completes the
+    gradients.
 
     Args:
-        model: A transformer on which db-SP is enabled, or a DistributedDataParallel around it.
-        samples: This rank's. At least one rank must have one. Nothing flows back into text, pooled or image
-            embeddings.
+        model: A transformer with db-SP enabled, or a DistributedDataParallel around it.
+        samples: This rank's samples; at least one rank must have one. Text, pooled and image embeddings get no
+            gradients.
         timestep: As for `packed_forward`; equal on all ranks.
-        bags: Groups of neighbouring ranks, each of which shares some of the sequences, "g8n4" for 4 of 8; or as
-            setting `bags` has it. Equal on all ranks. Default: that setting; without it all ranks share every
-            sequence.
+        bags: Groups of adjacent ranks that each share some of the sequences, such as "g8n4" (4 groups of 8), or a
+            value of setting `bags`; equal on all ranks. None: that setting, else all ranks share every sequence.
 
     Returns:
-        The predictions for this rank's samples, and how they were distributed.
+        The predictions for this rank's samples, and their distribution.
 
     Raises:
-        UserError: On all ranks together, as `packed_forward` does, and where db-SP is not enabled.
+        UserError: As for `packed_forward`; raised on all ranks.
     """
     transformer, packing, session = _enabled(model)
     batch = _gathered(transformer, packing.spec(transformer.config), samples, session, timestep, bags)
@@ -130,7 +128,7 @@ def _gathered(
     timestep: float | None,
     bags: BagConfig | Mapping[str, Any] | str | None,
 ) -> PackedBatch:
-    """Builds the batch of this rank's samples, with the sizes of all ranks'. Collective."""
+    """Builds the batch of this rank's samples, with the sizes of all ranks' samples. Collective."""
     control = session.group.control()
 
     def described() -> tuple[list[dict[str, Any]], BagConfig | None]:
@@ -144,19 +142,19 @@ def _gathered(
         latest = torch.stack([sample.condition.timesteps.amax() for sample in samples])
         return list(map(_described, samples, latest.tolist())), shared_by
 
-    # 1. Each rank describes its samples to all.
+    # 1. Exchange descriptions of samples
     mine, shared_by = run_consistently(control, described, lambda made: fingerprint_of(made[1]), "setting bags")
     of_ranks = [json.loads(text) for text in gather_texts(control, json.dumps(mine))]
     every = [sample for of_rank in of_ranks for sample in of_rank]
-    # 2. The batch.
+    # 2. Build the batch
     if not every:
-        raise UserError("no rank was given a sample; give at least one rank at least one")
+        raise UserError("no rank has a sample; pass at least one sample on at least one rank")
     kinds = [
         {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in sample["kinds"].items()} for sample in every
     ]
     types = {str(of_sample["text"][1]) for of_sample in kinds}
     if len(types) > 1:
-        raise UserError(f"text embeddings are of dtypes {', '.join(sorted(types))}; give one")
+        raise UserError(f"text embeddings must share a dtype, got {', '.join(sorted(types))}")
     return PackedBatch(
         samples=tuple(samples),
         sizes=tuple(tuple(sample["size"]) for sample in every),
@@ -170,16 +168,16 @@ def _gathered(
 
 
 def _described(sample: PackedSample, timestep: float) -> dict[str, Any]:
-    """Returns what other ranks must know of a sample."""
+    """Returns a sample's description for other ranks."""
     tensors = {name: value for name, value in vars(sample.condition).items() if value is not None}
     kinds = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}
     return {"size": sample.size, "kinds": kinds, "timestep": timestep}
 
 
 def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], session: AttentionSession) -> None:
-    """Raises UserError where gradients are recorded that this session's attention does not have.
+    """Raises UserError if gradients are needed but not supported by this session.
 
-    Before anything is distributed: of several bags some may have nothing to attend to, and would not notice.
+    Checked before distributing, since bags without sequences would not notice.
     """
     rejection = session.config.precision.no_gradients
     if rejection is None:
@@ -190,7 +188,7 @@ def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], ses
 
 
 def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, session: AttentionSession) -> PackedBatch:
-    """Returns the batch with its sequences as attention needs them."""
+    """Returns the batch with videos and layer sizes for attention."""
     element_bytes = next(transformer.parameters()).element_size()
     sizes = session.heads, transformer.config.attention_head_dim, packing.token_flops(transformer)
     layer = LayerSize(*sizes, element_bytes=element_bytes, comm_dtype=session.config.precision)
@@ -198,19 +196,21 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
 
 
 def _enabled(model: Any) -> tuple[Any, Packing, AttentionSession]:
-    """Returns the transformer of a model, its packing and session. Patches it at its first packed call.
+    """Returns a model's transformer, packing and session, patching it at its first packed call.
 
-    Raises UserError for one that takes one size at a time, or on which db-SP is not enabled.
+    Raises UserError if it does not support packing, or if db-SP is not enabled on it.
     """
     transformer = model.module if isinstance(model, DistributedDataParallel) else model
-    architecture_of(transformer)  # raises for one that db-SP does not know
+    architecture_of(transformer)  # raises for unknown classes
     packing = next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)
     if packing is None:
-        raise UserError(f"{type(transformer).__name__} takes one size at a time; several take {', '.join(PACKINGS)}")
+        raise UserError(
+            f"{type(transformer).__name__} does not support several sizes in one call; use {', '.join(PACKINGS)}"
+        )
     if getattr(transformer, "is_cache_enabled", False):
-        raise UserError("a step cache compares one sequence with itself; call disable_cache before several are packed")
+        raise UserError("step caches do not support packed sequences; call disable_cache first")
     state = attached_to(transformer)
     if state is None:
-        raise UserError("samples of several sizes need db-SP on the transformer; call dbsp_diffusers.enable first")
+        raise UserError("packed_forward needs db-SP on the transformer; call dbsp_diffusers.enable first")
     packing.attach(transformer, state.patches)
     return transformer, packing, state.sessions[transformer]

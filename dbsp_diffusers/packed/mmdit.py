@@ -1,6 +1,6 @@
-"""Packed passes of models with text in self-attention's sequence: blocks of two streams, then of both joined.
+"""Packed passes of models with text in self-attention: two-stream blocks, then joint blocks.
 
-Flux has images alone, of 2 × 2 latents a token, with text first; HunyuanVideo has text, without padding, last.
+Flux has images of 2 × 2 latents per token, with text first; HunyuanVideo has text last, without padding.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dbsp_kernels.segments import to_device
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, [n, D]."""
 Attend = Callable[[Any, torch.Tensor, torch.Tensor, Rotary], tuple[torch.Tensor, torch.Tensor]]
-"""(attention module, video [1, v, C], text [1, t, C], rotary) -> the same tokens of video and of text, attended."""
+"""(attention module, video [1, v, C], text [1, t, C], rotary) -> attended video and text."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JointPass(BlockPass):
-    """Inputs of blocks in addition to this rank's n tokens."""
+    """Inputs of blocks besides this rank's n tokens."""
 
-    temb: torch.Tensor  # float[R, C], the embedded conditions of the R sequences that are present
-    ids: torch.Tensor  # int64[n], each token's row
-    here: TokenMap  # Slots of each stream
-    rotary: Rotary  # Of those tokens that rotate
+    temb: torch.Tensor  # float[R, C], embedded conditions of the R present sequences
+    ids: torch.Tensor  # int64[n], row of each token
+    here: TokenMap  # slots of each stream
+    rotary: Rotary  # for the tokens that rotate
 
     def rows(self, norm: Any, count: int) -> tuple[torch.Tensor, ...]:
-        """Returns the modulations [R, C] that an adaptive norm makes for each sequence, in its order."""
+        """Returns an adaptive norm's modulations [R, C] of the sequences."""
         return norm.linear(norm.silu(self.temb)).chunk(count, 1)
 
 
@@ -48,14 +48,14 @@ def joint_pass(
     *,
     text_rotates: bool,
 ) -> tuple[torch.Tensor, JointPass]:
-    """Returns (this rank's tokens [1, n, C], what blocks are given).
+    """Returns this rank's tokens [1, n, C], and the blocks' inputs.
 
     Args:
-        video: [1, v, C], of this rank.
-        text: Gives sequence s's embedded text, [1, m, C].
-        temb: float[R, C] of the sequences that are present.
-        angles: Gives sequence s's cosines and sines, [2, text and grid, D].
-        text_rotates: True if the rotary embeddings of text are used.
+        video: [1, v, C] of this rank.
+        text: Returns sequence s's embedded text [1, m, C].
+        temb: float[R, C] of the present sequences.
+        angles: Returns sequence s's cosines and sines [2, text and grid, D].
+        text_rotates: True if text has rotary embeddings.
     """
     here = call.here
     x = here.joined(here.by_token(text, 1, here.text).to(video.dtype), video, 1)
@@ -66,7 +66,7 @@ def joint_pass(
 
 
 def stacked_conditions(call: PackedCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns (timesteps [R], pooled text [R, p], guidance [R] or None) of the R sequences that are present."""
+    """Returns timesteps [R], pooled text [R, p] and guidance [R] or None of the R present sequences."""
     conditions = [call.conditions[sequence] for sequence in call.here.present]
     pooled = torch.stack([condition.pooled for condition in conditions if condition.pooled is not None])
     guidance = [condition.guidance for condition in conditions if condition.guidance is not None]
@@ -80,7 +80,7 @@ def stacked_conditions(call: PackedCall) -> tuple[torch.Tensor, torch.Tensor, to
 def attention_of_streams(
     attention: Any, video: torch.Tensor, text: torch.Tensor, rotary: Rotary
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wraps an `Attend` for modules that are given the streams apart, and return them so."""
+    """An `Attend` for modules that take and return separate streams."""
     attended: tuple[torch.Tensor, torch.Tensor] = attention(
         hidden_states=video, encoder_hidden_states=text, image_rotary_emb=rotary
     )
@@ -88,19 +88,19 @@ def attention_of_streams(
 
 
 def double_block(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
-    """Runs a block whose streams have weights of their own, and attend together."""
+    """Runs a two-stream block: separate weights, joint attention."""
     norms = (block.norm1, block.norm2, block.ff), (block.norm1_context, block.norm2_context, block.ff_context)
     parts = inputs.here.video, inputs.here.text
     streams = [
         (x[:, part], inputs.ids[part], inputs.rows(norm, 6)) for part, (norm, *_) in zip(parts, norms, strict=True)
     ]
-    # 1. Attention over both.
+    # 1. Joint attention
     normed = [
         modulated(norm.norm(part), scale, shift, ids)
         for (part, ids, (shift, scale, *_)), (norm, *_) in zip(streams, norms, strict=True)
     ]
     attended = attention_of_streams(block.attn, normed[0], normed[1], inputs.rotary)
-    # 2. Feed-forward of each.
+    # 2. Feed-forward of each stream
     streams_out = []
     for (part, ids, rows), (_, norm, feed_forward), attended_stream in zip(streams, norms, attended, strict=True):
         _, _, gate, shift, scale, ff_gate = rows
@@ -110,7 +110,7 @@ def double_block(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor
 
 
 def single_block(block: Any, x: torch.Tensor, inputs: JointPass, call: Attend = attention_of_streams) -> torch.Tensor:
-    """Runs a block with the same weights for both streams, whose attention and feed-forward are side by side."""
+    """Runs a joint block: shared weights, attention and feed-forward in parallel."""
     shift, scale, gate = inputs.rows(block.norm, 3)
     y = modulated(block.norm.norm(x), scale, shift, inputs.ids)
     video, text = call(block.attn, y[:, inputs.here.video], y[:, inputs.here.text], inputs.rotary)
@@ -119,7 +119,7 @@ def single_block(block: Any, x: torch.Tensor, inputs: JointPass, call: Attend = 
 
 
 def joint_output(transformer: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
-    """Returns the values of this rank's tokens of video, [1, v, V]."""
+    """Returns the outputs of this rank's video tokens, [1, v, V]."""
     norm, video = transformer.norm_out, inputs.here.video
     x = x[:, video]
     scale, shift = norm.linear(norm.silu(inputs.temb).to(x.dtype)).chunk(2, 1)
@@ -134,9 +134,9 @@ def from_patches(values: torch.Tensor, grid: Size, patch: Size) -> torch.Tensor:
 
 
 def joint_token_flops(transformer: Any) -> float:
-    """Counts two for each weight that a token meets in a layer: of a double block its own stream's, half of all.
+    """Counts two FLOP per weight that a token uses in a layer; in a two-stream block, half of the weights.
 
-    Norms' weights make modulations, once a sequence.
+    Weights of norms are excluded, since modulations are computed once per sequence.
     """
     double, single = (
         sum(
@@ -158,7 +158,7 @@ def joint_packing(
     double: BlockForward = double_block,
     single: BlockForward = single_block,
 ) -> Packing:
-    """Builds the packing of a model of blocks of two streams, then of both joined; see `Packing`."""
+    """Builds the packing of a model of two-stream blocks, then joint blocks; see `Packing`."""
 
     def blocks(transformer: Any) -> list[tuple[nn.Module, BlockForward]]:
         of_both = (transformer.transformer_blocks, double), (transformer.single_transformer_blocks, single)
@@ -177,7 +177,7 @@ def joint_packing(
 
 
 FLUX_SIDE = 2
-"""Rows and columns of latents in a token: the pipeline makes tokens, not the transformer."""
+"""Rows and columns of latents per token, packed by the pipeline instead of the transformer."""
 
 
 def _flux_spec(config: Any) -> SampleSpec:
@@ -226,13 +226,13 @@ def _flux_single(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor
 def _attention_of_both(
     attention: Any, video: torch.Tensor, text: torch.Tensor, rotary: Rotary
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wraps the single blocks, whose module is given one sequence."""
+    """An `Attend` for joint blocks, whose module takes one sequence."""
     attended = attention(hidden_states=torch.cat([text, video], 1), image_rotary_emb=rotary)
     return attended[:, text.shape[1] :], attended[:, : text.shape[1]]
 
 
 def _finite(x: torch.Tensor) -> torch.Tensor:
-    """Clips values as Flux keeps its values in float16."""
+    """Clips float16 values, like Flux."""
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
@@ -263,7 +263,7 @@ def _hunyuan_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> t
         return refined
 
     def angles(sequence: int) -> torch.Tensor:
-        shaped = video.new_empty(()).expand(1, 1, *call.sizes[sequence])  # of which the module reads the shape
+        shaped = video.new_empty(()).expand(1, 1, *call.sizes[sequence])  # only its shape is read
         return F.pad(torch.stack(transformer.rope(shaped)), (0, 0, call.texts[sequence], 0))
 
     return joint_pass(call, video, text, temb, angles, text_rotates=False)

@@ -1,4 +1,4 @@
-"""A packed pass of a transformer: what its models have in common, and what each of them says of itself."""
+"""Packed passes of transformers: common code, and the interface of each model (`Packing`)."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from dbsp_diffusers.patching import PatchSet
 
 
 class BlockPass:
-    """Inputs of every block in one packed pass, in addition to this rank's tokens; each model has its own."""
+    """Base of a model's block inputs in a packed pass, besides this rank's tokens."""
 
 
 _ATTACHED = "_dbsp_packed"
-"""Attribute of a transformer that can be called with packed input, as its blocks can."""
+"""Attribute of a transformer whose forward and blocks accept packed input."""
 BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 """(block, tokens [1, n, C], `BlockPass`) -> tokens [1, n, C]"""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedCall:
-    """Data from which a model makes its `BlockPass`."""
+    """Input for a model's `BlockPass`."""
 
-    sizes: Sequence[Size]  # Latents' frames, rows and columns of each sequence
-    grids: Sequence[Size]  # Each sequence's token grid
-    texts: Sequence[int]  # Each sequence's tokens of text within self-attention's sequence
-    conditions: Mapping[int, Condition]  # Conditions of each sequence that has tokens here
-    here: TokenMap  # This rank's tokens
+    sizes: Sequence[Size]  # frames, rows and columns of latents of each sequence
+    grids: Sequence[Size]  # token grid of each sequence
+    texts: Sequence[int]  # text tokens of each sequence in self-attention
+    conditions: Mapping[int, Condition]  # conditions of sequences with tokens on this rank
+    here: TokenMap  # this rank's tokens
 
 
 @dataclass(frozen=True)
 class Packing:
-    """A transformer's way to take samples of several sizes at once.
+    """How a transformer processes samples of several sizes at once.
 
     Attributes:
-        spec: (configuration) -> what it takes as a sample.
-        blocks: (transformer) -> its blocks in order, each with its forward over packed tokens.
-        embedder: The module that makes tokens of latents.
+        spec: (configuration) -> `SampleSpec`.
+        blocks: (transformer) -> blocks in order, each with its forward over packed tokens.
+        embedder: Name of the module that embeds latents.
         embed: (transformer, latents [C, F, H, W]) -> tokens [1, n, C].
-        begin: (transformer, this rank's tokens of video, the call) -> (all its tokens, what blocks are given).
-        output: (transformer, all its tokens, what blocks are given) -> values of its tokens of video [1, n, V].
-        unpatchified: (values of a sequence [n, V], token grid, patch) -> prediction [C, F, H, W].
-        token_flops: (transformer) -> FLOP of a token in a layer, of everything but self-attention's scores and values.
+        begin: (transformer, this rank's video tokens, call) -> (all its tokens, block inputs).
+        output: (transformer, all its tokens, block inputs) -> outputs of its video tokens [1, n, V].
+        unpatchified: (outputs of a sequence [n, V], token grid, patch) -> prediction [C, F, H, W].
+        token_flops: (transformer) -> FLOP per token and layer, except self-attention's scores and values.
     """
 
     spec: Callable[[Any], SampleSpec]
@@ -65,9 +65,9 @@ class Packing:
     token_flops: Callable[[Any], float]
 
     def attach(self, transformer: Any, patches: PatchSet) -> None:
-        """Lets a transformer and its blocks be called with packed input too, if they cannot yet.
+        """Patches a transformer and its blocks to accept packed input, once.
 
-        The blocks themselves are called, so that what hangs on them (FSDP, activation checkpointing) keeps working.
+        The blocks are still called, so that FSDP and activation checkpointing keep working.
         """
         if _ATTACHED in vars(transformer):
             return
@@ -83,32 +83,29 @@ class Packing:
             patches.replace_forward(block, partial(_block_of_either, packed))
 
     def videos(self, transformer: Any, batch: PackedBatch) -> list[Video]:
-        """Returns each sequence as attention sees it."""
+        """Returns each sequence as a `Video`."""
         grids = batch.grids(self.spec(transformer.config).patch)
         if architecture_of(transformer).text is None:
             return [Video(grid) for grid in grids]
         return [Video(grid, text) for grid, text in zip(grids, batch.texts, strict=True)]
 
     def _predictions(self, transformer: Any, batch: PackedBatch, sharing: Sharing) -> list[Any]:
-        """Returns this rank's predictions, [C, F, H, W] a sample, a 0 that depends on all, and `sharing`. Collective.
-
-        `sharing` is the layout of the packed tokens within the blocks.
-        """
+        """Returns this rank's predictions [C, F, H, W], a 0 that depends on all, and `sharing`. Collective."""
         spec, videos = self.spec(transformer.config), batch.videos
         grids, texts = [video.thw for video in videos], [video.text for video in videos]
         tokens = [video.grid_tokens for video in videos]
         here = TokenMap.from_sharing(sharing, [video.tokens for video in videos], architecture_of(transformer).text)
-        # 1. This rank's samples as tokens, and the exchange to the layout.
+        # 1. Embed this rank's samples, and send tokens to the layout
         exchange = sample_exchange(batch, sharing, here)
         x = exchange.take(self._embedded(transformer, batch, spec))
-        # 2. Text, timesteps and prompts of the sequences that have tokens here.
+        # 2. Conditions of the sequences with tokens on this rank
         call = PackedCall(batch.sizes, grids, texts, exchange.conditions, here)
         x, inputs = self.begin(transformer, x, call)
-        # 3. Blocks.
+        # 3. Blocks
         checkpointed = torch.is_grad_enabled() and transformer.gradient_checkpointing
         for block, _ in self.blocks(transformer):
             x = transformer._gradient_checkpointing_func(block, x, inputs) if checkpointed else block(x, inputs)
-        # 4. Output, back with the ranks that gave the samples.
+        # 4. Output, sent back to the samples' ranks
         values = exchange.gather(self.output(transformer, x, inputs))[0]
         parts = zip(
             values.split([tokens[sequence] for sequence in exchange.sequences]), exchange.sequences, strict=True
@@ -117,7 +114,7 @@ class Packing:
         return [*predictions, values[:0].sum(), sharing]
 
     def _embedded(self, transformer: Any, batch: PackedBatch, spec: SampleSpec) -> torch.Tensor:
-        """Returns [1, tokens of all samples, C]. Without samples it depends on parameters: gradients are zeros."""
+        """Returns [1, tokens of all samples, C]; without samples it depends on parameters with zero gradients."""
         if batch.samples:
             return torch.cat([self.embed(transformer, sample.latents) for sample in batch.samples], 1)
         weight = next(transformer.get_submodule(self.embedder).parameters())
@@ -125,31 +122,31 @@ class Packing:
 
 
 def _block_of_either(packed: BlockForward, own_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a block's forward: over packed tokens if it is given a packed pass, else its own."""
+    """Runs a block's packed forward if called with a `BlockPass`, else its own."""
     if len(args) != 2 or not isinstance(args[1], BlockPass):
         return own_forward(*args, **kwargs)
     block = getattr(own_forward, "__self__", None)
     if block is None:
-        raise UserError("accelerate's CPU offload has replaced the blocks' forward; several sizes at once need it off")
+        raise UserError("accelerate's CPU offload has replaced the blocks' forward; disable it to pack several sizes")
     return packed(block, *args)
 
 
 def scaled(x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Multiplies each token by a row: x · rows[ids].
 
-    Autograd keeps x, the few rows and the index, where it would keep rows[ids], as large as x (KnapFormer, A.1).
+    Saves x, the few rows and the index for backward instead of rows[ids], which is as large as x (KnapFormer, A.1).
 
     Args:
         x: float[1, n, C], tokens.
-        rows: float[R, C], R a few.
-        ids: int64[n], each token's row.
+        rows: float[R, C], few rows.
+        ids: int64[n], row of each token.
     """
     product: torch.Tensor = _Scaled.apply(x, rows, ids)
     return product
 
 
 def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Computes x · (1 + scale) + shift of each token's row; scale and shift are float[R, C], else as `scaled`."""
+    """Computes x · (1 + scale) + shift by each token's row; scale and shift are float[R, C]; see `scaled`."""
     return scaled(x, 1 + scale, ids) + shift.index_select(0, ids)
 
 

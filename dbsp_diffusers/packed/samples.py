@@ -24,45 +24,44 @@ Size = tuple[int, int, int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Condition:
-    """Conditions of a sequence's denoising."""
+    """Conditions of one sequence."""
 
     timesteps: torch.Tensor  # [1], or [tokens]
     text: torch.Tensor  # float[n, d]
-    image: torch.Tensor | None = None  # float[m, e], where the model has it
-    pooled: torch.Tensor | None = None  # float[p], where the model has it
-    guidance: torch.Tensor | None = None  # float[1], where the model has it
+    image: torch.Tensor | None = None  # float[m, e], if the model uses it
+    pooled: torch.Tensor | None = None  # float[p], if the model uses it
+    guidance: torch.Tensor | None = None  # float[1], if the model uses it
 
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """Samples that a transformer of one configuration takes."""
+    """Samples supported by a transformer's configuration."""
 
-    channels: int  # Channels of the latents
-    patch: Size  # Latents' frames, rows and columns of one token
-    text: int  # Width of the prompt's embeddings
-    image: int | None = None  # Width of an image encoder's embeddings; None: it takes none
-    pooled: int | None = None  # Width of the pooled text embedding; None: it takes none
-    guidance: bool = False  # True if it is given the guidance scale, which it has learned
-    token_timesteps: bool = False  # True if each token may have a timestep of its own
-    images_only: bool = False  # True if latents have one frame
+    channels: int  # channels of latents
+    patch: Size  # frames, rows and columns of latents per token
+    text: int  # width of prompt embeddings
+    image: int | None = None  # width of image embeddings; None: not used
+    pooled: int | None = None  # width of the pooled text embedding; None: not used
+    guidance: bool = False  # True if the guidance scale is an input (distilled models)
+    token_timesteps: bool = False  # True if each token may have its own timestep
+    images_only: bool = False  # True if latents must have one frame
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedSample:
-    """One image or video, with all that a transformer is given for it.
+    """One image or video with the transformer's inputs for it.
 
     Attributes:
-        latents: float[C, F, H, W]; an image has one frame. What is given of the video (image conditioning) is among
-            the channels, as the model's pipeline puts it there.
-        timestep: A number, or a tensor of one element, as the transformer itself is given it (Flux: 0 to 1); or a
-            tensor [tokens], one for each token of the latents, as models that are given a first frame have them
-            (Wan2.2 TI2V).
-        text: float[n, d], the prompt's embeddings; with padding where the model is used to it (Wan, Flux), or without
-            (HunyuanVideo).
-        image: float[m, e], the image encoder's embeddings, where the model has them (Wan2.1 I2V).
-        pooled: float[p], the pooled embedding of the prompt, where the model has it (Flux, HunyuanVideo).
-        guidance: The guidance scale that a distilled model is given, as the transformer itself is given it
-            (FLUX.1-dev: the scale; HunyuanVideo: 1000 times the scale).
+        latents: float[C, F, H, W]; an image has one frame. Image conditioning is in the channels, as in the model's
+            pipeline.
+        timestep: A number or one-element tensor in the transformer's units (Flux: 0 to 1), or a tensor [tokens] for
+            models with a timestep per token (Wan2.2 TI2V).
+        text: float[n, d], prompt embeddings, with padding for models trained with it (Wan, Flux), without for
+            HunyuanVideo.
+        image: float[m, e], image embeddings, if the model uses them (Wan2.1 I2V).
+        pooled: float[p], pooled prompt embedding, if the model uses it (Flux, HunyuanVideo).
+        guidance: Guidance scale of distilled models in the transformer's units (FLUX.1-dev: the scale; HunyuanVideo:
+            1000 times the scale).
     """
 
     latents: torch.Tensor
@@ -89,7 +88,7 @@ class PackedSample:
         return Condition(timesteps, self.text, self.image, self.pooled, guidance)
 
     def _on_device(self, value: torch.Tensor | float) -> torch.Tensor:
-        """Returns a tensor [n] on the latents' device; of a number without a copy from the host, which waits."""
+        """Returns a tensor [n] on the latents' device; a number is filled in without a copy that synchronizes."""
         device = self.latents.device
         if isinstance(value, torch.Tensor):
             return value.to(device).reshape(-1)
@@ -98,15 +97,15 @@ class PackedSample:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharing:
-    """The layout of the tokens of a packed call, as one rank sees it.
+    """Layout of a packed call's tokens for one rank.
 
     Attributes:
-        group: The ranks among which the sequences are distributed.
-        layout: Layout of the tokens on them.
-        slots: This rank's, padding included.
-        first_stream: Number of them in the stream that comes first, if text is in the sequence; else 0.
-        session: That of this rank's bag; None: it has no sequences.
-        plan: The bag of each sequence; None: all ranks share in each.
+        group: The ranks that share the sequences.
+        layout: Layout of tokens on them.
+        slots: This rank's number of slots, padding included.
+        first_stream: Number of slots of the stream that comes first, if text is in the sequence; else 0.
+        session: Session of this rank's bag; None: it has no sequences.
+        plan: The bag of each sequence; None: all ranks share every sequence.
     """
 
     group: SequenceGroup
@@ -126,7 +125,7 @@ class Sharing:
         scale: float | None = None,
         gate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Computes attention as the session; that of padding without sequences, as all ranks use all parameters."""
+        """Computes the session's attention; without sequences, of padding, so that all parameters are used."""
         if self.session is None:
             return F.scaled_dot_product_attention(q, k, v, scale=scale)
         return self.session.attend(layer, q, k, v, scale=scale, gate=gate)
@@ -134,20 +133,20 @@ class Sharing:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """Inputs of a transformer's call for several samples at once.
+    """Inputs of a packed call.
 
     Attributes:
-        samples: Those that this rank is given.
-        sizes: Latents' frames, rows and columns of all sequences of the call, in the order in which they are packed.
+        samples: This rank's samples.
+        sizes: Frames, rows and columns of latents of all sequences, in packing order.
         device: Device of the samples.
-        timestep: The largest of all, or another number that falls from step to step of a denoising.
-        loaders: By sequence, the rank that is given it; None: every rank is given all.
-        kinds: By sequence, shape and dtype of each tensor of its `Condition`, by name, where loaders differ.
-        debug: True if all ranks compare what they exchange before every exchange.
-        videos: Each sequence as attention sees it.
-        bags: Bags among which sequences are distributed; None: all ranks share in each.
-        layer: Sizes of the transformer's layers, which bags are planned by.
-        sharing: Layout of the tokens; None: not known yet.
+        timestep: The largest timestep, or another number that falls from step to step.
+        loaders: Rank that loads each sequence; None: every rank has all samples.
+        kinds: With loaders, shape and dtype of each tensor of the sequences' `Condition`, by name.
+        debug: True to compare tensors across ranks before every exchange.
+        videos: Each sequence as a `Video`.
+        bags: Bags that share sequences; None: all ranks share every sequence.
+        layer: Size of the transformer's layers, for planning bags.
+        sharing: Layout of tokens; None: not known yet.
     """
 
     samples: tuple[PackedSample, ...]
@@ -164,19 +163,19 @@ class PackedBatch:
 
     @property
     def texts(self) -> list[int]:
-        """Each sequence's tokens of text."""
+        """Text tokens of each sequence."""
         if self.loaders is None:
             return [len(sample.text) for sample in self.samples]
         return [kinds["text"][0][0] for kinds in self.kinds]
 
     def grids(self, patch: Sequence[int]) -> list[Size]:
-        """Returns each sequence's token grid (t, h, w)."""
+        """Returns the token grid (t, h, w) of each sequence."""
         t, h, w = patch
         return [(frames // t, height // h, width // w) for frames, height, width in self.sizes]
 
 
 def check_samples(samples: Sequence[PackedSample], spec: SampleSpec) -> None:
-    """Raises UserError for samples that are not what a transformer takes."""
+    """Raises UserError for samples that do not fit the transformer."""
     for number, sample in enumerate(samples):
         message = _message(sample, spec)
         if message:
@@ -189,9 +188,9 @@ def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
     if latents.ndim != 4 or latents.shape[0] != spec.channels or not latents.numel():
         return f"latents must be [{spec.channels}, frames, height, width], got {list(latents.shape)}"
     if spec.images_only and latents.shape[1] != 1:
-        return f"latents must have one frame, as this model makes images; got {latents.shape[1]}"
+        return f"latents of this image model must have one frame, got {latents.shape[1]}"
     if any(side % part for side, part in zip(sample.size, spec.patch, strict=True)):
-        return f"latents of {list(sample.size)} do not divide into patches of {list(spec.patch)}"
+        return f"latents must be divisible into patches of {list(spec.patch)}, got {list(sample.size)}"
     if text.ndim != 2 or text.shape[1] != spec.text or not len(text) or not text.is_floating_point():
         return f"text must be float[tokens, {spec.text}], got {text.dtype} {list(text.shape)}"
     for what, field, value, taken in (

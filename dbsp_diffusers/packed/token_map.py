@@ -1,4 +1,4 @@
-"""Slots of the samples' tokens within a packed call, and their exchange between loaders and the ranks' tokens."""
+"""Slots of a packed call's tokens, and their exchange between loaders and owners."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from dbsp_kernels.segments import to_device
 class TokenMap:
     """A rank's tokens of a packed call.
 
-    Padding counts as the first sequence that the rank has tokens of, or as sequence 0 where it has none: so every rank
-    computes with every parameter, and all ranks wait for gradients.
+    Padding belongs to the rank's first sequence, or to sequence 0 if it has none, so that every rank uses every
+    parameter and takes part in gradient synchronization.
     """
 
-    sequence: np.ndarray  # int64[n], by slot, the sequence of the token there
-    position: np.ndarray  # int64[n], by slot, the index of the token in its sequence, text first; 0 at padding
-    owners: np.ndarray  # bool[ranks, sequences], which rank has tokens of which sequence
-    text: slice  # The slots of each stream; without text in the sequence all are of video
-    video: slice  # The slots of each stream; without text in the sequence all are of video
+    sequence: np.ndarray  # int64[n], sequence of each slot's token
+    position: np.ndarray  # int64[n], index of each slot's token in its sequence, text first; 0 at padding
+    owners: np.ndarray  # bool[ranks, sequences], True if the rank has tokens of the sequence
+    text: slice  # slots of text; empty if text is not in the sequence
+    video: slice  # slots of video
 
     @classmethod
     def from_sharing(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> TokenMap:
-        """Makes this rank's placement.
+        """Makes this rank's map.
 
         Args:
-            sharing: Layout of the tokens.
+            sharing: Layout of tokens.
             tokens: Number of tokens of each sequence, text included.
-            streams: The position of text on a rank.
+            streams: Position of text on a rank.
         """
         layout, rank, count = sharing.layout, sharing.group.rank, len(tokens)
         sequences, firsts = np.repeat(np.arange(count), tokens), np.cumsum([0, *tokens])
@@ -58,28 +58,28 @@ class TokenMap:
 
     @cached_property
     def present(self) -> list[int]:
-        """The sequences that the rank has tokens of, ascending."""
+        """The sequences with tokens on this rank, ascending."""
         return [int(each) for each in np.unique(self.sequence)]
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Returns (index in `present`, first slot, one past the last) of each run of one sequence's tokens."""
+        """Returns (index in `present`, first slot, end slot) of each run of one sequence's tokens."""
         ids = np.searchsorted(self.present, self.sequence)
         starts = np.flatnonzero(np.diff(ids, prepend=-1))
         ends = [*starts[1:], len(ids)]
         return [(int(ids[first]), int(first), int(last)) for first, last in zip(starts, ends, strict=True)]
 
     def joined(self, text: torch.Tensor, video: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns the two streams' tensors in the order of their slots."""
+        """Concatenates the streams' tensors in slot order."""
         return torch.cat([text, video] if self.text.stop == self.video.start else [video, text], dim)
 
     def by_token(self, table: Callable[[int], torch.Tensor], dim: int, slots: slice = slice(None)) -> torch.Tensor:
-        """Returns one row a slot, gathered from each present sequence's table, of which one is held at a time.
+        """Gathers a row per slot from the present sequences' tables, holding one table at a time.
 
-        Without slots too the result depends on every table.
+        The result depends on every table, even without slots.
 
         Args:
-            table: Gives sequence s's tensor, which has its tokens along `dim`.
-            slots: Those that are wanted.
+            table: Returns sequence s's tensor, with tokens along `dim`.
+            slots: Slots to gather.
         """
         sequence, position = self.sequence[slots], self.position[slots]
         parts, order = [], []
@@ -101,22 +101,19 @@ Move = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SampleExchange:
-    """Moves between this rank's samples and the tokens that it computes on.
+    """Moves tokens between this rank's samples and its slots.
 
-    Text is not moved: every rank that has tokens of a sequence embeds its prompt.
+    Text is not moved: every rank with tokens of a sequence embeds its prompt.
     """
 
-    sequences: Sequence[int]  # The sequences of this rank's samples, in their order
-    conditions: Mapping[int, Condition]  # Conditions of each sequence that has tokens here
-    take: Move  # Moves this rank's samples, text apart, to its slots of video
-    gather: Move  # Moves tokens of video back to the samples
+    sequences: Sequence[int]  # sequences of this rank's samples, in order
+    conditions: Mapping[int, Condition]  # conditions of sequences with tokens on this rank
+    take: Move  # moves video tokens of this rank's samples to slots
+    gather: Move  # moves video tokens back to the samples
 
 
 def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap) -> SampleExchange:
-    """Builds the exchange of one packed pass. Collective if ranks are given samples of their own.
-
-    `here` are this rank's tokens.
-    """
+    """Builds the exchange of one packed pass for this rank's tokens `here`. Collective if samples differ by rank."""
     grids = [video.grid_tokens for video in batch.videos]
     layout, group = _layout_of_grids(sharing.layout, is_text(batch.videos)), sharing.group
     slots = here.video.stop - here.video.start
@@ -135,7 +132,7 @@ def sample_exchange(batch: PackedBatch, sharing: Sharing, here: TokenMap) -> Sam
 
 
 def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout:
-    """Returns the layout without tokens of text: slots count from each rank's first one that is of video."""
+    """Returns the layout without text; slots are relative to each rank's first video slot."""
     if not text.any():
         return layout
     rank, local = layout.rank[~text], layout.local[~text]
@@ -145,7 +142,7 @@ def _layout_of_grids(layout: SequenceLayout, text: np.ndarray) -> SequenceLayout
 
 
 def _of_all(layout: SequenceLayout, group: SequenceGroup, slots: int, device: torch.device) -> tuple[Move, Move]:
-    """Moves between all tokens, which every rank has, and this rank's; the latter is collective."""
+    """Returns moves from replicated tokens to this rank's, and back (collective)."""
     held, at = (to_device(each, device) for each in layout.tokens_at(group.rank))
     most = int(layout.local.max()) + 1
     slot = to_device(layout.rank * most + layout.local, device)
@@ -154,7 +151,7 @@ def _of_all(layout: SequenceLayout, group: SequenceGroup, slots: int, device: to
         return x.new_zeros(x.shape[0], slots, x.shape[2]).index_copy(1, at, x.index_select(1, held))
 
     def gather(x: torch.Tensor) -> torch.Tensor:
-        tokens = x[:, :most]  # what is beyond is padding
+        tokens = x[:, :most]  # drop padding
         whole = F.pad(tokens, (0, 0, 0, most - tokens.shape[1]))
         return gather_shards(whole, 1, group).index_select(1, slot)
 
@@ -164,15 +161,13 @@ def _of_all(layout: SequenceLayout, group: SequenceGroup, slots: int, device: to
 def _exchanged_conditions(
     batch: PackedBatch, mine: Sequence[int], group: SequenceGroup, present: np.ndarray
 ) -> dict[int, Condition]:
-    """Sends sequences' conditions from the ranks that are given them to those that have tokens of the sequence.
-
-    One all-to-all of bytes. Nothing in it has gradients.
+    """Sends conditions from loaders to the ranks with tokens of the sequence, in one all-to-all without gradients.
 
     Args:
         mine: The sequences of this rank's samples.
-        present: bool[ranks, sequences], which rank has tokens of which sequence.
+        present: bool[ranks, sequences], True if the rank has tokens of the sequence.
     """
-    # 1. Each sequence's tensors as bytes, to each rank that has tokens of it.
+    # 1. Send each sequence's tensors as bytes to the ranks with its tokens
     of_own = {sequence: vars(sample.condition) for sequence, sample in zip(mine, batch.samples, strict=True)}
     sent = [[sequence for sequence in mine if present[rank, sequence]] for rank in range(group.size)]
     received: list[list[int]] = [[] for _ in range(group.size)]
@@ -192,7 +187,7 @@ def _exchanged_conditions(
     )
     together = torch.cat([torch.empty(0, dtype=torch.uint8, device=batch.device), *payload])
     came = group.all_to_all(together, received_bytes, sent_bytes)
-    # 2. The tensors again, on storage of their own.
+    # 2. Restore tensors on their own storage
     sequences = [sequence for of_rank in received for sequence in of_rank]
     conditions = {}
     for sequence, of_sequence in zip(sequences, came.split([sum(sizes[each]) for each in sequences]), strict=True):

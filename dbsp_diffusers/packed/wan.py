@@ -1,4 +1,4 @@
-"""Wan's packed pass: diffusers' own modules and weights, modulated by sequence. Text is not in its sequence."""
+"""Wan's packed pass, with diffusers' modules and modulation per sequence; text is not in self-attention."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def _spec(config: Any) -> SampleSpec:
 
 
 def _token_flops(transformer: Any) -> float:
-    """Counts two for each weight of a block's layers: that some of them are for text is neglected."""
+    """Counts two FLOP per weight of a block, neglecting that some weights are for text."""
     return 2 * sum(p.numel() for p in transformer.blocks.parameters() if p.ndim == 2) / len(transformer.blocks)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pass(BlockPass):
-    """Inputs of blocks in addition to this rank's n tokens.
+    """Inputs of blocks besides this rank's n tokens.
 
     Attributes:
         temb: float[R, C], time embeddings of the rows.
-        rows: float[R, 6, C], the modulations that the tokens have: one a sequence, or one for each of its timesteps.
-        ids: int64[n], each token's row.
-        prompts: float[1, m, C] each, text (and image) of the sequences that are present.
-        runs: (index in `prompts`, first token, one past the last) of each run of one sequence's tokens.
+        rows: float[R, 6, C], modulations: one row per sequence, or one per timestep of a sequence.
+        ids: int64[n], row of each token.
+        prompts: float[1, m, C] each, text (and image) of the present sequences.
+        runs: (index in `prompts`, first token, end token) of each run of one sequence's tokens.
         rotary: Cosines and sines, [1, n, 1, D].
     """
 
@@ -45,7 +45,7 @@ class _Pass(BlockPass):
     rotary: tuple[torch.Tensor, torch.Tensor]
 
     def by_run(self, part: Callable[[int, slice], torch.Tensor]) -> torch.Tensor:
-        """Joins part(index in `prompts`, the run's tokens) of all runs."""
+        """Concatenates part(index in `prompts`, tokens of the run) over all runs."""
         return torch.cat([part(index, slice(first, last)) for index, first, last in self.runs], 1)
 
 
@@ -55,7 +55,7 @@ def _embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
 
 
 def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, _Pass]:
-    """Timesteps and prompts of the sequences that are present."""
+    """Embeds timesteps and prompts of the present sequences."""
     embedded, modulations, prompts, here = [], [], [], call.here
     ids, first = torch.empty(len(here.sequence), dtype=torch.int64, device=x.device), 0
     for sequence in here.present:
@@ -78,7 +78,7 @@ def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.T
 
     def angles(sequence: int) -> torch.Tensor:
         """Returns [1, tokens, 2, D]: cosines and sines."""
-        shaped = torch.empty(1, 1, *call.sizes[sequence], device="meta")  # of which the module reads the shape
+        shaped = torch.empty(1, 1, *call.sizes[sequence], device="meta")  # only its shape is read
         return torch.cat(transformer.rope(shaped), 2)
 
     rotary = here.by_token(angles, 1)
@@ -96,17 +96,17 @@ def _output(transformer: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
 
 
 def _block(block: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
-    """Runs one block on tokens [1, n, C] of several sequences; in float32 where its own forward is."""
-    # 1. Each sequence's modulation of this block: [R, C] each.
+    """Runs one block on tokens [1, n, C] of several sequences, in float32 where its own forward is."""
+    # 1. Modulations of this block, [R, C] each
     shift, scale, gate, ffn_shift, ffn_scale, ffn_gate = (block.scale_shift_table + here.rows.float()).unbind(1)
-    # 2. Self-attention within each sequence.
+    # 2. Self-attention within each sequence
     y = modulated(block.norm1(x.float()), scale, shift, here.ids).type_as(x)
     y = block.attn1(y, None, None, here.rotary)
     x = (x.float() + scaled(y, gate, here.ids)).type_as(x)
-    # 3. Cross-attention of each sequence to its own prompt.
+    # 3. Cross-attention of each sequence to its prompt
     y = block.norm2(x.float()).type_as(x)
     x = x + here.by_run(lambda index, run: block.attn2(y[:, run], here.prompts[index], None, None))
-    # 4. Feed-forward.
+    # 4. Feed-forward
     y = modulated(block.norm3(x.float()), ffn_scale, ffn_shift, here.ids).type_as(x)
     return (x.float() + scaled(block.ffn(y).float(), ffn_gate, here.ids)).type_as(x)
 

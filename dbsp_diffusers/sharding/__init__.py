@@ -1,1 +1,1 @@
-"""A transformer's sequence and batch over ranks, by hooks that can be undone."""
+"""Sharding a transformer's sequence and CFG passes over ranks, by reversible hooks."""

@@ -1,4 +1,4 @@
-"""Replaces the attention inside attention modules, whose projections and norms stay, on diffusers' native backend."""
+"""Replaces the attention inside attention modules, keeping projections and norms, on diffusers' native backend."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from dbsp_diffusers.models.gates import gate_by_head
 from dbsp_diffusers.patching import PatchSet
 
 Attend = Callable[..., torch.Tensor]
-"""attend(q, k, v, scale=…) with q, k, v [B, H, n, D], and gate=… of their shape where the module has one; returns
-[B, H, n, D]"""
+"""attend(q, k, v, scale=…[, gate=…]) with q, k, v and optional gate [B, H, n, D] → [B, H, n, D]"""
 
 _attends: WeakValueDictionary[int, Attend] = WeakValueDictionary()
-"""Functions that compiled code calls, by number; each lives as long as the module that it is in."""
+"""Functions called by compiled code, by number; they live as long as their module."""
 _numbers = itertools.count()
 
 
@@ -41,7 +40,7 @@ def _answer(
 
 
 _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
-"""Keeps the operator out of CUDA graphs, which would replay a plan and its sizes; torch has it from 2.9 on."""
+"""Excludes the operator from CUDA graphs, which would replay a plan and its sizes; in torch since 2.9."""
 
 
 @torch.library.custom_op(
@@ -51,7 +50,7 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
     **_TAGS,
 )
 def _attend(*call: Any) -> torch.Tensor:
-    """Calls a function of `_attends`. A number as int would have each layer compiled by itself, so it is a tensor."""
+    """Calls a function of `_attends`; the number is a tensor, since an int would compile each layer separately."""
     return _answer(*call).contiguous()
 
 
@@ -61,13 +60,12 @@ def _(q: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def require_torch_attention() -> None:
-    """Raises UserError if torch's scaled_dot_product_attention was replaced for all modules of this process.
+    """Raises UserError if torch's scaled_dot_product_attention was replaced globally, as kernel libraries suggest.
 
-    Libraries of kernels advise that. db-SP then finds no attention to replace, and the model's other attention would
-    compute with something that no setting names.
+    db-SP could then not find attention to replace, and other attention would use an unknown kernel.
     """
     current: Any = F.scaled_dot_product_attention
-    if current is torch._C._nn.scaled_dot_product_attention:  # what torch itself puts there
+    if current is torch._C._nn.scaled_dot_product_attention:  # torch's original
         return
     module = getattr(current, "__module__", None) or type(current).__module__
     name = getattr(current, "__qualname__", None) or type(current).__qualname__
@@ -79,15 +77,15 @@ def require_torch_attention() -> None:
 
 
 class SdpaOverride(TorchFunctionMode):
-    """Replaces torch's scaled_dot_product_attention of a sequence with itself by another function, as a context.
+    """Context that replaces torch's scaled_dot_product_attention for self-attention.
 
-    Attention to a different number of keys, such as an IP-Adapter's image's, which every rank has, stays torch's.
+    Attention to another number of keys, such as an IP-Adapter's replicated image, is unchanged.
 
     Args:
         number: int64, the function's number in `_attends`.
-        other_keys: True if attention to another sequence's keys is replaced.
-        any_mask: True if a mask is ignored, rather than rejected.
-        gate: What `gate_of` made of the module's tokens; None: it has none.
+        other_keys: True to replace attention to another sequence's keys.
+        any_mask: True to ignore a mask instead of rejecting it.
+        gate: Result of `gate_of` for the module's tokens, or None.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class SdpaOverride(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.unflatten:  # whose super() torch.compile does not trace within a mode
+        if func is torch.Tensor.unflatten:  # torch.compile cannot trace its super() within a mode
             return torch.unflatten(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
@@ -109,7 +107,7 @@ class SdpaOverride(TorchFunctionMode):
         if not self._other_keys and call["query"].shape[-2] != call["key"].shape[-2]:
             return func(*args, **kwargs)
         if (call.get("attn_mask") is not None and not self._any_mask) or call.get("is_causal"):
-            raise UserError("db-SP replaces attention without a mask of its own; this model passes one")
+            raise UserError("db-SP does not support attention with the model's own mask; call `disable` first")
         if call.get("dropout_p"):
             raise UserError(
                 f"db-SP computes attention without dropout, got dropout_p={call['dropout_p']}; set it to 0"
@@ -117,7 +115,7 @@ class SdpaOverride(TorchFunctionMode):
         self.calls += 1
         q, k, v, scale = call["query"], call["key"], call["value"], call.get("scale")
         device = q.device.type
-        if torch.is_autocast_enabled(device):  # which casts what torch's own attention is given, and nothing within it
+        if torch.is_autocast_enabled(device):  # autocast would cast the inputs of torch's attention
             q, k, v = (t.to(torch.get_autocast_dtype(device)) for t in (q, k, v))
             with torch.autocast(device, enabled=False):
                 return self._answer(q, k, v, scale)
@@ -126,7 +124,9 @@ class SdpaOverride(TorchFunctionMode):
     def _answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
         gate = None if self._gate is None else gate_by_head(self._gate, q)
         if needs_gradients(q, k, v) or not torch.compiler.is_compiling():
-            return _answer(q, k, v, self._number, scale, gate)  # the operator has no backward: here graphs break
+            return _answer(
+                q, k, v, self._number, scale, gate
+            )  # the operator has no backward, so the graph breaks here
         out: torch.Tensor = torch.ops.dbsp.attend(q, k, v, self._number, scale, gate)
         return out
 
@@ -141,25 +141,25 @@ def intercept_attention(
     skipped_by: str = "",
     gate: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> None:
-    """Lets `attend` compute the attention inside one attention module, whose projections and norms stay.
+    """Computes the attention inside one attention module with `attend`, keeping projections and norms.
 
-    While it runs, diffusers' backend is "native", which calls torch's scaled_dot_product_attention; the one that
-    `set_attention_backend` has set is that of other modules. The module raises UserError when its attention is not
-    reached: it would silently attend to only this rank's tokens.
+    Within the module, diffusers' backend is "native", which calls torch's scaled_dot_product_attention;
+    `set_attention_backend` still applies to other modules. The module raises UserError if its attention is not
+    reached, since it would silently attend to this rank's tokens only.
 
     Args:
-        attend: Called with q, k, v [B, H, n, D] and scale=…; within torch.compile it is one operator, without a break.
-        any_mask: True if a mask that the module passes is ignored, as it says only which text is padding.
-        other_keys: True if the module attends to another sequence's keys: k and v are then [B, H, m, D].
-        skipped_by: Name of an argument that makes the module attend to nothing.
-        gate: Makes of the module's hidden states [B, n, C] what `attend` is given as gate=…: [B, n, H · D], or what
-            does not depend on tokens, [D + 1, D].
+        attend: Called with q, k, v [B, H, n, D] and scale=…; one operator without graph break within torch.compile.
+        any_mask: True to ignore the module's mask, which only marks text padding.
+        other_keys: True if the module attends to another sequence's keys; k and v are then [B, H, m, D].
+        skipped_by: Name of an argument that makes the module skip attention.
+        gate: Maps the module's hidden states [B, n, C] to `attend`'s gate=…: [B, n, H · D], or [D + 1, D] independent
+            of tokens.
     """
     key = next(_numbers)
     _attends[key] = attend
     number = torch.tensor(key, device="cpu")
     names = getattr(sys.modules.get("diffusers.models.attention_dispatch"), "AttentionBackendName", None)
-    native = "native" if names is None else names("native")  # a member, which torch.compile need not look up
+    native = "native" if names is None else names("native")  # enum member, so that torch.compile need not look it up
 
     def intercepted(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         hidden: Any = kwargs.get("hidden_states", args[0] if args else None)
@@ -173,14 +173,14 @@ def intercept_attention(
             )
         return output
 
-    # Keeps it alive, hidden from torch.compile, which would otherwise compile each layer by itself.
+    # Keep it alive where torch.compile does not see it, or each layer would be compiled separately
     vars(intercepted)["attend"] = attend
     patches.replace_forward(attention, intercepted)
 
 
 @contextmanager
 def _backend(processor: Any, name: Any) -> Iterator[None]:
-    """Sets the backend of a processor that has one, and restores what it had."""
+    """Sets a processor's backend, if it has one, and restores it afterwards."""
     if not hasattr(processor, "_attention_backend"):
         yield
         return

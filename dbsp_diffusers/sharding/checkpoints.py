@@ -1,4 +1,4 @@
-"""Activation checkpointing: what backward computes again belongs to the forward pass that it was computed in."""
+"""Activation checkpointing: assigns recomputation in backward to its original forward pass."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.patching import PatchSet
 
 _FUNCTIONS = "_gradient_checkpointing_func", "checkpoint_fn"
-"""Attributes of modules that call checkpoint(function, *args): diffusers' models, torch's CheckpointWrapper."""
+"""Attributes with checkpoint functions, checkpoint(function, *args): of diffusers' models and CheckpointWrapper."""
 
 
 class Checkpoints:
-    """Wraps the checkpoint functions of a transformer's modules, so that each pass is recomputed as that pass.
+    """Wraps the checkpoint functions of a transformer's modules, so that recomputation knows its pass.
 
     Args:
         passes: The transformer's forward passes.
@@ -29,7 +29,7 @@ class Checkpoints:
         patches.on_detach(self._release)
 
     def follow(self) -> None:
-        """Wraps the functions that were set since the last pass. Call it before each pass with gradients."""
+        """Wraps functions set since the last pass; call it before each pass with gradients."""
         for module in self._transformer.modules():
             for name in _FUNCTIONS:
                 function = vars(module).get(name)
@@ -46,7 +46,7 @@ class Checkpoints:
 
 
 class _Checkpoint:
-    """A checkpoint function, which is called with a function and its arguments."""
+    """A wrapped checkpoint function."""
 
     def __init__(self, function: Callable[..., Any], checkpoints: Checkpoints) -> None:
         self.function, self.checkpoints = function, checkpoints
@@ -57,7 +57,7 @@ class _Checkpoint:
 
 
 class _OfPass:
-    """A module or function as a checkpoint calls it: first in the forward pass, and then to compute that again."""
+    """A function called by a checkpoint: first in the forward pass, later to recompute it."""
 
     def __init__(self, function: Callable[..., Any], checkpoints: Checkpoints) -> None:
         self._function, self._checkpoints, self._pass = function, checkpoints, checkpoints.passes.now
@@ -76,5 +76,5 @@ class _OfPass:
             return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what checkpoint functions ask of a module, such as its parameters."""
+        """Delegates attributes such as a module's parameters."""
         return getattr(self._function, name)

@@ -1,6 +1,6 @@
 """Checks that db-SP computes every self-attention of a transformer in every forward pass.
 
-An attention that db-SP does not compute attends to the tokens of one rank, and nothing else would say so.
+Otherwise a module would silently attend to the tokens of one rank.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from dbsp_diffusers.sharding.attention import require_torch_attention
 from dbsp_diffusers.sharding.step_caches import may_skip, names_of_caches
 
 _CAUSE = (
-    "an offload hook or device map that was removed, a LoRA, a quantiser or a library may have put another forward, "
-    "processor or layer instead; make such changes before `enable`, or between `disable` and `enable`"
+    "removing an offload hook or device map, a LoRA, a quantizer or a library may have replaced a forward, "
+    "processor or layer; make such changes before `enable`, or between `disable` and `enable`"
 )
 _MOST_NAMED = 3
 
 
 class Coverage:
-    """Compares the self-attentions that db-SP computes in a forward pass with those that the transformer has then.
+    """Compares the self-attentions computed by db-SP in a forward pass with the transformer's.
 
     Args:
         reached: Returns the layers whose attention db-SP has computed in the current pass.
@@ -50,7 +50,7 @@ class Coverage:
         transformer = self._transformer
         patches.hook(transformer.register_forward_pre_hook, self._begin, with_kwargs=True, prepend=True)
         shard_plan = self._architecture.shard_plan
-        # no rank may gather before its last attention
+        # check before gathering, which is collective
         for path in (*shard_plan.gathered, *shard_plan.gathered_early):
             for module in modules_at(transformer, path):
                 patches.hook(module.register_forward_hook, self._require_all, prepend=True)
@@ -74,23 +74,23 @@ class Coverage:
                 self._expected.pop(layer, None)
 
     def _attentions(self) -> list[nn.Module]:
-        """Returns the self-attention module of each layer; torch.compile may have wrapped them."""
+        """Returns the self-attention module of each layer, without torch.compile's wrapper."""
         attentions = self._architecture.attentions_of(self._transformer)
         return [getattr(attention, "_orig_mod", attention) for attention in attentions]
 
     @torch.compiler.disable
     def _require_all(self, *_: Any) -> None:
-        self._left_out()
+        self._count_skipped()
 
     @torch.compiler.disable
     def _end(self, *_: Any) -> None:
-        skipped, observers = self._left_out(), self._session.observers
+        skipped, observers = self._count_skipped(), self._session.observers
         if observers and names_of_caches(self._transformer, self._architecture.blocks_of(self._transformer)):
             for observer in observers:
                 observer.pass_ends(self._session.first_layer, skipped, len(self._expected))
 
-    def _left_out(self) -> int:
-        """Returns how many attentions a cache left out. Raises UserError unless db-SP has computed all others."""
+    def _count_skipped(self) -> int:
+        """Returns how many attentions a cache skipped. Raises UserError unless db-SP has computed all others."""
         reached = self._reached()
         missed = [attention for layer, attention in self._expected.items() if layer not in reached]
         lost = [attention for attention in missed if not may_skip(self._transformer, self._parent(attention))]
@@ -102,7 +102,7 @@ class Coverage:
         return len(missed)
 
     def _parent(self, attention: nn.Module) -> nn.Module:
-        """Returns the block that an attention module is in."""
+        """Returns the block of an attention module."""
         return self._transformer.get_submodule(self._name(attention).rpartition(".")[0])
 
     def _named(self, attentions: Iterable[nn.Module]) -> str:

@@ -1,10 +1,10 @@
-"""Agreement of the ranks that make one video on the call that they are at, and on its inputs.
+"""Checks that the ranks of one video are at the same pipeline call, with the same inputs.
 
-Collectives match by their order only. If the call of one rank fails, and that rank goes on with the next request,
-attentions of two requests are mixed, in every later video too. So at the first passes of a generation the first rank
-sends a header: the number of its call, and fingerprints of its arguments. In every pass all ranks take its inputs, so
-that rounding in a text encoder or VAE, which may differ between ranks, is the same on all. What a rank had is compared
-with what it took, on the device: with a header at once, else two passes later or at the end of a pipeline's call.
+Collectives match by order only: if a call fails on one rank and that rank continues with the next request, attentions
+of two requests are mixed from then on. So at the first passes of a generation the first rank sends a header with the
+number of its call and fingerprints of its arguments. In every pass all ranks use the first rank's inputs, so that
+rounding in a text encoder or VAE does not differ. Each rank compares its own inputs with these on the device;
+differences are raised at once with a header, else two passes later or at the end of the call.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
 PASS, _DECODING, _CALL, _CALL_WITH_GENERATOR = range(4)
-"""Kinds of exchange that begin with a header."""
+"""Kinds of exchanges with a header."""
 _HEADER = 8
-"""Numbers of a header, of any kind of exchange."""
+"""Length of a header."""
 _LAST_BIT = 61
-"""Tensors that are distinguished in one number; those after them share the last bit."""
+"""Last bit of a drift mask; tensors beyond it share this bit."""
 _ALIGNMENT = 16
-"""Bytes to which tensors are aligned in the buffer that is broadcast; a multiple of every dtype's size."""
+"""Alignment of tensors in the broadcast buffer, in bytes; a multiple of every dtype's size."""
 _NORM_TOLERANCE = 1e-2
 _TOLERANCE = 2**-5
-"""Largest distance of two tensors, relative to their norm, that rounding in a text encoder explains."""
+"""Largest relative distance of two tensors that rounding in a text encoder explains."""
 
 CALLS_DIFFER = (
     "rank(s) {} are at a different pipeline call, probably because an earlier call failed there; abort a failed call "
     "on all ranks. The pipeline is usable: the next call that all ranks make together is compared afresh"
 )
 GENERATORS_DIFFER = (
-    "some ranks were given a generator and others not, or are at another call (rank(s) {}); give generator= to all "
-    "ranks, with one seed, or to none"
+    "some ranks passed a generator and others did not, or are at another call (rank(s) {}); pass generator= on all "
+    "ranks with one seed, or on none"
 )
 SIZES_DIFFER = "the size of the video differs on rank(s) {}, or its batch or dtype; give all ranks the same input"
 STEPS_DIFFER = "the denoising steps, timestep or guidance differ on rank(s) {}; give all ranks the same"
@@ -52,14 +52,14 @@ CONDITION_DIFFERS = (
     "guidance"
 )
 TILES_DIFFER = (
-    "what is decoded differs in size, dtype or tiles on rank(s) {}, or cannot be decoded there; give all ranks the "
-    "same latents, with one setting of the autoencoder's tiling and slicing"
+    "the decoded latents differ in size, dtype or tiles on rank(s) {}, or cannot be decoded there; give all ranks the "
+    "same latents and the same settings of the autoencoder's tiling and slicing"
 )
 DECODED_DIFFER = "the latents that are decoded differ on rank(s) {}; decode the same video on all ranks together"
 NOT_NUMBERS = (
     "the latents became NaN on rank(s) {}: the transformer has computed NaN, or, with `guidance=True`, the output of "
-    "a step's first CFG pass was copied before the second one, when half of the ranks do not have it yet; leave "
-    "`guidance` out, or use the outputs of both passes after the second"
+    "a step's first CFG pass was copied before the second pass, when half of the ranks do not have it yet; remove "
+    "`guidance`, or use the outputs of both passes after the second"
 )
 LATENTS_DRIFT = (
     "the latents differ on rank(s) {} within a generation; every pass has computed with rank 0's. Draw noise, in "
@@ -73,10 +73,10 @@ _DEVICES_DIFFER = "tensors differ in bytes or kind of device on rank(s) {}; load
 
 
 class Drift:
-    """Tells all ranks which tensors of each differ from the first rank's, without a host wait.
+    """Detects tensors that differ from the first rank's, without waiting for the device.
 
-    Each pass notes it on the device, and gathers what all ranks have noted. Two passes later that has long arrived on
-    the host, the same on all ranks, and is raised there.
+    Each pass records differences as bits on the device and gathers all ranks' bits. Two passes later they have arrived
+    on the host, equal on all ranks, and are raised.
     """
 
     def __init__(self, group: SequenceGroup) -> None:
@@ -84,20 +84,20 @@ class Drift:
         self._messages: tuple[str, ...] = (NOT_NUMBERS,)
         """By bit."""
         self._on_host = 0
-        """Bits that are noted and not gathered yet."""
+        """Recorded bits that are not gathered yet."""
         self._on_device: torch.Tensor | None = None
         """Further bits, int64[1]."""
         self._passes = 0
         self._gathered: deque[tuple[int, tuple[str, ...], torch.Tensor, torch.cuda.Event | None]] = deque()
-        """Number of a pass, messages, the bits of all ranks, int64[P], and the event of their arrival on the host."""
+        """Pass number, messages, bits of all ranks int64[P], and the event of their copy to the host."""
 
     def compare(self, messages: Sequence[str], tensors: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) -> None:
-        """Notes each tensor that is not the first rank's, up to rounding. Does not wait for the device.
+        """Records tensors that differ from the first rank's by more than rounding. Does not wait for the device.
 
         Args:
-            messages: What is said of each tensor, the same on all ranks, with {} for the ranks.
-            tensors: This rank's.
-            first: The first rank's.
+            messages: Error message of each tensor, equal on all ranks, with {} for the ranks.
+            tensors: This rank's tensors.
+            first: The first rank's tensors.
         """
         self._messages = NOT_NUMBERS, *messages
         for number, (mine, values) in enumerate(zip(tensors, first, strict=True), 1):
@@ -108,7 +108,7 @@ class Drift:
             self._note(min(number, _LAST_BIT), ~are_close(mine, values))
 
     def note_not_numbers(self, shown: torch.Tensor) -> None:
-        """Notes NaN in latents where bool[] `shown` is True. Does not wait for its device."""
+        """Records NaN in latents if bool[] `shown` is True. Does not wait for the device."""
         self._note(0, shown)
 
     def _note(self, bit: int, shown: torch.Tensor) -> None:
@@ -119,7 +119,7 @@ class Drift:
         self._on_device = bits if self._on_device is None else self._on_device | bits
 
     def gather(self, device: torch.device) -> None:
-        """Tells all ranks what this one has noted, by way of a device that is of one type on all. Collective."""
+        """Gathers all ranks' recorded bits, on a device of the same type on all. Collective."""
         bits = torch.zeros(1, dtype=torch.int64, device=device)
         if self._on_device is not None:
             bits = self._on_device.to(device)
@@ -134,12 +134,12 @@ class Drift:
         self._gathered.append((self._passes, self._messages, of_ranks, copied))
 
     def begin_pass(self) -> None:
-        """Raises UserError, on all ranks, for what was gathered until the pass before the last."""
+        """Raises UserError on all ranks for bits gathered up to two passes ago."""
         self._passes += 1
         self._raise_gathered(self._passes - 2)
 
     def settle(self) -> None:
-        """Raises UserError, on all ranks, for all that was gathered. Waits for the device."""
+        """Raises UserError on all ranks for all gathered bits. Waits for the device."""
         self._raise_gathered(self._passes)
 
     def _raise_gathered(self, last: int) -> None:
@@ -150,7 +150,7 @@ class Drift:
             self.raise_bits(messages, of_ranks.tolist())
 
     def raise_bits(self, messages: Sequence[str], bits_by_rank: Sequence[int]) -> None:
-        """Raises UserError about the first bit that any rank has."""
+        """Raises UserError for the first bit that any rank has."""
         bit = next((bit for bit in range(_LAST_BIT + 1) if any(bits >> bit & 1 for bits in bits_by_rank)), None)
         if bit is not None:
             self.forget()
@@ -158,19 +158,19 @@ class Drift:
             raise UserError(messages[min(bit, len(messages) - 1)].format(ranks))
 
     def take(self) -> tuple[tuple[str, ...], int]:
-        """Returns messages, and the bits that this rank has noted and not gathered. Waits for the device."""
+        """Returns messages, and this rank's recorded bits that are not gathered. Waits for the device."""
         bits = self._on_host | (0 if self._on_device is None else int(self._on_device))
         self._on_host, self._on_device = 0, None
         return self._messages, bits
 
     def forget(self) -> None:
-        """Begins anew, after a failure."""
+        """Resets after a failure."""
         self._on_host, self._on_device = 0, None
         self._gathered.clear()
 
 
 class GenerationChecks:
-    """The ranks that make one video together, and the number of calls that this rank has begun."""
+    """Checks among the ranks of one video; counts the calls that this rank has begun."""
 
     def __init__(self, group: SequenceGroup) -> None:
         self.group = group
@@ -178,21 +178,20 @@ class GenerationChecks:
         self.drift = Drift(group)
 
     def check_call(self, generator: bool, problem: Exception | None, device: torch.device | None) -> None:
-        """Begins a call of a pipeline on all ranks: they take the state of the first rank's random number generators.
+        """Begins a pipeline call on all ranks with the state of the first rank's random number generators. Collective.
 
-        Collective. What is drawn from torch's global generators in the call is then the same on all ranks, and the
-        same as in one process in the state of the first rank.
+        Draws from torch's global generators are then equal on all ranks, and equal to a single process in that state.
 
         Args:
-            generator: True if the call is given a generator.
-            problem: Reason why this rank cannot make the call, if so.
-            device: The device that the pipeline computes on; None: ranks keep their states.
+            generator: True if the call has a generator.
+            problem: Error of this rank, if any.
+            device: The pipeline's device; None: ranks keep their states.
 
         Raises:
-            UserError: On all ranks, unless they are at the same call, or if any of them has a problem.
+            UserError: Ranks are at different calls, or one has a problem; raised on all ranks.
         """
         self.calls += 1
-        self.drift.forget()  # of a call that failed
+        self.drift.forget()  # from a failed call
         if self.group.size == 1:
             if problem is not None:
                 raise problem
@@ -204,7 +203,7 @@ class GenerationChecks:
             write(state.clone())
 
     def check_decoding(self, tiles: object, latents: Sequence[torch.Tensor]) -> None:
-        """Raises UserError on all ranks unless they decode the same latents, in `tiles` of one `repr`. Collective.
+        """Raises UserError on all ranks unless they decode the same latents in equal `tiles` (by `repr`). Collective.
 
         Waits for the tensors' device. `tiles` include the shapes of latents.
         """
@@ -219,22 +218,22 @@ class GenerationChecks:
         messages: Sequence[str] = (),
         problem: Exception | None = None,
     ) -> list[torch.Tensor]:
-        """Returns the first rank's values of tensors, once all ranks are at the same exchange. Collective.
+        """Checks that all ranks are at the same exchange, and returns the first rank's tensors. Collective.
 
-        A rank that is elsewhere receives what the first rank sends all the same. Afterwards all count its calls.
-        Waits for the device, if tensors are compared.
+        A rank at another exchange receives the data all the same, so that collectives match, and adopts the first
+        rank's call number. Waits for the device if tensors are compared.
 
         Args:
             kind: Kind of the exchange.
-            fingerprints: Fingerprints of what must be equal, by message, as many for all exchanges of a kind.
-            tensors: Tensors whose shapes, dtypes and kinds of device are among what is compared.
-            messages: What is said of each tensor that differs, up to rounding; none: they may differ.
-            problem: This rank's, if any.
+            fingerprints: Fingerprints to compare by error message; their number depends on `kind` only.
+            tensors: Tensors; shapes, dtypes and device types must be in the fingerprints.
+            messages: Error message of each tensor that differs by more than rounding; empty: they may differ.
+            problem: This rank's error, if any.
 
         Raises:
-            UserError: On all ranks, if they are at different exchanges, anything differs, or one has a problem.
+            UserError: Ranks are at different exchanges, anything differs, or one has a problem; raised on all ranks.
         """
-        # 1. The first rank's header: [calls, kind, *fingerprints, 0, …, bytes on the host, bytes on the device].
+        # 1. The first rank's header: [calls, kind, *fingerprints, 0, …, bytes on the host, bytes on the device]
         on_host, on_device = (
             sum(_room(tensor) for tensor in tensors if (tensor.device.type == "cpu") == is_host)
             for is_host in (True, False)
@@ -245,9 +244,9 @@ class GenerationChecks:
         self.group.control().broadcast(header)
         of_first = header.tolist()
         self.calls = of_first[0]
-        # 2. Its tensors, which a rank that is elsewhere receives as bytes.
+        # 2. Its tensors; a rank at another exchange receives and discards the bytes
         first = self.first_rank_values(tensors) if of_first == mine else self._discarded(*of_first[-2:])
-        # 3. All ranks raise what one has seen.
+        # 3. Raise differences on all ranks
         if first and messages:
             self.drift.compare(messages, tensors, first)
         known, bits = self.drift.take()
@@ -258,10 +257,10 @@ class GenerationChecks:
 
     @torch.no_grad()
     def first_rank_values(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the first rank's values of tensors whose shapes, dtypes and devices are the same on all ranks.
+        """Returns the first rank's tensors; shapes, dtypes and devices must be equal on all ranks. Collective.
 
-        Collective: one broadcast for the tensors on a device, on the group's backend, and one for those on the host.
-        The first rank is returned its own tensors, other ranks new ones.
+        One broadcast for tensors on the device, and one for tensors on the host. The first rank gets its own tensors,
+        other ranks new ones.
         """
         received = list(tensors)
         for is_host in (True, False):
@@ -274,7 +273,7 @@ class GenerationChecks:
         return received
 
     def _discarded(self, on_host: int, on_device: int) -> list[torch.Tensor]:
-        """Receives as many bytes as the first rank broadcasts, and returns no tensors."""
+        """Receives the bytes that the first rank broadcasts, and returns no tensors."""
         if on_host:
             self.group.control().broadcast(torch.empty(on_host, dtype=torch.uint8, device="cpu"))
         if on_device:
@@ -284,11 +283,11 @@ class GenerationChecks:
 
 
 _Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
-"""Reads and writes the state of a random number generator."""
+"""Getter and setter of a random number generator's state."""
 
 
 def _generators(device: torch.device) -> list[_Generator]:
-    """Returns torch's global generators that a pipeline on a device draws from."""
+    """Returns torch's global generators that a pipeline on a device may use."""
     generators: list[_Generator] = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type != "cpu":
         module = torch.get_device_module(device)
@@ -297,7 +296,7 @@ def _generators(device: torch.device) -> list[_Generator]:
 
 
 def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Returns bool[]: whether a tensor is the first rank's, up to rounding. Does not wait for the device."""
+    """Returns bool[], True if a tensor equals the first rank's up to rounding. Does not wait for the device."""
     if not (mine.is_floating_point() or mine.is_complex()):
         return (mine == first).all()
     parts = [torch.view_as_real(part) if part.is_complex() else part.float() for part in (mine.detach(), first)]
@@ -308,7 +307,7 @@ def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
 
 
 def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[torch.Tensor]:
-    """Returns the first rank's tensors, of one device: its own, or views of a buffer. Collective."""
+    """Broadcasts the first rank's tensors on one device; other ranks get views of a buffer. Collective."""
     rooms = [_room(tensor) for tensor in tensors]
     buffer = torch.empty(sum(rooms), dtype=torch.uint8, device=tensors[0].device)
     parts = [
@@ -323,5 +322,5 @@ def _broadcast(tensors: Sequence[torch.Tensor], group: SequenceGroup) -> list[to
 
 
 def _room(tensor: torch.Tensor) -> int:
-    """Returns the bytes of a tensor in the buffer that is broadcast."""
+    """Returns the bytes of a tensor in the broadcast buffer."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""Follows the generations of a pipeline: how far each one is, and that all ranks are at the same one."""
+"""Follows the generations of a pipeline, and checks that all ranks are at the same one."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ from dbsp_diffusers.sharding.generation_checks import PASS, GenerationChecks
 from dbsp_diffusers.sharding.pass_inputs import BEGIN, Constants, Pass, kinds_of, named_tensors, plain_values
 
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
-"""Number of its scheduler's steps that a pipeline's loop leaves out at the end, by the pipeline's class."""
+"""Number of the scheduler's last steps that a pipeline's loop skips, by pipeline class."""
 
 
 class Generations:
-    """Follows the calls of a pipeline, or the passes of a transformer that is used without one.
+    """Follows the calls of a pipeline, or the passes of a transformer without one.
 
-    Within a call of the pipeline, the scheduler's index says which step it is at. Elsewhere, in another pipeline with
-    the same transformer or in a loop of the user's own, a generation begins where timesteps rise.
+    Within a pipeline call, the scheduler's index gives the step. Elsewhere (another pipeline with the same
+    transformer, or the user's own loop) a generation begins where timesteps rise.
 
     Args:
         pipe: The pipeline; None for a transformer without one.
-        ranks: The ranks that make one video together.
+        ranks: The ranks that generate one video together.
     """
 
     def __init__(self, pipe: Any, ranks: SequenceGroup) -> None:
         self.checks = GenerationChecks(ranks)
         self._pipe = pipe
         self._call: object = None
-        """A new object for each call of the pipeline; None outside of calls."""
+        """A new object per pipeline call; None outside of calls."""
         self._ended: Any = None
         """Timesteps of the pipeline's last call."""
         self._second_pass = False
-        """True if the arguments of the pipeline's call ask for a second CFG pass."""
+        """True if the pipeline call's arguments request a second CFG pass."""
         self._seen: object = object()
-        """The generation that the last pass was in."""
+        """Generation of the last pass."""
         self._timestep: float | None = None
-        """That of the last pass outside the pipeline's calls."""
+        """Timestep of the last pass outside pipeline calls."""
         self._generation = 0
-        """Number of generations whose first pass has begun."""
+        """Number of generations begun."""
         self._passes = 0
-        """Number of this generation's passes before the current one."""
+        """Number of earlier passes of this generation."""
         self._compared: set[object] = set()
-        """Positions and kinds of inputs that were compared in this generation."""
+        """Positions and kinds of inputs compared in this generation."""
         self._unfinished = False
-        """True if the last pass has begun and not ended: it may have failed on this rank alone."""
+        """True if the last pass has not ended: it may have failed on this rank only."""
         self._constants = Constants()
         self.ends: list[Callable[[], None]] = []
-        """Called when a call of the pipeline has ended without an error; what they raise, they raise on all ranks."""
+        """Called after a successful pipeline call; they must raise on all ranks alike."""
 
     def attach(
         self,
@@ -66,29 +66,29 @@ class Generations:
         shares_state: bool,
         watches_latents: bool = False,
     ) -> None:
-        """Follows the pipeline's calls.
+        """Wraps the pipeline's calls.
 
         Args:
-            problem: Returns why a call cannot be made, if so.
-            shares_state: True if all ranks take the state of the first rank's random number generators at each call.
-            watches_latents: True to raise on all ranks, at the end of a call, if the latents became NaN on any.
+            problem: Returns an error if a call is not possible, or None.
+            shares_state: True to use the first rank's random number generator states on all ranks at each call.
+            watches_latents: True to raise on all ranks at the end of a call if latents became NaN on any rank.
         """
         if self._pipe is None or not callable(self._pipe):
             return
 
         def around(call: Callable[..., Any]) -> Callable[..., Any]:
             def followed(*args: Any, **kwargs: Any) -> Any:
-                # 1. All ranks begin the same call.
+                # 1. Begin the same call on all ranks
                 arguments = self._bound(args, kwargs)
                 device = self._device() if shares_state else None
                 self.checks.check_call(arguments.get("generator") is not None, problem(), device)
                 outer = self._call, self._second_pass
                 self._call, self._second_pass = object(), _asks_for_second_pass(arguments)
-                vars(self._pipe).pop("_num_timesteps", None)  # the last call's, until this one knows
+                vars(self._pipe).pop("_num_timesteps", None)  # stale value of the last call
                 watching = PatchSet()
                 if watches_latents and hasattr(self._scheduler, "step"):
                     around_calls(self._scheduler, self._watched, watching, "step")
-                # 2. The call.
+                # 2. Run the call
                 try:
                     result = call(*args, **kwargs)
                     for end in self.ends:
@@ -105,7 +105,7 @@ class Generations:
         around_calls(self._pipe, around, patches)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-        """Returns the arguments of the pipeline's call by name, with defaults."""
+        """Returns the pipeline call's arguments by name, with defaults."""
         try:
             bound = inspect.signature(type(self._pipe).__call__).bind_partial(self._pipe, *args, **kwargs)
         except TypeError:  # the call itself will raise it
@@ -114,7 +114,7 @@ class Generations:
         return bound.arguments | bound.arguments.get("kwargs", {})
 
     def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a scheduler's step: tells all ranks of NaN in the latents that it returns. Collective."""
+        """Wraps a scheduler's step to detect NaN in latents on any rank. Collective."""
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             stepped = step(*args, **kwargs)
@@ -127,11 +127,11 @@ class Generations:
         return watched
 
     def _device(self) -> torch.device:
-        """Returns the device that the pipeline computes on."""
+        """Returns the pipeline's device."""
         device = getattr(self._pipe, "_execution_device", None) or getattr(self._pipe, "device", None)
         if isinstance(device, torch.device):
             return device
-        parts = (part for part in vars(self._pipe).values() if isinstance(part, nn.Module))  # a pipeline of others'
+        parts = (part for part in vars(self._pipe).values() if isinstance(part, nn.Module))  # a custom pipeline
         return next((parameter.device for part in parts for parameter in part.parameters()), torch.device("cpu"))
 
     @property
@@ -148,14 +148,14 @@ class Generations:
         return index if isinstance(index, int) else None
 
     def progress(self) -> Progress:
-        """Returns what the pipeline says of its denoising."""
+        """Returns the pipeline's denoising progress."""
         return Progress(self._timesteps) if self._call is None else Progress(self._call, self._index)
 
     def steps(self) -> int | None:
-        """Returns the number of steps of the current generation; None before it is known, and without a pipeline.
+        """Returns the number of steps of the current generation, or None if unknown or without a pipeline.
 
-        With `strength` below 1, a pipeline leaves out the first of its scheduler's. Outside the pipeline's calls its
-        scheduler may be another than the one in use: then it has no timesteps, or is through with those that it has.
+        With `strength` below 1, a pipeline skips the scheduler's first steps. Outside pipeline calls, another
+        scheduler may be in use; the pipeline's then has no timesteps, or has finished them.
         """
         left_out = LEFT_OUT.get(type(self._pipe).__name__, 0)
         counted = None if self._call is None else vars(self._pipe).get("_num_timesteps")
@@ -172,13 +172,13 @@ class Generations:
 
     @property
     def is_called(self) -> bool:
-        """True within a call of the pipeline."""
+        """True within a pipeline call."""
         return self._call is not None
 
     def has_second_pass(self) -> bool:
-        """Returns True if the pipeline says that it runs a second CFG pass in the current step.
+        """Returns True if the pipeline runs a second CFG pass in the current step.
 
-        Outside the pipeline's calls, passes in the cache contexts of CFG are expected to come in pairs.
+        Outside pipeline calls, passes in CFG's cache contexts are expected in pairs.
         """
         if self._call is None:
             return True
@@ -189,14 +189,14 @@ class Generations:
         return guided if isinstance(guided, bool) else self._second_pass
 
     def hook(self, transformer: nn.Module, patches: PatchSet, *, always: bool) -> None:
-        """Gives the transformer the first rank's inputs on all ranks, which compare what each was given.
+        """Hooks the transformer to use the first rank's inputs on all ranks, and to compare inputs.
 
-        Ranks meet before each generation's first passes, those with inputs of new shapes, and the one after a pass
-        that failed: all raise there what differs. Where gradients flow through the inputs, and in training, they meet
-        before every pass, and each computes with its own. In other passes each rank compares what it takes with what
-        it had, on the device, and all raise what that shows two passes later.
+        Ranks meet before each generation's first passes, passes with new input shapes, and the pass after a failed
+        one, and raise differences there. In training, or if gradients flow through the inputs, they meet before every
+        pass, and each keeps its own inputs. In other passes, inputs are compared on the device, and differences are
+        raised two passes later.
 
-        Call it before anything that cuts the inputs is hooked.
+        Call it before hooking anything that shards inputs.
 
         Args:
             always: True to meet before every pass.
@@ -207,7 +207,7 @@ class Generations:
         @torch.compiler.disable
         def agree(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
             if args and isinstance(args[0], PackedBatch):
-                return None  # of samples that each rank brings its own of: all are gathered before the pass
+                return None  # samples differ by rank and are gathered before the pass
             return self.agree(self.begin_pass(module, args, kwargs, always=always))
 
         patches.hook(transformer.register_forward_pre_hook, agree, with_kwargs=True)
@@ -215,32 +215,32 @@ class Generations:
 
     @torch.compiler.disable
     def end_pass(self, *_: Any) -> None:
-        """Notes that a pass has ended without an error."""
+        """Marks the end of a successful pass."""
         self._unfinished = False
 
     def begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool) -> Pass:
-        """Begins a pass on this rank. Not collective; every rank calls it, if it computes the pass or not.
+        """Begins a pass on this rank, whether or not it computes the pass. Not collective.
 
         Args:
-            module: The transformer, whose call has these arguments.
-            always: True if ranks meet before every pass.
+            module: The transformer that is called with these arguments.
+            always: True to meet before every pass.
         """
-        # 1. Its place in the generation.
+        # 1. Position in the generation
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         training = module.training and torch.is_grad_enabled()
         first = self._begins(None if training else timestep_of(inputs))
         failed, self._unfinished = self._unfinished, True
         self._generation += first
-        self._passes = 0 if first else 1 if failed else self._passes + 1  # ranks may have counted others
+        self._passes = 0 if first else 1 if failed else self._passes + 1  # 1: counts may differ after a failure
         if first:
             self._compared.clear()
         self.checks.drift.begin_pass()
-        # 2. What it is given.
+        # 2. Inputs
         sample, *others = inputs
         latents = named_tensors({sample: inputs[sample]})
         conditions = named_tensors({name: inputs[name] for name in others})
         plain = {name: plain_values(inputs[name]) for name in others if not isinstance(inputs[name], torch.Tensor)}
-        # 3. Whether ranks meet before it.
+        # 3. Whether ranks meet before it
         tensors = latents | conditions
         keeps = training or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()))
         position = min(self._passes, BEGIN - 1), kinds_of(tensors)
@@ -260,15 +260,15 @@ class Generations:
         )
 
     def agree(self, begun: Pass, checks: GenerationChecks | None = None) -> Arguments:
-        """Returns a pass's arguments with the first rank's inputs. Collective; waits for the device where ranks meet.
+        """Returns a pass's arguments with the first rank's inputs. Collective; waits for the device if ranks meet.
 
         Args:
-            checks: Those of the ranks that take part, if not all do.
+            checks: Checks of the participating ranks. None: all ranks.
 
         Raises:
-            UserError: On all ranks that take part, if they meet and anything differs.
+            UserError: Ranks meet and anything differs; raised on all participating ranks.
         """
-        # 1. The first rank's tensors, and how they compare with this rank's.
+        # 1. Take the first rank's tensors, and compare them with this rank's
         checks = checks or self.checks
         if checks.group.size == 1:
             return begun.arguments
@@ -279,9 +279,9 @@ class Generations:
         else:
             first = checks.first_rank_values(tensors)
             self.checks.drift.compare(begun.messages, tensors, first)
-            if checks is self.checks:  # else all ranks hear of it later
+            if checks is self.checks:  # otherwise gathered later
                 self.checks.drift.gather(begun.device)
-        # 2. The arguments with them.
+        # 2. Insert them into the arguments
         if begun.keeps_inputs:
             return begun.arguments
         replaced = {
@@ -293,7 +293,7 @@ class Generations:
         return args, kwargs
 
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
-        """Returns True if a pass is a generation's first; reads the timestep outside the pipeline's calls alone."""
+        """Returns True if a pass is a generation's first; reads the timestep only outside pipeline calls."""
         last, self._seen = self._seen, self.progress().generation
         if self._call is not None:
             return self._seen is not last
@@ -307,12 +307,12 @@ class Generations:
 
 
 def _asks_for_second_pass(arguments: Mapping[str, Any]) -> bool:
-    """Returns True if the arguments of a pipeline's call ask for a second CFG pass, by diffusers' rule.
+    """Returns True if a pipeline call's arguments request a second CFG pass, by diffusers' rule.
 
-    For pipelines that keep the decision to themselves: those with `true_cfg_scale`, and Ovis-Image's.
+    For pipelines that do not expose the decision: those with `true_cfg_scale`, and Ovis-Image's.
     """
     scale = arguments.get("true_cfg_scale", arguments.get("guidance_scale"))
-    pooled = arguments.get("negative_pooled_prompt_embeds", True)  # where the call takes them, both are needed
+    pooled = arguments.get("negative_pooled_prompt_embeds", True)  # required if the call has this argument
     embedded = arguments.get("negative_prompt_embeds") is not None and pooled is not None
     has_negative = arguments.get("negative_prompt") is not None or embedded
     return isinstance(scale, (int, float)) and scale > 1 and has_negative

@@ -1,9 +1,9 @@
 """Guidance parallelism: each half of the ranks computes one of a denoising step's two CFG passes.
 
-Pipelines such as Wan's call the transformer with the prompt, then without, and use both outputs afterwards. One half
-of the ranks computes a call when it comes, and the other returns a tensor of NaN. At the end of the second call the
-halves exchange their outputs, and the first one is written into that tensor. CogVideoX's pipelines have both passes in
-one batch, of which each half computes its half.
+Pipelines such as Wan's call the transformer with the prompt, then without, and then use both outputs. For each call,
+one half of the ranks computes it and the other returns a tensor of NaN. At the end of the second call, the halves
+exchange outputs, and the first output is written into that tensor. CogVideoX's pipelines run both passes in one batch,
+which is split over the halves.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from dbsp_diffusers.sharding.step_caches import names_of_caches
 from dbsp_kernels.segments import to_device
 
 _PARTNERS = {"cond": "uncond", "uncond": "cond", "pred_cond": "pred_uncond", "pred_uncond": "pred_cond"}
-"""What diffusers' pipelines and guiders call the cache contexts of two calls whose outputs are used after both."""
+"""Names of the two cache contexts in diffusers' pipelines and guiders that use outputs after both calls."""
 _OF_SECOND_HALF = ("uncond", "pred_uncond")
-"""Contexts whose calls the second half computes."""
+"""Contexts computed by the second half."""
 _CACHES = ("FBC", "MagCache", "TaylorSeer")
-"""How the names of cache hooks begin that keep a state per cache context: skipped is what one process skips."""
+"""Name prefixes of cache hooks with state per cache context, which skip the same layers as one process."""
 _SUMS = 64
-"""Numbers by which two halves compare a tensor."""
+"""Number of sums by which halves compare a tensor."""
 _GRADIENTS = (
-    "guidance parallelism computes no gradients; call the transformer under torch.no_grad(), or enable db-SP without "
-    "`guidance`"
+    "guidance parallelism does not support gradients; call the transformer under torch.no_grad(), or enable db-SP "
+    "without `guidance`"
 )
 _ALONE = (
-    "guidance parallelism: %s ran a pass without a second one, and each half of the ranks computes all of it; leave "
-    "`guidance` out if guidance_scale is 1 or less"
+    "guidance parallelism: %s ran a pass without a second one, so both halves of the ranks computed it; remove "
+    "`guidance` if guidance_scale is 1 or less"
 )
 _NO_SECOND = (
     "guidance parallelism: a pass in cache context {first!r} was not followed by one in {second!r} of the same step, "
-    "so that half of the ranks have no output of it; leave `guidance` out, or run passes that have no second one "
-    "outside of transformer.cache_context"
+    "so half of the ranks have no output of it; remove `guidance`, or run passes without a second one outside of "
+    "transformer.cache_context"
 )
 GUIDANCE_DIFFERS = "guidance differs on rank(s) {}; give all ranks the same"
 _PASSES_DIFFER = (
@@ -63,25 +63,25 @@ _PASSES_DIFFER = (
 
 @dataclass(frozen=True)
 class Halves:
-    """The two halves of the ranks that make one video."""
+    """The two halves of the ranks of one video."""
 
-    ranks: SequenceGroup  # All ranks
-    half: SequenceGroup  # This rank's half
+    ranks: SequenceGroup  # all ranks
+    half: SequenceGroup  # this rank's half
 
     @classmethod
     def of(cls, guidance: object, model: Any, ranks: SequenceGroup) -> Halves:
-        """Returns the halves of the ranks that run a pipeline or transformer. Collective.
+        """Returns the halves of the ranks of a pipeline or transformer. Collective.
 
         Args:
-            guidance: What the user gave, which must be True.
+            guidance: The user's argument, which must be True.
 
         Raises:
-            UserError: On all ranks, for an odd number of them or a model that runs guidance in another way.
+            UserError: The number of ranks is odd, or the model runs guidance differently; raised on all ranks.
         """
 
         def check() -> tuple[int, int]:
             _require_halves(guidance, model, ranks.size)
-            return use_model_device(transformers_of(model).values(), ranks)  # on which a half's communicator is made
+            return use_model_device(transformers_of(model).values(), ranks)  # device for a half's communicator
 
         device, problem = attempt(check)
         numbers = agree(ranks.control(), {GUIDANCE_DIFFERS: 1}, problem=problem, numbers=device or NO_DEVICE)
@@ -95,7 +95,7 @@ class Halves:
         return self.ranks.rank >= self.half.size
 
     def exchange(self, mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the tensors of the first and the second half, of one shape and dtype. Collective.
+        """Returns the tensors of the first and the second half, of equal shape and dtype. Collective.
 
         Each rank exchanges its tensor with one rank of the other half.
         """
@@ -106,42 +106,42 @@ class Halves:
 
 
 def _require_halves(guidance: object, model: Any, size: int) -> None:
-    """Raises UserError unless two halves of `size` ranks can share a model's CFG passes."""
+    """Raises UserError unless halves of `size` ranks can split a model's CFG passes."""
     if guidance is not True:
         raise UserError(f"guidance must be True or False, got {guidance!r}")
     if size % 2:
-        raise UserError(f"guidance=True halves the ranks, and there are {size}; use an even number of ranks")
+        raise UserError(f"guidance=True needs an even number of ranks, got {size}")
     for transformer in transformers_of(model).values():
         if architecture_of(transformer).guidance is None:
             raise UserError(
                 f"guidance=True: db-SP does not know how pipelines run the two CFG passes of "
-                f"{type(transformer).__name__}; leave guidance out"
+                f"{type(transformer).__name__}; remove guidance"
             )
 
 
 @dataclass(frozen=True)
 class _First:
-    """The first of two CFG passes, which one half has computed."""
+    """The first of two CFG passes, computed by one half."""
 
-    context: str  # Name of its cache context
-    generation: int  # Number of its generation
-    step_index: int | None  # The scheduler's, in a call of the pipeline
-    is_called: bool  # True if it is in a call of the pipeline, whose end says what came of it
-    output: torch.Tensor  # The output; NaN in the half that has not computed it
+    context: str  # name of its cache context
+    generation: int  # number of its generation
+    step_index: int | None  # the scheduler's, within a pipeline call
+    is_called: bool  # True within a pipeline call
+    output: torch.Tensor  # NaN in the half that has not computed it
 
 
 @dataclass
 class GuidedCalls:
-    """The calls of one transformer, which two halves of the ranks share."""
+    """The calls of one transformer, split over two halves of the ranks."""
 
     transformer: nn.Module
     halves: Halves
-    generations: Generations  # Checks of each video that all ranks make
-    always: bool  # True if ranks compare the inputs of every call
+    generations: Generations  # checks among all ranks
+    always: bool  # True to compare inputs of every call
     _first: _First | None = None
-    """The pass whose second one must come next."""
+    """The pass that awaits its second pass."""
     _entered: Callable[[], str | None] = lambda: None
-    """Returns the name of the cache context that is entered."""
+    """Returns the name of the current cache context."""
     _warned: bool = False
 
     def __post_init__(self) -> None:
@@ -149,12 +149,12 @@ class GuidedCalls:
         self.generations.ends.append(self._end_call)
 
     def attach(self, patches: PatchSet) -> None:
-        """Takes over the transformer's calls, with all hooks. Call it once everything else is attached.
+        """Takes over the transformer's calls including hooks; call it last.
 
-        Compiled blocks stay compiled; what `transformer.compile()` makes of a whole call is not used.
+        Compiled blocks stay compiled; a compiled whole call (`transformer.compile()`) is not used.
         """
         self._entered = cache_contexts(self.transformer, patches)
-        # Module.__call__ calls the first of these that is not None
+        # Module.__call__ prefers _compiled_call_impl
         patches.set_attribute(self.transformer, "_compiled_call_impl", None)
         patches.set_attribute(self.transformer, "_call_impl", self._called)
 
@@ -165,8 +165,8 @@ class GuidedCalls:
         return outputs
 
     def _outputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns what the transformer does, or an output that the second call overwrites. Collective."""
-        # 1. The pass, and what ranks know of it without asking each other.
+        """Returns the transformer's output, or a tensor that the second call overwrites. Collective."""
+        # 1. Begin the pass; decide its kind locally
         first, self._first = self._first, None
         kind = architecture_of(self.transformer).guidance
         caches = self._supported_caches(kind, args)
@@ -174,8 +174,8 @@ class GuidedCalls:
         context, is_plain = self._entered(), not begun.plain.get("return_dict", True)
         shared_context = context if is_plain and kind == "calls" and context in _PARTNERS else None
         if first is not None and first.generation != begun.generation and first.is_called:
-            first = None  # its call has failed
-        # 2. What two halves share.
+            first = None  # its call failed
+        # 2. Passes split over the halves
         if first is not None:
             place = begun.generation, begun.step_index
             if shared_context != _PARTNERS[first.context] or place != (first.generation, first.step_index):
@@ -185,7 +185,7 @@ class GuidedCalls:
             return (self._halved_batch(begun),)
         if shared_context is not None and self.generations.has_second_pass():
             return (self._first_pass(shared_context, begun),)
-        # 3. What all ranks compute, except for what step caches keep of a context in one half.
+        # 3. Passes that all ranks compute, unless a step cache keeps the context's state in one half
         self._warn()
         if shared_context is not None and caches:
             return (self._pass_of_one_half(shared_context, begun),)
@@ -194,7 +194,7 @@ class GuidedCalls:
         return outputs
 
     def _supported_caches(self, kind: str | None, args: tuple[Any, ...]) -> list[str]:
-        """Returns the names of the step caches. Raises UserError for what two halves cannot share."""
+        """Returns the names of the step caches. Raises UserError for unsupported caches and passes."""
         if args and isinstance(args[0], PackedBatch):
             raise UserError("guidance parallelism is for pipelines; enable db-SP without `guidance` for packed passes")
         if torch.is_grad_enabled():
@@ -204,39 +204,39 @@ class GuidedCalls:
         for name in caches:
             if kind == "batch" or not name.startswith(_CACHES):
                 raise UserError(
-                    f"guidance parallelism: each half of the ranks would skip other layers than one process does with "
-                    f"{name}; take the cache off (transformer.disable_cache()), or enable db-SP without `guidance`"
+                    f"guidance parallelism: with {name} each half of the ranks would skip other layers than one "
+                    f"process; disable the cache (transformer.disable_cache()), or enable db-SP without `guidance`"
                 )
         return caches
 
     def _first_pass(self, context: str, begun: Pass) -> torch.Tensor:
-        """Returns the first call's output in the half that computes it, and NaN in the other. Collective."""
+        """Returns the first call's output in the half that computes it, NaN in the other. Collective."""
         output, problem = self._half_pass(context, begun, self._compared(begun))
         if problem is not None:
-            self._raise_together(problem)  # the other half comes to it in the second pass
+            self._raise_together(problem)  # the other half raises it in the second pass
         place = begun.generation, begun.step_index, self.generations.is_called
         self._first = _First(context, *place, output)
         return output
 
     def _second_pass(self, first: _First, context: str, begun: Pass) -> torch.Tensor:
-        """Returns the second call's output, and writes that of the first where it is missing. Collective.
+        """Returns the second call's output, and fills in the first call's where missing. Collective.
 
-        Only the half that computes the pass compares its inputs before it does: the other one is still at the first.
+        Only the half that computes the pass compares inputs first; the other is still computing the first pass.
         """
         output, problem = self._half_pass(context, begun, None)
         is_mine = self._is_mine(context)
         outputs = self._exchanged(output if is_mine else first.output, problem, begun)
-        if is_mine:  # so the first one is not
+        if is_mine:  # the first pass was the other half's
             first.output.copy_(outputs[int(not self.halves.second)])
         return outputs[int(context in _OF_SECOND_HALF)]
 
     def _pass_of_one_half(self, context: str, begun: Pass) -> torch.Tensor:
-        """Returns the output of a pass without a second one, which the half of its context computes. Collective."""
+        """Returns the output of a pass without a second one, computed by its context's half. Collective."""
         output, problem = self._half_pass(context, begun, self._compared(begun))
         return self._exchanged(output, problem, begun)[int(context in _OF_SECOND_HALF)]
 
     def _halved_batch(self, begun: Pass) -> torch.Tensor:
-        """Returns the output of both passes in one batch, of which each half computes its half. Collective."""
+        """Returns the output of both passes in one batch, split over the halves. Collective."""
         batch = len(begun.sample)
 
         def half(value: Any) -> Any:
@@ -250,7 +250,7 @@ class GuidedCalls:
     def _half_pass(
         self, context: str, begun: Pass, arguments: Arguments | None
     ) -> tuple[torch.Tensor, Exception | None]:
-        """Returns a pass's output, or NaN in the half that does not compute it; and an error. Collective in a half."""
+        """Returns a pass's output (NaN in the other half) and its error, if any. Collective within a half."""
         shape, dtype = self._output_kind(begun.sample)
         missing = begun.sample.new_full(shape, math.nan, dtype=dtype)
         if not self._is_mine(context):
@@ -287,34 +287,34 @@ class GuidedCalls:
     def _computed(
         self, begun: Pass, arguments: Arguments | None, cut: Callable[[Any], Any] = lambda value: value
     ) -> tuple[Any, Exception | None]:
-        """Returns the transformer's outputs, or why there are none. Collective for a half, without `arguments`.
+        """Returns the transformer's outputs or its error. Collective within a half if `arguments` is None.
 
         Args:
-            cut: Returns what the transformer is given of an argument.
+            cut: Maps an argument to this half's part.
         """
-        # the class's own, around forward and all of its hooks: the transformer's attribute is `_called`
+        # the class's function, with forward and hooks; the instance's attribute is `_called`
         compute = MethodType(nn.Module._call_impl, self.transformer)
 
         def outputs() -> Any:
             args, kwargs = arguments or self.generations.agree(begun, self._checks)
             return compute(*map(cut, args), **{name: cut(value) for name, value in kwargs.items()})
 
-        return attempt(outputs)  # the other half waits for this one
+        return attempt(outputs)  # the other half waits
 
     def _exchanged(
         self, output: torch.Tensor, problem: Exception | None, begun: Pass
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the outputs of both halves, unless one has a problem. Collective.
 
-        With them go sums of what each rank was given, by which a rank sees whether its half drifts from the other.
+        Also exchanges sums of each rank's inputs, to detect drift between the halves.
         """
-        # 1. Hosts agree; no device is waited for.
+        # 1. Agree on the host, without waiting for devices
         self._raise_together(problem, begun, output)
-        # 2. Devices exchange [sums, output] as bytes.
+        # 2. Exchange [sums, output] as bytes
         by_tensor = [to_device(_sums(tensor), output.device) for tensor in begun.tensors]
         sums = torch.cat(by_tensor)  # float32[tensors * _SUMS]
         halves = self.halves.exchange(torch.cat([sums.view(torch.uint8), output.reshape(-1).view(torch.uint8)]))
-        # 3. The second half compares, and all ranks hear of it; in a call of the pipeline, at the scheduler's step.
+        # 3. Compare in the second half, and gather (within a pipeline call, at the scheduler's step)
         drift = self.generations.checks.drift
         first, second = (half[: sums.nbytes].view(sums.dtype).split(_SUMS) for half in halves)
         drift.compare(begun.messages, second if self.halves.second else first, first)
@@ -326,7 +326,7 @@ class GuidedCalls:
     def _raise_together(
         self, problem: Exception | None, begun: Pass | None = None, output: torch.Tensor | None = None
     ) -> None:
-        """Raises on all ranks if one has a problem, or has begun another pass than the others. Collective."""
+        """Raises on all ranks if one has a problem or is at another pass. Collective."""
         passed = None if begun is None or output is None else (begun.description, output.shape, output.dtype)
         try:
             agree(self.halves.ranks.control(), {_PASSES_DIFFER: fingerprint_of(passed)}, problem=problem)
@@ -336,19 +336,19 @@ class GuidedCalls:
             raise problem from None
 
     def _end_call(self) -> None:
-        """Raises UserError, on all ranks, if a call of the pipeline has ended between two passes that halves share."""
+        """Raises UserError on all ranks if a pipeline call ended between two passes of the halves."""
         first, self._first = self._first, None
         if first is not None and first.is_called:
             raise UserError(_NO_SECOND.format(first=first.context, second=_PARTNERS[first.context]))
 
     def _warn(self) -> None:
-        """Says once that half of the ranks do what the other half does."""
+        """Warns once that both halves compute the same pass."""
         if not self._warned and self.halves.ranks.rank == 0:
             log.warning(_ALONE, type(self.transformer).__name__)
         self._warned = True
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns float32[_SUMS]: sums of the parts of a tensor."""
+    """Returns sums of parts of a tensor, float32[_SUMS]."""
     flat = tensor.detach().float().reshape(-1)
     return F.pad(flat, (0, -flat.numel() % _SUMS)).view(_SUMS, -1).sum(dim=1)

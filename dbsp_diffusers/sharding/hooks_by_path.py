@@ -1,4 +1,4 @@
-"""Hooks on modules that are named by their paths, for as long as a transformer lives."""
+"""Hooks on a transformer's modules by path, which follow replaced modules."""
 
 from __future__ import annotations
 
@@ -15,29 +15,25 @@ from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.patching import Arguments, signature_of
 
 Spec = Any
-"""What a change is told of an argument or output."""
+"""Specification of an argument or output, passed to a change."""
 Change = Callable[[Any, Spec], Any]
-"""Returns what takes the place of an argument or output."""
+"""Returns the replacement of an argument or output."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-"""Modules that db-SP changes, each with the transformer that it is a part of."""
+"""Hooked modules by the transformer that they belong to."""
 
 
 class HooksByPath:
-    """Hooks that follow their paths: a LoRA or a quantiser puts a layer of its own in place of one that is hooked.
-
-    Args:
-        root: The transformer.
-    """
+    """Hooks that follow their paths, since a LoRA or quantizer may replace a hooked layer; `root`: the transformer."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
         self._hooks: list[tuple[str, Callable[[nn.Module], RemovableHandle], dict[nn.Module, RemovableHandle]]] = []
-        """Each path with what hooks a module there, and the modules that are hooked."""
+        """Each path with its register function and the handles of hooked modules."""
 
     def before(self, path: str, arguments: Mapping[str, Spec], change: Change) -> None:
-        """Changes arguments of the modules at a path, but for the root; see `changing_arguments`."""
+        """Changes arguments of the modules at a path, except the root; see `changing_arguments`."""
 
         def register(module: nn.Module) -> RemovableHandle:
             return module.register_forward_pre_hook(changing_arguments(module, arguments, change), with_kwargs=True)
@@ -50,7 +46,7 @@ class HooksByPath:
         self._hooks.append((path, lambda module: module.register_forward_hook(hook), {}))
 
     def claim(self, module: nn.Module) -> None:
-        """Raises UserError for a part of two transformers, in which hooks of one would run in passes of the other."""
+        """Raises UserError for a module of two transformers, where hooks of one would run in passes of the other."""
         owner = _owners.get(module)
         if owner is not None and owner() not in (None, self._root):
             raise UserError(
@@ -61,7 +57,7 @@ class HooksByPath:
         _owners[module] = weakref.ref(self._root)
 
     def follow(self) -> None:
-        """Hooks what is at the paths now, and nothing else. Call it before each forward pass."""
+        """Hooks exactly the modules that are now at the paths; call it before each forward pass."""
         for path, register, handles in self._hooks:
             now = [_unwrapped(module) for module in modules_at(self._root, path)]
             for gone in [module for module in handles if module not in now]:
@@ -72,7 +68,7 @@ class HooksByPath:
                     handles[module] = register(module)
 
     def remove(self) -> None:
-        """Removes all hooks, and lets other transformers have the modules."""
+        """Removes all hooks and releases the modules."""
         for _, _, handles in self._hooks:
             for handle in handles.values():
                 handle.remove()
@@ -82,7 +78,7 @@ class HooksByPath:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Returns a module within torch.compile's wrapper, and within that of torch's `checkpoint_wrapper`."""
+    """Returns a module without wrappers of torch.compile and torch's `checkpoint_wrapper`."""
     for name in ("_orig_mod", "_checkpoint_wrapped_module"):
         module = getattr(module, name, module)
     return module
@@ -91,13 +87,13 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def changing_arguments(
     module: nn.Module, arguments: Mapping[str, Spec], change: Change
 ) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
-    """Returns a hook that changes arguments of a module's forward, positional or by name as they come.
+    """Returns a hook that changes positional or keyword arguments of a module's forward.
 
     Args:
-        arguments: By name, what `change` is given with the argument.
+        arguments: Specification for `change`, by argument name.
 
     Raises:
-        UserError: For an argument that the module does not have.
+        UserError: The module does not have an argument.
     """
     names = list(signature_of(module).parameters)
     unknown = [name for name in arguments if name not in names]
@@ -121,7 +117,7 @@ def changing_arguments(
 
 
 def changing_outputs(outputs: Mapping[int, Spec], change: Change) -> Callable[[nn.Module, Args, Any], Any]:
-    """Returns a hook that changes a module's output, which is number 0, or some of several by number."""
+    """Returns a hook that changes a module's outputs by index (a single output is 0)."""
 
     @torch.compiler.disable
     def changed(module: nn.Module, args: Args, output: Any) -> Any:

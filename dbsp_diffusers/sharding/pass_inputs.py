@@ -1,4 +1,4 @@
-"""The arguments of a forward pass: as ranks compare and replace them, and a batch of several sizes taken apart."""
+"""Arguments of a forward pass: comparing and replacing them, and splitting a batch by sizes."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 BEGIN = 2
-"""Passes that a generation begins with: with guidance, those of its first step."""
+"""Number of passes at the beginning of a generation (with guidance, those of its first step)."""
 
 
 @dataclass(frozen=True)
 class Pass:
     """A forward pass that has begun on this rank."""
 
-    arguments: Arguments  # As this rank was given them
-    sample: Any  # The latents that it denoises, a tensor or a list
-    latents: dict[str, torch.Tensor]  # Tensors of the sample, by name
-    conditions: dict[str, torch.Tensor]  # All other tensors, by name
-    plain: dict[str, Any]  # Arguments that are not tensors, by name
-    generation: int  # Number of the generation, counted on this rank
-    number: int  # Number of the pass in its generation
-    step_index: int | None  # The scheduler's, in a call of the pipeline
-    is_new: bool  # True if ranks have not compared such a pass in this generation, or the one before it failed
-    keeps_inputs: bool  # True if each rank computes with its own inputs, as in training
+    arguments: Arguments  # this rank's arguments
+    sample: Any  # latents, a tensor or a list
+    latents: dict[str, torch.Tensor]  # tensors of the sample, by name
+    conditions: dict[str, torch.Tensor]  # all other tensors, by name
+    plain: dict[str, Any]  # arguments that are not tensors, by name
+    generation: int  # number of the generation on this rank
+    number: int  # number of the pass in its generation
+    step_index: int | None  # the scheduler's, within a pipeline call
+    is_new: bool  # True if ranks have not compared such a pass in this generation, or the last pass failed
+    keeps_inputs: bool  # True if each rank uses its own inputs, as in training
 
     @property
     def compared(self) -> bool:
@@ -58,24 +58,24 @@ class Pass:
 
     @property
     def messages(self) -> list[str]:
-        """What is said of each tensor if it differs between ranks."""
+        """Error message of each tensor if it differs between ranks."""
         begins = self.number < BEGIN
         latents, condition = (LATENTS_DIFFER, CONDITION_DIFFERS) if begins else (LATENTS_DRIFT, CONDITION_DRIFTS)
         return [latents] * len(self.latents) + [condition.format(name=name) for name in self.conditions]
 
     @property
     def device(self) -> torch.device:
-        """The GPU that tensors are on, if any is on one."""
+        """The GPU of the tensors, if any is on one."""
         devices = [tensor.device for tensor in self.tensors]
         return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
     @property
     def description(self) -> object:
-        """All but the values of tensors, to be compared by `repr`."""
+        """Everything but the values of tensors, for comparison by `repr`."""
         return self.number, self.step_index, sorted(self.plain.items()), kinds_of(self.latents | self.conditions)
 
     def fingerprints(self, *of_generation: object) -> dict[str, int]:
-        """Returns fingerprints of all but the values of tensors, by message; `of_generation` are compared, too."""
+        """Returns fingerprints of everything but tensor values, and of `of_generation`, by error message."""
         plain = {name: value for name, value in self.plain.items() if name != "return_dict"}
         described = {
             SIZES_DIFFER: kinds_of(self.latents),
@@ -87,7 +87,7 @@ class Pass:
 
 
 def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns each tensor that is not empty in a pass's arguments, within lists and mappings too, by name."""
+    """Returns the non-empty tensors of a pass's arguments by name, including those in lists and mappings."""
     return {
         f"{name}{keystr(path)}": leaf
         for name, value in inputs.items()
@@ -98,27 +98,27 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def plain_values(value: Any) -> Any:
-    """Returns what ranks compare of an argument that is not a tensor: numbers, texts, and types of other objects."""
+    """Returns comparable values of a non-tensor argument: numbers, strings, and type names of other objects."""
     return tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__, value)
 
 
 def kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
-    """Returns what ranks must have alike of tensors, by name, but for their values."""
+    """Returns name, shape, dtype and device type of tensors, which must be equal on all ranks."""
     return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in tensors.items())
 
 
 class Constants:
     """Substitutes of tensors that a pipeline passes in every step, such as text embeddings.
 
-    What is read from a tensor once, as long as the tensor is not written to, is then read once of its substitute too.
+    Keeping one substitute per unchanged tensor lets cached readings (`read_once`) work for substitutes, too.
     """
 
     def __init__(self) -> None:
         self._known = Readings()
-        """By the pipeline's tensor, its substitute from the second pass on."""
+        """The substitute of each of the pipeline's tensors, from the second pass on."""
 
     def substitute(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor of these values, the same one as long as `tensor` is not written to."""
+        """Returns a tensor with these values, the same object until `tensor` is written to."""
         known = self._known.kept_for(tensor)
         if not known:
             known["substitute"] = None
@@ -126,7 +126,7 @@ class Constants:
         if known["substitute"] is None:
             known["substitute"] = values.clone()
         else:
-            known["substitute"].data.copy_(values)  # which is no new version: the values are as before
+            known["substitute"].data.copy_(values)  # does not change the version, since values are equal
         substitute: torch.Tensor = known["substitute"]
         return substitute
 
@@ -135,11 +135,11 @@ Items = tuple[int, ...]
 """Positions of items in a batch, ascending."""
 
 _parts = Readings()
-"""By a tensor of integers its parts by items: what was read from a part once need not be again."""
+"""Parts of integer tensors by items, cached so that readings of parts are cached, too."""
 
 
 def parts_by_size(sizes: Sequence[Hashable]) -> list[Items]:
-    """Returns the items of each size, in the order in which sizes appear."""
+    """Returns the items of each size, in order of first appearance."""
     items_by_size: dict[Hashable, list[int]] = {}
     for item, size in enumerate(sizes):
         items_by_size.setdefault(size, []).append(item)
@@ -149,13 +149,13 @@ def parts_by_size(sizes: Sequence[Hashable]) -> list[Items]:
 def part_of(inputs: Mapping[str, Any], items: Items, batch: int) -> dict[str, Any]:
     """Returns a forward pass's arguments by name for some items of a batch.
 
-    Tensors [batch, …] and lists of `batch` are taken apart; all else is passed on.
+    Selects items of tensors [batch, …] and of lists of length `batch`; other arguments are passed on.
     """
     return {name: _taken(value, items, batch) for name, value in inputs.items()}
 
 
 def join_parts(outputs: Sequence[Any], parts: Sequence[Items]) -> Any:
-    """Returns a batch's output from those of its parts: tensors [items, …], lists, or tuples or mappings of these."""
+    """Joins the outputs of parts of a batch: tensors [items, …], lists, or tuples or mappings of these."""
     first = outputs[0]
     if isinstance(first, Mapping):
         return type(first)(**{name: join_parts([output[name] for output in outputs], parts) for name in first})
@@ -180,7 +180,7 @@ def _taken(value: Any, items: Items, batch: int) -> Any:
 
 
 def _rows(value: torch.Tensor, items: Items) -> torch.Tensor:
-    """Returns some rows, as a view where they follow one another or are all the same."""
+    """Returns some rows, as a view if they are adjacent or equal."""
     if value.stride(0) == 0:
         return value[: len(items)]
     if items[-1] - items[0] == len(items) - 1:

@@ -1,4 +1,4 @@
-"""Sharding a stock diffusers transformer over ranks, its self-attention dual-balanced, by hooks that can be undone."""
+"""Shards a diffusers transformer over ranks, with dual-balanced self-attention, by reversible hooks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_sk
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 ShardsByStream = Mapping[str, Any]
-"""`StreamShards` of "text" and "video", and `PackedShards` of both as "packed" for a model that packs them."""
+"""`StreamShards` of "text" and "video", and `PackedShards` of both as "packed" for models with packed sequences."""
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -45,8 +45,8 @@ class _PassSharding:
     """Shards and attention of one forward pass.
 
     Attributes:
-        attention: What computes its attention.
-        streams: Its shards; None: those of several samples, which `dbsp_diffusers.packed` cuts and gathers.
+        attention: Session or `Sharing` that computes its attention.
+        streams: Its shards; None: several samples, which `dbsp_diffusers.packed` shards.
     """
 
     attention: AttentionSession | Sharing
@@ -54,11 +54,11 @@ class _PassSharding:
 
 
 def shard_transformer(transformer: nn.Module, session: AttentionSession, patches: PatchSet) -> ForwardRanks:
-    """Shards the sequence over the session's ranks as the transformer's architecture says.
+    """Shards a transformer's sequence over the session's ranks by its architecture.
 
-    Every rank is given the whole input and returns the whole output. Text, where it is in the sequence, is a stream of
-    its own, sharded like video. Step caches, put on the transformer before or after, skip what they would skip in one
-    process. Raises UserError for a transformer that db-SP does not know or cannot shard.
+    Every rank takes the whole input and returns the whole output. Text in the sequence is a separate stream, sharded
+    like video. Step caches, enabled before or after, skip the same layers as in one process. Raises UserError for an
+    unsupported transformer.
 
     Returns:
         The ranks that run a forward pass together.
@@ -79,9 +79,9 @@ class _SequenceSharding:
         self._session = session
         self._bags = BagSessions(session)
         self._checkpoints: Checkpoints | None = None
-        """Follows gradient checkpointing, from the first pass with gradients on."""
+        """Follows gradient checkpointing, from the first pass with gradients."""
         self._parts: list[tuple[int, ...]] = []
-        """Items of each size in the current pass's batch."""
+        """Items of each size in the current batch."""
         self._hooks = HooksByPath(transformer)
         self._made: WeakKeyDictionary[SequenceLayout, ShardsByStream] = WeakKeyDictionary()
         blocks = self._architecture.blocks_of(transformer)
@@ -97,7 +97,7 @@ class _SequenceSharding:
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
         hooks, shard_plan = self._hooks, self._shard_plan
         patches.on_detach(hooks.remove)
-        for path, arguments in shard_plan.inputs.items():  # the transformer's own are cut once the pass has begun
+        for path, arguments in shard_plan.inputs.items():  # the transformer's arguments are sharded in _begin
             hooks.before(path, arguments, self._shard)
         for path, arguments in shard_plan.gathered_inputs.items():
             hooks.before(path, arguments, self._gather_for_all)
@@ -131,13 +131,13 @@ class _SequenceSharding:
         """Returns the layers whose attention db-SP has computed in the current forward pass."""
         attention = self._now.attention
         session = attention.session if isinstance(attention, Sharing) else attention
-        if session is None or session.passes.recomputing:  # a part of a pass that was complete is computed again
+        if session is None or session.passes.recomputing:  # recomputing a complete pass
             return range(self._session.layers)
         return session.end()
 
     @property
     def _now(self) -> _PassSharding:
-        """Sharding of the pass that runs, or of the one a part of which is computed again."""
+        """Sharding of the current pass, or of the pass being recomputed."""
         sharding: _PassSharding | None = self._session.passes.now.sharding
         if sharding is None:
             raise RuntimeError("a part of the transformer was called outside its forward pass")
@@ -159,14 +159,14 @@ class _SequenceSharding:
             return (self._begin_packed(module, args[0]),), kwargs
         inputs, sizes = signature_of(module).bind(*args, **kwargs).arguments, self._architecture.sizes
         self._parts = [] if sizes is None else parts_by_size(sizes(inputs))
-        if len(self._parts) > 1:  # each begins by itself
+        if len(self._parts) > 1:  # each part begins separately
             self._require_separable(module)
             return args, kwargs
         return self._begin_video(module, args, kwargs)
 
     @torch.compiler.disable
     def _begin_video(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
-        """Begins a pass of videos of one size, and returns what this rank computes on."""
+        """Begins a pass of videos of one size, and returns this rank's shards."""
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         sequence.require_grid(self._session.config.mask)
@@ -187,15 +187,15 @@ class _SequenceSharding:
         return self._shard_own(module, args, kwargs)
 
     def _require_separable(self, module: nn.Module) -> None:
-        """Raises UserError where items of several sizes cannot be run one size after another."""
+        """Raises UserError if a batch with several sizes cannot run size by size."""
         if any(may_skip(module, block) for block in self._architecture.blocks_of(module)):
             raise UserError(
-                "with a step cache, items of one batch must have one size and prompts of one length; run them one "
-                "after the other, or take the cache off (transformer.disable_cache())"
+                "with a step cache, items of one batch must have equal sizes and prompt lengths; run them one "
+                "by one, or disable the cache (transformer.disable_cache())"
             )
 
     def _by_size(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs the items of each size of a batch by themselves."""
+        """Runs a batch size by size."""
         parts = self._parts
         if len(parts) < 2:
             return forward(*args, **kwargs)
@@ -211,7 +211,7 @@ class _SequenceSharding:
         return self._begin_video(self._transformer, (), part_of(inputs, items, batch))
 
     def _begin_packed(self, module: nn.Module, batch: PackedBatch) -> PackedBatch:
-        """Begins a packed pass: in this rank's bag, or in all ranks' where no bags are asked for."""
+        """Begins a packed pass, in this rank's bag or on all ranks."""
         session, videos = self._session, batch.videos
         step: dict[str, Any] = {"timestep": self._step_of(module, batch.timestep), "cfg_branch": self._branch()}
         streams = self._architecture.text
@@ -221,9 +221,9 @@ class _SequenceSharding:
             layout = session.begin(*videos, device=batch.device, streams=streams, **step)
             text, grids = sum(video.text for video in videos), sum(video.grid_tokens for video in videos)
             first = {None: 0, "first": text, "last": grids}[streams]
-            first = -(-first // session.group.size)  # each stream is cut into equal shards
+            first = -(-first // session.group.size)  # streams are cut into equal shards
             sharing = Sharing(session.group, layout, layout.shard, first, session)
-        if sharing.session is None:  # no pass has begun on this rank
+        if sharing.session is None:  # this rank's bag is empty
             session.passes.begin(torch.is_grad_enabled())
         session.passes.last.sharding = _PassSharding(sharing, None)
         return replace(batch, sharing=sharing)
@@ -236,23 +236,23 @@ class _SequenceSharding:
     def _attend_to_video(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float | None = None
     ) -> torch.Tensor:
-        """Attends from q [B, H, n, D], which every rank has, to k and v [B, H, shard, D] of the video's tokens."""
+        """Attends from replicated q [B, H, n, D] to k and v [B, H, shard, D] of the video's tokens."""
         here, scale = self._shards("video").tokens_here, q.shape[-1] ** -0.5 if scale is None else scale
         return attend_shared_keys(q, k[:, :, :here], v[:, :, :here], scale, self._session.group)
 
     def _step_of(self, module: nn.Module, timestep: torch.Tensor | float | None) -> torch.Tensor | float | None:
-        """Returns the timestep that distinguishes denoising steps; None in training, which draws one a sample."""
+        """Returns the timestep that distinguishes denoising steps; None in training, where it is random."""
         if not (module.training and torch.is_grad_enabled()):
             return timestep
         if self._session.by_step:
             raise UserError(
-                "masks or dense_schedule depend on the denoising step, and training draws timesteps at random; "
+                "masks or dense_schedule depend on the denoising step, but training draws timesteps at random; "
                 "choose masks that don't, and leave dense_schedule.first_steps and last_steps at 0"
             )
         return None
 
     def _streams_of(self, layout: SequenceLayout, sequence: TokenSequence, device: torch.device) -> ShardsByStream:
-        """Returns the shards of a sequence, which are made once for each layout that the session keeps."""
+        """Returns the shards of a sequence, cached for each layout that the session keeps."""
         if layout not in self._made:
             group, first = self._session.group, sequence.text
             self._made[layout] = {
@@ -276,7 +276,7 @@ class _SequenceSharding:
     def _shard(self, value: Any, spec: ShardSpec) -> Any:
         """Returns this rank's shard of a tensor, or of each tensor in a list or mapping.
 
-        Not torch.compiler.disable'd: what is sharded at a block is compiled with it.
+        Not excluded from torch.compile, since sharding at a block is compiled with it.
         """
         if self._now.streams is None:
             return value
@@ -305,7 +305,7 @@ class _SequenceSharding:
 
     @torch.compiler.disable
     def _gather_for_all(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-        """Makes a tensor whole for what all ranks compute identically: of its gradient each has its part of a sum."""
+        """Gathers a tensor for computation that is identical on all ranks; its gradient is summed over ranks."""
         return sum_gradient(self._gather(value, spec), self._session.group)
 
     @torch.compiler.disable

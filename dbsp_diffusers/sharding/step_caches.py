@@ -1,8 +1,8 @@
-"""Step caches of diffusers and cache-dit on a transformer that db-SP shards: all ranks must skip the same layers.
+"""Makes step caches of diffusers and cache-dit skip the same layers on all ranks.
 
-A cache that decides from what it sees would decide from only one rank's tokens; its decision is replaced by one over
-the tokens of all ranks. Caches that go by the step need nothing. Both libraries keep to themselves what this needs:
-tests/diffusers/test_step_caches.py fails where another version has it otherwise.
+A cache that decides by tokens would see only one rank's, so its decision is replaced by one over all ranks' tokens.
+Caches that decide by the step are unchanged. This uses private names of both libraries;
+tests/diffusers/test_step_caches.py fails if they change.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from dbsp_diffusers.sharding.stream_shards import StreamShards
 class ForwardRanks:
     """The ranks that run one forward pass together."""
 
-    group: SequenceGroup  # The ranks that share the sequence
-    video: Callable[[], StreamShards]  # Returns how the video of the current pass is sharded
-    reached: Callable[[], Collection[int]]  # Returns the layers whose attention db-SP has computed in the current pass
+    group: SequenceGroup  # the ranks that share the sequence
+    video: Callable[[], StreamShards]  # returns the video shards of the current pass
+    reached: Callable[[], Collection[int]]  # returns the layers that db-SP has computed in the current pass
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
-        """Sums (Σ |now − before|, Σ |before|) over the real tokens of all ranks; padding weighs nothing.
+        """Returns (Σ |now − before|, Σ |before|) over the real tokens of all ranks. Collective.
 
-        Collective. Bitwise identical on every rank: each sums the same parts in one order.
-        Raises UserError, on all ranks, for a tensor of another shape.
+        Bitwise identical on every rank. Raises UserError on all ranks for other shapes.
 
         Args:
             before, now: [B, shard, C].
@@ -40,8 +39,8 @@ class ForwardRanks:
         video = self.video()
         if before.shape != now.shape or now.ndim != 3 or now.shape[1] != video.shard:
             raise UserError(
-                f"a step cache compares tensors of shape {tuple(before.shape)} and {tuple(now.shape)}, where db-SP "
-                f"has shards of {video.shard} tokens; disable that cache, or enable it again after db-SP"
+                f"a step cache compares tensors of shape {tuple(before.shape)} and {tuple(now.shape)}, expected "
+                f"shards of {video.shard} tokens; disable that cache, or enable it again after db-SP"
             )
         before, now = before[:, : video.tokens_here], now[:, : video.tokens_here]
         sums = torch.stack([(now - before).abs().sum(dtype=torch.float64), before.abs().sum(dtype=torch.float64)])
@@ -50,7 +49,7 @@ class ForwardRanks:
 
 
 DECIDING = "FBCHeadBlockHook"
-"""diffusers' first-block cache: decides by how much the first block's residual has changed."""
+"""diffusers' first-block cache, which decides by the change of the first block's residual."""
 _DECISION = "_should_compute_remaining_blocks"
 SKIPS_NOTHING = "PeftInputAutocastDisableHook"
 IDENTICAL = {
@@ -61,33 +60,33 @@ IDENTICAL = {
 }
 """Hooks of diffusers that skip consistently on all ranks.
 
-They go by step, timestep, another hook's decision or the whole input, or skip nothing.
+They decide by step, timestep, another hook's decision or the whole input, or skip nothing.
 """
 
 
 def may_skip(transformer: nn.Module, block: nn.Module) -> bool:
-    """Returns True if a step cache or layer skip may leave out the attention of a block."""
+    """Returns True if a step cache or layer skip may skip the attention of a block."""
     return bool(names_of_caches(transformer, [block]))
 
 
 def names_of_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> set[str]:
-    """Returns the names of what may leave out attentions of some blocks: classes of diffusers' hooks, libraries."""
+    """Returns the names of hooks (diffusers) or libraries that may skip attention in some blocks."""
     names = {type(hook).__name__ for _, hook in _skipping_hooks(transformer, blocks)} - {SKIPS_NOTHING}
     return names | ({"cache-dit or ParaAttention"} if getattr(transformer, "_is_cached", False) else set())
 
 
 @dataclass(frozen=True, eq=False)
 class StepCaches:
-    """Looks before each pass which step caches a transformer has, and lets all ranks decide together."""
+    """Finds a transformer's step caches before each pass, and makes all ranks decide together."""
 
     transformer: nn.Module
     blocks: Sequence[nn.Module]
     together: ForwardRanks
 
     def attach(self, patches: PatchSet) -> None:
-        """Looks for the first time. What caches have kept, before and until `patches` are undone, is forgotten.
+        """Finds caches for the first time, and resets them now and when `patches` are undone.
 
-        Those are tensors of other tokens than in the next pass, made with another mask.
+        Their tensors have other tokens than the next pass, and another mask.
         """
         patches.on_detach(self._release)
         self.look()
@@ -95,7 +94,7 @@ class StepCaches:
         patches.on_detach(self._reset)
 
     def look(self) -> None:
-        """Raises UserError for a cache that cannot be made to decide consistently on all ranks."""
+        """Finds new caches. Raises UserError for a cache that cannot decide consistently on all ranks."""
         for _, hook in _skipping_hooks(self.transformer, self.blocks):
             name = type(hook).__name__
             if name == DECIDING and all(hasattr(hook, part) for part in ("state_manager", "threshold", _DECISION)):
@@ -107,7 +106,7 @@ class StepCaches:
             _decide_together(manager, contexts, self.together)
 
     def _first_block(self, hook: Any) -> Callable[[torch.Tensor], bool]:
-        """Decides for diffusers' hook whether the change since the last computed pass is above its threshold."""
+        """Returns diffusers' decision function with the change over all ranks' tokens."""
 
         @torch.compiler.disable
         def should_compute(residual: torch.Tensor) -> bool:
@@ -120,36 +119,35 @@ class StepCaches:
         return should_compute
 
     def _reset(self) -> None:
-        """Lets diffusers' caches forget earlier passes, as its pipelines do after a call that succeeds."""
+        """Resets diffusers' caches, as its pipelines do after a successful call."""
         for module, hook in _skipping_hooks(self.transformer, self.blocks):
             if hook._is_stateful:
                 hook.reset_state(module)
 
     def _release(self) -> None:
-        """Leaves every cache with its own decision."""
+        """Restores the decision of every cache."""
         for _, hook in _skipping_hooks(self.transformer, self.blocks):
             vars(hook).pop(_DECISION, None)
         manager, contexts = _cache_dit_of(self.transformer)
         if manager is not None and "_dbsp_ranks" in vars(manager):
             for context in contexts:
                 manager._dbsp_ranks.pop(context, None)
-            if not manager._dbsp_ranks:  # the last of its transformers leaves it as it was
+            if not manager._dbsp_ranks:  # restore it after its last transformer
                 del manager._dbsp_ranks, manager.similarity
 
 
 def _cache_dit_of(transformer: nn.Module) -> tuple[Any, Sequence[str]]:
-    """Returns cache-dit's manager of what it has cached of a transformer, and its names there; None without it."""
+    """Returns cache-dit's manager of a transformer and its context names, or None."""
     attributes = vars(transformer)
     manager = attributes.get("_context_manager") if attributes.get("_is_cached", False) else None
     return manager, attributes.get("_context_names", ())
 
 
 def _decide_together(manager: Any, contexts: Sequence[str], together: ForwardRanks) -> None:
-    """Replaces `similarity` of a manager of cache-dit, which the transformers of a pipeline share.
+    """Replaces `similarity` of cache-dit's manager, which the transformers of a pipeline share.
 
-    cache-dit's own function still decides and keeps its records, but on two numbers, from the tokens of all ranks of
-    the transformer whose pass it is, by the name of its cache in `_dbsp_ranks`. It decides alone for a transformer
-    without db-SP.
+    cache-dit's function still decides and keeps its records, but on two numbers over all ranks' tokens. `_dbsp_ranks`
+    has the ranks by cache name; transformers without db-SP are unaffected.
     """
     needed = ("similarity", "get_important_condition_threshold", "get_context")
     if not contexts or not all(callable(getattr(manager, name, None)) for name in needed):
@@ -163,7 +161,7 @@ def _decide_together(manager: Any, contexts: Sequence[str], together: ForwardRan
             deciding = ranks.get(manager.get_context().name)
             if deciding is None:
                 return own(t1, t2, parallelized=parallelized, **options)
-            if manager.get_important_condition_threshold() > 0:  # looks for the tokens that matter among one rank's
+            if manager.get_important_condition_threshold() > 0:  # selects tokens of one rank
                 raise _unknown("cache-dit with important_condition_threshold above 0")
             if t1.shape == t2.shape:
                 difference, size = deciding.change(t1, t2)
@@ -182,9 +180,9 @@ def _unknown(what: str) -> UserError:
 
 
 def _skipping_hooks(transformer: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
-    """Returns diffusers' hooks that may do something else than call their module, each with its module.
+    """Returns diffusers' hooks that may skip their module, each with its module.
 
-    Caches are put on the transformer, its blocks and their attentions.
+    Caches hook the transformer, its blocks and their attentions.
     """
     modules, found = [transformer], []
     for block in blocks:

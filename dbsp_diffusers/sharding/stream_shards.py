@@ -1,4 +1,4 @@
-"""Sharding a transformer's sequence by a layout, and gathering it again."""
+"""Shards a transformer's sequence by a layout, and gathers it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dbsp_core.utils.process import outside_inference
 
 
 class StreamShards:
-    """One stream (text, or video) of a sequence: the tokens `first` to `last`, exclusive, in token order.
+    """One stream (text or video) of a sequence: tokens `first` to `last` (exclusive) in token order.
 
-    Made from a layout that shards the stream into equal runs of slots, as `SequenceLayout.from_streams` does.
+    The layout must shard the stream into equal runs of slots, like `SequenceLayout.from_streams`.
     """
 
     @outside_inference
@@ -36,11 +36,11 @@ class StreamShards:
 
     @property
     def tokens_here(self) -> int:
-        """Number of this rank's slots that hold a token; they are the first ones, padding follows."""
+        """Number of this rank's slots with a token, which precede padding."""
         return len(self._mine)
 
     def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's shard of a tensor that has all tokens along `dim`; padding is zero."""
+        """Returns this rank's shard of a tensor with all tokens along `dim`; padding is zero."""
         dim = dim % full.ndim
         if full.shape[dim] != self.tokens:
             raise ValueError(f"expected {self.tokens} tokens along dimension {dim}, got shape {tuple(full.shape)}")
@@ -51,17 +51,17 @@ class StreamShards:
         return torch.cat([here, here.new_zeros(*full.shape[:dim], padding, *full.shape[dim + 1 :])], dim=dim)
 
     def gather(self, shard: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gathers all tokens along `dim`, in token order, from every rank's shard. Collective."""
+        """Gathers all tokens along `dim` in token order. Collective."""
         gathered = gather_shards(shard, dim, self._group)
         return gathered.index_select(dim, self._slot.to(gathered.device))
 
 
 class PackedShards:
-    """Text and video of a packed sequence as one: a rank's share of text, then its share of video.
+    """Text and video of a packed sequence: a rank's shard of text, then its shard of video.
 
     Args:
-        packed: int64[tokens], slot of each token in the packed sequence, those of text first.
-        length: Number of slots in the packed sequence; those of no token are padding.
+        packed: int64[tokens], slot of each token in the packed sequence, text first.
+        length: Number of slots in the packed sequence; slots without a token are padding.
     """
 
     def __init__(self, text: StreamShards, video: StreamShards, packed: torch.Tensor, length: int) -> None:
@@ -69,14 +69,14 @@ class PackedShards:
         self._packed, self._length = packed, length
 
     def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
-        """Returns this rank's shards of a tensor that has all tokens along `dim`, as they are packed."""
+        """Returns this rank's shards of a packed tensor with all tokens along `dim`."""
         text, video = full.index_select(dim, self._packed.to(full.device)).split(
             [self._text.tokens, self._video.tokens], dim
         )
         return torch.cat([self._text.take(text, dim), self._video.take(video, dim)], dim)
 
     def gather(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gathers all tokens along `dim`, as they are packed, and zeros for padding. Collective."""
+        """Gathers the packed tensor along `dim`, zero at padding. Collective."""
         text, video = shares.split([self._text.shard, self._video.shard], dim)
         whole = torch.cat([self._text.gather(text, dim), self._video.gather(video, dim)], dim)
         slots = self._packed.to(whole.device)

@@ -1,9 +1,9 @@
-"""Decoding a video in parallel: the tiles of diffusers' tiled decode, distributed over ranks.
+"""Decodes a video in parallel: distributes the tiles of diffusers' tiled decode over ranks.
 
-diffusers' own loop runs twice, and what it computes stays its own: where tiles begin, and how they are blended. First
-with a decoder that only notes what it is called with; then, once each rank has decoded its tiles and all have
-exchanged them, with one that returns what came. So every rank has the whole video, with the bits of the serial tiled
-decode. vLLM-Omni, TensorRT-LLM and DistVAE distribute tiles, too.
+diffusers' loop, which places and blends tiles, runs twice: first with a decoder that only records its calls; then,
+after each rank has decoded its tiles and all have exchanged them, with a decoder that returns the results. Every rank
+gets the whole video, bitwise equal to the serial tiled decode. vLLM-Omni, TensorRT-LLM and DistVAE distribute tiles,
+too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dbsp_diffusers.patching import PatchSet, reject_copies
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 
 CLEARED = "_clear_conv_cache"
-"""The method by which a loop ends a tile whose state layers keep themselves."""
+"""Method that ends a tile in loops whose layers keep the tile's state."""
 AUTOENCODERS: dict[str, str | None] = {
     "AutoencoderKL": None,
     "AutoencoderKLCogVideoX": "conv_cache",
@@ -42,18 +42,18 @@ AUTOENCODERS: dict[str, str | None] = {
     "AutoencoderKLQwenImage": "feat_cache",
     "AutoencoderKLWan": "feat_cache",
 }
-"""By class, how a tile's calls of the decoder, some frames each, pass on their state.
+"""By class, how a tile's decoder calls (some frames each) pass on their state.
 
-State of an argument: a list that they fill (feat_cache), or what the call before has returned with its frames
-(conv_cache). Or within layers, until the autoencoder's loop ends the tile (`CLEARED`). None: one call a tile."""
+feat_cache: a list argument that they fill; conv_cache: an argument with the result of the last call; `CLEARED`: within
+layers, until the autoencoder's loop ends the tile. None: one call per tile."""
 NOT_SHARED = {"AutoencoderKLCosmos": "it has no tiled decode"}
-"""Autoencoders of models that db-SP knows whose decode is not shared, with the reason."""
+"""Autoencoders of known models without parallel decoding, with the reason."""
 
 _NO_GRADIENTS = "a video decoded in parallel has no gradients; decode it under torch.no_grad(), or call disable first"
 
 
 def owners_of_tiles(areas: Sequence[int], ranks: int) -> list[int]:
-    """Returns the rank that decodes each tile: the largest first, each to the rank with the least so far."""
+    """Assigns tiles to ranks, largest first, each to the rank with the least load."""
     load, owners = [0] * ranks, [0] * len(areas)
     for tile in sorted(range(len(areas)), key=lambda tile: -areas[tile]):
         owners[tile] = load.index(min(load))
@@ -62,18 +62,18 @@ def owners_of_tiles(areas: Sequence[int], ranks: int) -> list[int]:
 
 
 def share_decoding(pipe: Any, checks: GenerationChecks, patches: PatchSet) -> None:
-    """Lets the ranks of `checks` decode a pipeline's videos together. Turns tiling on.
+    """Makes the ranks of `checks` decode a pipeline's videos together, and enables tiling.
 
     Args:
         pipe: The pipeline. All ranks must call its autoencoder's `decode` together, with the same latents.
-        checks: In which ranks compare, before each video, that they do.
+        checks: Compares the ranks' latents before each video.
 
     Raises:
-        UserError: For a pipeline without an autoencoder, or one whose decoder is not known or distributed already.
+        UserError: The pipeline has no autoencoder, or its decoder is unknown or already distributed.
     """
     vae = getattr(pipe, "vae", None)
     if vae is None:
-        raise UserError("vae=True is for a pipeline with an autoencoder, `pipe.vae`; leave it out for a transformer")
+        raise UserError("vae=True needs a pipeline with an autoencoder `pipe.vae`; remove it for a transformer")
     names = [cls.__name__ for cls in type(vae).__mro__]
     for name in filter(NOT_SHARED.__contains__, names):
         if checks.group.rank == 0:
@@ -84,11 +84,11 @@ def share_decoding(pipe: Any, checks: GenerationChecks, patches: PatchSet) -> No
     if not kinds:
         raise UserError(
             f"vae=True: db-SP does not know the decoder of {type(vae).__name__}, only those of "
-            f"{', '.join(AUTOENCODERS)}; leave it out"
+            f"{', '.join(AUTOENCODERS)}; remove vae"
         )
     if any(name in vars(vae) for name in ("_decode", "tiled_decode", "_dbsp_decoding")):
         raise UserError(
-            "vae=True: the autoencoder's decode is replaced already (by another pipeline with db-SP, or para-attn's "
+            "vae=True: the autoencoder's decode is already replaced (by another pipeline with db-SP, or para-attn's "
             "parallelize_vae); undo that first, or load the autoencoder again"
         )
     patches.set_attribute(vae, "use_tiling", True)
@@ -99,7 +99,7 @@ def share_decoding(pipe: Any, checks: GenerationChecks, patches: PatchSet) -> No
 
 @dataclass
 class _Call:
-    """One call of the decoder. `state` is what it passes on: given to it (a list), or returned (a placeholder)."""
+    """One decoder call; `state` is passed to it (a list) or returned by it (a placeholder)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -108,16 +108,16 @@ class _Call:
 
 
 class _Noting:
-    """Replaces a decoder's forward: notes its calls, by tile, and returns frames of no size, blended in no time."""
+    """Replaces a decoder's forward: records calls by tile, and returns empty frames, which blend instantly."""
 
     def __init__(self, carries: str | None) -> None:
         self.tiles: list[list[_Call]] = []
         self._carries = carries
         self._within = False
-        """Whether a tile goes on, of an autoencoder that ends each by a method."""
+        """True within a tile, for autoencoders that end tiles by a method."""
 
     def end_tile(self) -> None:
-        """Replaces that method."""
+        """Replaces the method that ends a tile."""
         self._within = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ class _Noting:
 
 
 class _Returning:
-    """Replaces a decoder's forward: returns the frames of its calls, in their order, once."""
+    """Replaces a decoder's forward: returns the decoded frames of each call, in order, once."""
 
     def __init__(self, tiles: Sequence[Sequence[_Call]], returns_state: bool) -> None:
         self._calls = [call for tile in reversed(tiles) for call in reversed(tile)]
@@ -148,7 +148,7 @@ class _Returning:
 
 @dataclass
 class _Decoding:
-    """`decode` of an autoencoder, on all ranks together. Called as the autoencoder's own, `serial`, is."""
+    """Parallel `decode` of an autoencoder, with the interface of its own (`serial`)."""
 
     vae: nn.Module
     serial: Callable[..., Any]
@@ -163,11 +163,11 @@ class _Decoding:
     def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.group.size == 1:
             return self.serial(z, *args, **kwargs)
-        # 1. Note the tiles, and agree on them.
+        # 1. Record the tiles, and check that ranks agree
         tiles = self._checked_tiles(z, *args, **kwargs)
         if len(tiles) < 2:
             return self.serial(z, *args, **kwargs)
-        # 2. Decode this rank's, in the order of the serial loop.
+        # 2. Decode this rank's tiles in serial order
         owners = owners_of_tiles([sum(call.args[0].numel() for call in tile) for tile in tiles], self.group.size)
 
         def decode() -> None:
@@ -176,13 +176,13 @@ class _Decoding:
                     self._decode(tile)
 
         run_consistently(self.group.control(), decode)
-        # 3. Exchange them, and blend all.
+        # 3. Exchange tiles, and blend all
         self._exchange(tiles, owners, z.device)
         with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
             return self.serial(z, *args, **kwargs)
 
     def _checked_tiles(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> list[list[_Call]]:
-        """Returns the calls of the decoder that a serial decode makes, by tile. Raises on all ranks if they differ."""
+        """Returns the decoder calls of a serial decode, by tile. Raises on all ranks if they differ."""
         noting = _Noting(self.carries)
 
         def note() -> None:
@@ -202,7 +202,7 @@ class _Decoding:
         return noting.tiles
 
     def _decode(self, tile: Sequence[_Call]) -> None:
-        """Makes the calls of one tile, whose state goes from each to the next."""
+        """Runs the calls of one tile, passing on their state."""
         decoder: Any = self.vae.decoder
         state = None
         for call in tile:
@@ -212,12 +212,12 @@ class _Decoding:
                 call.out = decoder(*call.args, **call.kwargs)
         if self.carries == CLEARED:
             getattr(self.vae, CLEARED)()
-        for call in tile:  # whose caches are as large as some frames at every layer
+        for call in tile:  # free caches, as large as some frames at every layer
             call.args, call.kwargs, call.state = (), {}, None
 
     def _exchange(self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int], device: torch.device) -> None:
-        """Gives every call the frames that its tile's owner has decoded, on their device. Collective."""
-        # 1. Ranks tell one another the shapes of their frames, and the dtype.
+        """Distributes the decoded frames of every call to all ranks. Collective."""
+        # 1. Exchange shapes and dtype of frames
         calls: list[list[_Call]] = [[] for _ in range(self.group.size)]
         for tile, owner in zip(tiles, owners, strict=True):
             calls[owner] += tile
@@ -225,7 +225,7 @@ class _Decoding:
         described = [list(frames.shape) for frames in mine], str(mine[0].dtype if mine else "")
         of_ranks = [json.loads(text) for text in gather_texts(self.group.control(), json.dumps(described))]
         dtype = getattr(torch, max(dtype for _, dtype in of_ranks).removeprefix("torch."))
-        # 2. The frames, of all ranks as long.
+        # 2. Gather frames, padded to equal lengths
         longest = max(sum(map(math.prod, shapes)) for shapes, _ in of_ranks)
         sent = torch.empty(longest, dtype=dtype, device=device)
         flat = [sent[:0], *(frames.reshape(-1) for frames in mine)]
@@ -240,7 +240,7 @@ class _Decoding:
     def _decoder_replaced(
         self, forward: Callable[..., Any], ends_tile: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Gives the decoder this forward within the block. Its parts stay visible: some autoencoders count them."""
+        """Replaces the decoder's forward in the body, keeping the module, since some autoencoders count its parts."""
         patches = PatchSet()
         patches.set_attribute(self.vae.decoder, "forward", forward)
         if self.carries == CLEARED:

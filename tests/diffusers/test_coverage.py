@@ -130,7 +130,7 @@ def exchanged(rank: int, world: int, folder: str, everywhere: bool) -> None:
 
     if everywhere or rank == world - 1:
         pipe.transformer = load("wan", folder).transformer
-    assert "another transformer was put into the pipeline after db-SP was enabled on it" in called()
+    assert "the pipeline's transformer was replaced after db-SP was enabled" in called()
     pipe.transformer = own
     assert called() == "nothing"
     pipe.transformer = load("wan", folder).transformer

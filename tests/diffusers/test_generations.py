@@ -24,7 +24,7 @@ DIFFERENCES = {
     "size": "UserError: the size of the video differs on rank(s) [1]",
     "steps": "UserError: the denoising steps, timestep or guidance differ on rank(s) [1]",
     "guidance": "UserError: the denoising steps, timestep or guidance differ on rank(s) [1]",
-    "generator": "UserError: some ranks were given a generator and others not",
+    "generator": "UserError: some ranks passed a generator and others did not",
 }
 
 
@@ -114,7 +114,7 @@ ODD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {},
         "the transformer's weights differ in name, shape, dtype, adapters or branches on",
     ),
-    "spread": (_spread, {}, "this one's transformers are on cuda:0, cuda:1 (a device map?)"),
+    "spread": (_spread, {}, "got transformers on cuda:0, cuda:1 (a device map?)"),
     "class": (lambda: torch.nn.Linear(2, 2), {}, "does not know Linear"),
     "configuration": (lambda: make_tiny_transformer("wan"), {"config": {"planer": "dbsp"}}, "did you mean 'planner'?"),
     "another configuration": (

@@ -165,7 +165,7 @@ def test_pipeline_is_not_enabled_twice():
     with pytest.raises(UserError, match="parallelized already"):
         dbsp_diffusers.enable(pipe.transformer, DENSE)
     pipe.transformer = make_tiny_transformer("wan")
-    with pytest.raises(UserError, match="db-SP is enabled on this pipeline already"):
+    with pytest.raises(UserError, match="db-SP is already enabled on this pipeline"):
         dbsp_diffusers.enable(pipe, DENSE)
     assert dbsp_diffusers.session_of(pipe) is session
     dbsp_diffusers.disable(pipe)

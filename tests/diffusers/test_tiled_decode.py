@@ -175,7 +175,7 @@ def _failing(vae, z):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda vae, z: z[..., :-1], r"decoded differs in size, dtype or tiles on rank\(s\) \[1\]"),
+        (lambda vae, z: z[..., :-1], r"decoded latents differ in size, dtype or tiles on rank\(s\) \[1\]"),
         (_off, r"tiles on rank\(s\) \[1\]"),
         (lambda vae, z: z[0], r"or cannot be decoded there"),
         (lambda vae, z: z.flip(0), r"latents that are decoded differ on rank\(s\) \[1\]"),
@@ -244,7 +244,7 @@ def decoded_by_pipelines(rank: int, world: int, folder: str) -> None:
     assert torch.equal(frames[2], frames[0])
     assert [*state_of(pipe), sorted(vars(pipe.vae))] == before
     answer = said(lambda: dbsp_diffusers.enable(pipe.transformer, config, vae=True))
-    assert answer.startswith("UserError: vae=True is for a pipeline with an autoencoder")
+    assert answer.startswith("UserError: vae=True needs a pipeline with an autoencoder")
 
 
 def test_pipelines_on_processes_share_and_restore_their_decode(pool, folder):

@@ -195,7 +195,7 @@ class TestCheckpoint:
         for scheduler, message in (
             (
                 ["my_scheduler", "Mine"],
-                "my_scheduler.Mine, code in the checkpoint, and db-SP runs none; save scheduler",
+                "my_scheduler.Mine, custom code in the checkpoint, which db-SP does not run; save scheduler",
             ),
             (["diffusers", "SchedulerToCome"], r"diffusers.SchedulerToCome, which version .* does not have"),
         ):
@@ -247,7 +247,7 @@ class TestCheckpoint:
         cache, wan = tmp_path / "cache", MODEL_SPECS["wan2.1-t2v-14b"].hub
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        said = f"^checkpoint {wan} is not in {cache}, and https://huggingface.co does not give it .*offline"
+        said = f"^checkpoint {wan} is not in {cache}, and cannot be downloaded from https://huggingface.co .*offline"
         with pytest.raises(UserError, match=said):
             require_checkpoint(wan)
         repository = cache / f"models--{wan.replace('/', '--')}"

@@ -29,7 +29,7 @@ def test_gpu_of_the_model_becomes_current(pool, devices, current, expected):
 @pytest.mark.parametrize("devices", [[("cuda:0", None)] * 2, [("cpu", "cuda:0")] * 2], ids=["moved", "offloaded"])
 def test_ranks_that_share_a_gpu_raise_over_nccl_and_warn_over_gloo(pool, devices):
     for _, error, said in pool(2).run(model_device, devices, NCCL, FRESH):
-        assert error.startswith("ranks [0, 1] run their model on one and the same GPU; on every rank, first call")
+        assert error.startswith("ranks [0, 1] run their model on the same GPU; on every rank, first call")
         assert said == []
     (_, *first), (_, *second) = pool(2).run(model_device, devices, GLOO, FRESH)
     assert (first[0], second) == ("", ["", []])

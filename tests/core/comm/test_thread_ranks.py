@@ -116,7 +116,7 @@ def test_rank_that_ends_early_or_calls_otherwise_is_reported(case, how, kinds, m
 
 def test_group_ends_with_its_ranks(threads):
     for group in threads(2).run(lambda rank, world: SequenceGroup.from_group()):
-        with pytest.raises(UserError, match="is destroyed"):
+        with pytest.raises(UserError, match="was destroyed"):
             group.all_gather(torch.zeros(1))
     assert SequenceGroup.from_group() == SequenceGroup(0, 1)
 

@@ -185,8 +185,13 @@ NO_STRATEGY = "expected a strategy of the form UxRy, for example U4R2 for 8 GPUs
         ("U2R1", a_mask(), {}, "mask must be a BlockMask, got a str; pass the mask first, then the strategy"),
         (a_mask(), 8, {}, NO_STRATEGY + "got 8"),
         (a_mask(), " Auto", {}, NO_STRATEGY + "'auto' is a setting of sessions"),
-        (a_mask(), "U2R1", {"precision": "in8"}, "cannot be 'in8': use one of model, int8; did you mean 'int8'"),
-        (a_mask(), "U2R1", {"keys": "neded"}, "keys cannot be 'neded'; use one of all, needed; did you mean 'needed'"),
+        (
+            a_mask(),
+            "U2R1",
+            {"precision": "in8"},
+            "unknown precision 'in8'; use one of model, int8; did you mean 'int8'",
+        ),
+        (a_mask(), "U2R1", {"keys": "neded"}, "unknown keys 'neded'; use one of all, needed; did you mean 'needed'"),
     ],
 )
 def test_plan_with_other_arguments_raises(mask, strategy, options, message):

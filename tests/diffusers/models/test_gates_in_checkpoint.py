@@ -124,7 +124,7 @@ def test_gates_are_read_where_the_mask_needs_them_and_the_layer_is_lacking(wan, 
 
 
 SPOILED = {
-    "a layer is missing": "for 1 of 2 layers, and not for blocks.1; load",
+    "a layer is missing": "for 1 of 2 layers, but not for blocks.1; load",
     "another shape": r"to_gate_compress.weight is torch.float32 of shape \[144, 143\], expected",
     "whole numbers": "to_gate_compress.weight is torch.int8 of shape",
     "a shard is missing": "cannot be read from .*-00001-of-.*; load the checkpoint anew",
@@ -180,7 +180,7 @@ def test_gates_of_two_transformers_are_their_own(wan, tmp_path):
         first = gate_weights(wan, number)[0]["weight"]
         assert torch.equal(transformer.blocks[0].attn1.to_gate_compress.weight, first)
     dbsp_diffusers.disable(pipe)
-    with pytest.raises(UserError, match="has two transformers, and nothing says which one this is"):
+    with pytest.raises(UserError, match="has two transformers, and db-SP cannot tell which"):
         branch_layers_in_checkpoint(pipe.transformer_2, mask)
     assert branch_layers_in_checkpoint(load(tmp_path / "transformer_2"), mask)
 

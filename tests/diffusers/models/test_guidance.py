@@ -153,7 +153,7 @@ def test_outputs_of_one_half_alone_are_another_video(threads):
 
 
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
-    "odd": ({"guidance": True}, "guidance=True halves the ranks, and there are 3"),
+    "odd": ({"guidance": True}, "guidance=True needs an even number of ranks, got 3"),
     "class": ({"guidance": True}, "the two CFG passes of LTXVideoTransformer3DModel"),
     "mesh": ({"guidance": True, "mesh": object()}, "a mesh says how all of them are used"),
     "auto": ({"guidance": "auto"}, "guidance must be True or False, got 'auto'"),

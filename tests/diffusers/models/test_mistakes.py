@@ -113,7 +113,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], str]] = {
         "a dimension ring or ulysses, got dimensions data, tensor",
     ),
     "a mesh in another order": (_mesh(("ulysses", "ring")), "ring must come before ulysses"),
-    "a mesh and a group": (_mesh(("data", "ring"), group=True), "mesh and group both name the ranks that share a"),
+    "a mesh and a group": (_mesh(("data", "ring"), group=True), "mesh and group both set the ranks that share a"),
 }
 """What is done to a Wan, and the error message."""
 

@@ -115,7 +115,7 @@ def bad_bags(rank: int, world: int, bags: list[Any], in_config: bool, config: di
         (["g2n1", "g1n2"], False, {}, "setting bags differs on rank"),
         ([{"topology": "g1n2", "max_tokens": 20}] * 2, False, {}, "exceeds every bag of g1n2"),
         (["g3n1"] * 2, True, {}, "make units of 3 ranks"),
-        (["g2n2"] * 4, False, {"strategy": "U4R1"}, "strategy U4R1 is for 4 ranks, and bags g2n2 have 2"),
+        (["g2n2"] * 4, False, {"strategy": "U4R1"}, "strategy U4R1 is for 4 ranks, but bags g2n2 have 2"),
     ],
     ids=["ranks", "text", "differ", "too long", "enable", "strategy"],
 )
