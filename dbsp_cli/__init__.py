@@ -1,1 +1,1 @@
-"""The `dbsp` command, and everything that is done before or after a generation."""
+"""The `dbsp` command."""

@@ -1,7 +1,7 @@
-"""The function that torch calls once it has been imported, so that unmodified programs find db-SP.
+"""Function that torch calls after its import, so that unmodified programs find db-SP.
 
-xfuser and para-attn have no plugin entry points, but torch calls every function in the entry-point group
-`torch.backends`. This one imports next to nothing, and acts only on `xdit …` with db-SP's flags or `--help`, and on
+xfuser and para-attn have no plug-in entry points, but torch calls every function in the entry-point group
+`torch.backends`. This one imports almost nothing, and acts only on `xdit …` with db-SP's flags or `--help`, and on
 para-attn's adapters.
 """
 
@@ -16,31 +16,31 @@ from dbsp_xdit.import_hook import after_import
 
 
 def autoload() -> None:
-    """Does nothing where DBSP_AUTOLOAD=0. Never raises: torch must stay importable."""
+    """Does nothing if DBSP_AUTOLOAD=0. Never raises, since torch must stay importable."""
     if os.environ.get("DBSP_AUTOLOAD", "1") == "0":
         return
     if requested(sys.orig_argv, len(getattr(sys, "argv", ()))):
         try:
             importlib.import_module("dbsp_xdit.runner").install()
-        except Exception as error:  # by no logger: loading one may be what failed
+        except Exception as error:  # not logged, since loading the logger may have failed
             print(f"dbsp: not loaded into this xfuser run: {type(error).__name__}: {error}", file=sys.stderr)
     after_import({"para_attn.context_parallel.diffusers_adapters": _teach_para_attn})
 
 
 def _teach_para_attn(_: object) -> None:
-    """Imports dbsp_para, which installs it; `dbsp_para.uninstall()` undoes that."""
+    """Imports dbsp_para, which installs itself; `dbsp_para.uninstall()` undoes it."""
     try:
         importlib.import_module("dbsp_para")
     except Exception as error:
-        print(f"dbsp: para-attn does not learn attn: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"dbsp: not loaded into para-attn: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def requested(command: Sequence[str], words: int) -> bool:
-    """Returns True for `xdit …` or `python -m xfuser.runner …` with a flag of db-SP's, or `--help`, which shows them.
+    """Returns True for `xdit …` or `python -m xfuser.runner …` with a flag of db-SP or `--help`.
 
     Args:
         command: The whole command line.
-        words: Number of its last words that are the program, a script or `-m`'s module, and the program's arguments.
+        words: Number of last words with the program (a script or `-m`'s module) and its arguments.
     """
     program, *arguments = command[len(command) - words :] or [""]
     is_xfuser = program.endswith(("xfuser.runner", "xfuser.cli")) or os.path.basename(program) in ("xdit", "xdit.exe")

@@ -1,4 +1,4 @@
-"""The `dbsp` command: its subcommands, and how it ends."""
+"""The `dbsp` command: subcommands and exit codes."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def dbsp(
     """Dual-balanced sequence parallelism for block-sparse attention in video diffusion transformers."""
 
 
-app.command("generate", short_help="Generate a video: from YAML to mp4, on all GPUs.")(generate_command)
-app.command("doctor", short_help="Say what works here, what is missing, and the fix.")(doctor_command)
-app.command("tiny", short_help="Make a tiny checkpoint, for trying things out.")(tiny_command)
+app.command("generate", short_help="Generate videos on all GPUs.")(generate_command)
+app.command("doctor", short_help="Show what works on this machine, what is missing, and the fix.")(doctor_command)
+app.command("tiny", short_help="Make a tiny checkpoint for trying things out.")(tiny_command)
 app.command("report", short_help="Show the report of a run, or compare two.")(report_command)
-app.command("plan", short_help="Plan a mask file's attention, or model a video's seconds.")(plan_command)
+app.command("plan", short_help="Plan a mask file's attention, or predict a video's time.")(plan_command)
 app.command("bench", short_help="Measure this machine, for strategy: auto and kernel: auto.")(bench_command)
 app.add_typer(masks_app, name="masks")
 
@@ -66,7 +66,7 @@ def _tell_torchrun(line: str) -> None:
 
 
 def main() -> None:
-    """Runs the command. A user error is one line on standard error and exit code 2, an interrupt exit code 130."""
+    """Runs the command. A user error prints one line and exits with 2, an interrupt exits with 130."""
     try:
         code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except (UserError, OSError, UsageError) as error:
@@ -77,6 +77,6 @@ def main() -> None:
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
-    if code == _INTERRUPTED:  # which newer typer returns as well
+    if code == _INTERRUPTED:  # newer typer returns it
         print(f"{NOTICE}interrupted", file=sys.stderr)
     raise SystemExit(code if isinstance(code, int) else 0)

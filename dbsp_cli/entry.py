@@ -1,8 +1,7 @@
-"""The installed command.
+"""Entry point of the installed command.
 
-Standard streams take all text, also if they are closed or not UTF-8. At the command's end, what it has imported is not
-taken apart: with torch and frameworks that would take one to two seconds, in which others wait for the process, and in
-which gloo's threads can abort it.
+Standard streams accept any text, even if they are closed or not UTF-8. At the end the process exits without tearing
+down imported modules, which would take one to two seconds, and in which gloo's threads can abort it.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ def dbsp() -> None:
     _open_streams()
     with fast_exit():
         passing = sys.stderr.isatty()
-        long = sys.argv[1:2] == ["generate"] and "RANK" not in os.environ  # the command has said it for its ranks
-        if passing or long:  # a log gets this line only for what takes long anyway
+        long = sys.argv[1:2] == ["generate"] and "RANK" not in os.environ  # ranks: the parent has printed it
+        if passing or long:  # in log files only for long commands
             print("dbsp: loading libraries", end="" if passing else "\n", file=sys.stderr, flush=True)
         try:
             from dbsp_cli.cli import main
@@ -33,13 +32,13 @@ def dbsp() -> None:
 
 
 def _open_streams() -> None:
-    """Opens closed standard streams on the null device, and has standard output replace what it cannot encode.
+    """Opens closed standard streams on the null device, and makes standard output replace unencodable characters.
 
-    Without that, files that are opened later would get the numbers of closed streams, and what is printed.
+    Otherwise files opened later would get the file descriptors of closed streams, and printed text.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  takes the lowest number that is free
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  takes the lowest free descriptor
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -48,10 +47,10 @@ def _open_streams() -> None:
 
 @contextmanager
 def fast_exit() -> Iterator[None]:
-    """Wraps a whole program, before it imports much: its process ends right after its `atexit` functions.
+    """Wraps a whole program so that its process ends right after the `atexit` functions; call it before imports.
 
-    Its threads have been waited for by then, errors have been shown, and the exit code is what it would have been. An
-    interrupt is left to the interpreter, as is output that cannot be written.
+    Threads are joined, errors are shown and the exit code is unchanged. Interrupts and unwritable output are left to
+    the interpreter.
     """
     code: int | None = None
 
@@ -66,7 +65,7 @@ def fast_exit() -> Iterator[None]:
     try:
         yield
         code = 0
-    except SystemExit as stopped:  # as the interpreter reads it: text is 1
+    except SystemExit as stopped:  # like the interpreter: text means 1
         code = stopped.code & 0xFF if isinstance(stopped.code, int) else int(stopped.code is not None)
         raise
     except Exception:

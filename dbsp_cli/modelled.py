@@ -1,4 +1,4 @@
-"""Modelled seconds and counted memory of a model's video: dense Ulysses, and sparse attention under each strategy."""
+"""Predicted time and counted memory of a model's video: dense Ulysses, and sparse attention per strategy."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.errors import UserError, in_number
 
 _LAYERS = 2
-"""Layers whose masks represent all."""
+"""Layers whose masks represent all layers."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU, counted. What VAE, libraries and the allocator take on top is left out."""
+    """Counted bytes of one GPU, without VAE, libraries and allocator overhead."""
 
-    weights: int  # Of all transformers and the text encoder, in 16 bits, which every GPU holds
-    activations: int  # At the largest moment of a layer
+    weights: int  # of all transformers and the text encoder in 16 bits, on every GPU
+    activations: int  # peak within a layer
 
     @property
     def gigabytes(self) -> float:
@@ -36,37 +36,37 @@ class Memory:
 
 
 BEYOND = {"one GPU": 1.0, "Ulysses": 6.0, "ring": 9.1}
-"""Tensors of q's size that an attention holds at its peak beside q, k and v: 6 and 8 by count
+"""Tensors of q's size at an attention's peak, besides q, k and v: 6 and 8 by count
 (tests/core/runtime/test_memory.py), 6.0 and 9.1 measured (`peak memory` in docs/results/gpu-h200.csv)."""
 
 
 def memory_of(spec: ModelSpec, strategy: Strategy) -> Memory:
-    """Counts a GPU's memory: its share of the stream between layers, and the larger of attention and MLP."""
-    batch = 2 if spec.pipeline == "CogVideoXPipeline" and is_guided(spec) else 1  # one call for both CFG passes
-    values = 2 * batch * -(-spec.tokens // strategy.world)  # bytes of one channel of the GPU's tokens
+    """Counts a GPU's memory: its shard of the hidden states, and the larger of attention and MLP."""
+    batch = 2 if spec.pipeline == "CogVideoXPipeline" and is_guided(spec) else 1  # both CFG passes in one call
+    values = 2 * batch * -(-spec.tokens // strategy.world)  # bytes of one channel
     stream, q = values * (spec.hidden or spec.attention_dim), values * spec.attention_dim
     way = "one GPU" if strategy.world == 1 else "ring" if strategy.ring > 1 else "Ulysses"
     attention = round((3 + BEYOND[way]) * q)
-    mlp = stream + 2 * values * spec.ffn  # its normed input, and what its middle has before and after
+    mlp = stream + 2 * values * spec.ffn  # normed input, and the intermediate before and after activation
     return Memory(2 * spec.parameters, stream + max(attention, mlp))
 
 
 @dataclass(frozen=True)
 class ModelledVideo:
-    """The modelled time of one video."""
+    """The predicted time of one video."""
 
     attention: str  # "dense" or "sparse"
     strategy: str
     planner: str
     rho: float  # Mean over layers
-    attention_s: float  # Of all self-attentions, with predicting their masks
+    attention_s: float  # all self-attention, including mask prediction
     seconds: float  # Without decoding
-    speedup: float  # Over dense Ulysses, of the whole video
-    gigabytes: float  # Of each GPU, see `Memory`
+    speedup: float  # of the whole video, over dense Ulysses
+    gigabytes: float  # per GPU, see `Memory`
 
 
 def sized(spec: ModelSpec, size: str) -> ModelSpec:
-    """Returns the model with a video of HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES. Raises UserError if it makes no such."""
+    """Returns the model with a video of HEIGHTxWIDTH[xFRAMES]. Raises UserError for unsupported sizes."""
     parts = size.replace("×", "x").split("x")
     if len(parts) not in (2, 3) or not all(part.isdecimal() for part in parts):
         raise UserError(f"--size must be HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES, got {size!r}; for example 480x832x81")
@@ -82,7 +82,7 @@ def sized(spec: ModelSpec, size: str) -> ModelSpec:
 
 
 def usual_masks(spec: ModelSpec, density: float | None = None) -> list[BlockMask]:
-    """Returns masks of two layers in blocks of 64 tokens: the model's preset, if there is one, at its own density."""
+    """Returns masks of two layers in blocks of 64 tokens, from the model's preset if there is one."""
     source = SyntheticSource(preset=spec.name if spec.name in PRESETS else None, density=density)
     return [source.mask(MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens)) for layer in range(_LAYERS)]
 
@@ -100,10 +100,10 @@ def modelled_videos(
     """Predicts dense Ulysses, then plain and db-SP's sparse attention for each strategy.
 
     Args:
-        masks: Of some layers, which represent all.
-        strategies: Default: all that fit.
-        dense_steps: Steps whose attention stays dense (`dense_schedule`).
-        predicted: Whether masks are predicted at each attention.
+        masks: Masks of some layers, which represent all.
+        strategies: None: all that fit.
+        dense_steps: Number of dense steps (`dense_schedule`).
+        predicted: True if masks are predicted at each attention.
     """
     hardware, of_dense = hardware.with_kernel("auto"), hardware.with_dense_attention()
     known, steps = hardware.constants, spec.video.steps or 1
@@ -116,15 +116,15 @@ def modelled_videos(
         plan = make_plan(mask, strategy, planner, layout=layout, compare=False)
         return plan, predict(plan, shape, machine, nodes, layout).total_s
 
-    # 1. What all ways have in common, and what predicting the masks takes a GPU.
+    # 1. Common time, and time of predicting masks
     calls = passes(spec) * spec.layers
     other_s = passes(spec) * linear_flops(spec) / known.linear_flops_per_s / gpus + known.serial_s
     predict_s = (known.predict_s or 0.0) * spec.tokens * spec.heads / gpus if predicted else 0.0
-    # 2. Dense Ulysses.
+    # 2. Dense Ulysses
     ulysses = Strategy(gpus, 1)
     plan, dense_s = attention(dense, ulysses, "contiguous", of_dense)
     rows = [("dense", ulysses, "contiguous", plan.rho, calls * dense_s)]
-    # 3. Sparse attention, with some steps dense under the same strategy.
+    # 3. Sparse attention, with some dense steps under the same strategy
     for strategy in strategies or candidates(gpus, dense.grid):
         dense_s = attention(dense, strategy, "contiguous", of_dense)[1] if dense_steps else 0.0
         for planner in ("contiguous", "dbsp"):
@@ -148,21 +148,21 @@ def modelled_videos(
 
 
 def is_guided(spec: ModelSpec) -> bool:
-    """Returns True under guidance, whose scale is over 1."""
+    """Returns True with classifier-free guidance (scale above 1)."""
     scales = (spec.video.guidance_scale, spec.video.guidance_scale_2)
     return any(scale is not None and scale > 1 for scale in scales)
 
 
 def passes(spec: ModelSpec) -> int:
-    """Returns the forward passes of a model's video: two a step under guidance, in most pipelines."""
+    """Returns the number of forward passes of a model's video (in most pipelines two per step with guidance)."""
     under_guidance = PIPELINES[spec.pipeline].passes if spec.pipeline in PIPELINES else 2
     return (under_guidance if is_guided(spec) else 1) * (spec.video.steps or 0)
 
 
 def linear_flops(spec: ModelSpec) -> float:
-    """Returns the FLOP of one forward pass but for self-attention's scores: projections, MLP, cross-attention.
+    """Returns the FLOP of one forward pass except self-attention's scores: projections, MLP, cross-attention.
 
-    The keys and values of cross-attention's text are left out: 512 tokens against tens of thousands.
+    Neglects keys and values of cross-attention's text: 512 tokens against tens of thousands.
     """
     hidden = spec.hidden or spec.attention_dim
     projections = 4 * hidden * spec.attention_dim + 2 * hidden * spec.ffn
@@ -182,12 +182,12 @@ def modelled_table(
     break_even: float | None,
     by_default: bool = False,
 ) -> TextTable:
-    """Returns the table that a newcomer reads; its last lines say what is fastest, and by whose constants.
+    """Returns the table of predictions, with the fastest strategy and the source of constants below.
 
     Args:
-        density: Of the masks.
-        break_even: The density from which dense attention is faster; None: not known.
-        by_default: Whether nobody has chosen the hardware, and nothing was measured here.
+        density: Density of the masks.
+        break_even: Density above which dense attention is faster; None: unknown.
+        by_default: True if the hardware was neither chosen nor measured.
     """
     rows = [
         (
@@ -201,10 +201,10 @@ def modelled_table(
     masks = f"density {density:.3f}" + (f", {in_number(dense_steps, 'step')} dense" if dense_steps else "")
     held = memory_of(spec, Strategy(gpus, 1))
     encoder = " and text encoder" if spec.pipeline in PIPELINES else ""
-    below = "not known: no rate of dense attention" if break_even is None else f"{max(0.0, break_even):.2f}"
+    below = "unknown (no rate of dense attention)" if break_even is None else f"{max(0.0, break_even):.2f}"
     note = (
         f"{_verdict(videos)}\ndensity below which masks are faster than dense attention: {below}\n"
-        f"GB: of each GPU, counted: {held.weights / 1e9:.1f} of transformer{encoder}, and activations; without VAE\n"
+        f"GB: per GPU, counted: {held.weights / 1e9:.1f} of transformer{encoder}, and activations; without VAE\n"
         f"not measured: synthetic masks, no decoding; constants of {hardware.name}"
         f"{', the default (--machine: others)' if by_default else ''}; dbsp bench measures your GPUs"
     )
@@ -218,7 +218,7 @@ def modelled_table(
 
 
 def _verdict(videos: Sequence[ModelledVideo]) -> str:
-    """Returns what is fastest, or that sparse attention is not worth it."""
+    """Returns the fastest strategy, or that sparse attention is not faster."""
     dense, *sparse = videos
     best = min(sparse, key=lambda video: video.seconds)
     if best.seconds >= dense.seconds:

@@ -1,4 +1,4 @@
-"""Output of commands: tables for people, one JSON object for programs, files; and options as dataclasses take them."""
+"""Output of commands (tables, JSON) and handling of options and paths."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from dbsp_core.utils.files import user_path
 from dbsp_core.utils.process import printable
 
 MOST_GPUS = 4096
-"""Most GPUs of a prediction or a plan; tables grow with the square of it."""
+"""Most GPUs of a prediction or plan; tables grow with its square."""
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def path(text: str) -> Path:
-    """Reads an option that is a path. Help shows this function's name."""
+    """Parses a path option; help shows this function's name."""
     try:
         return user_path(text)
     except UserError as error:
@@ -36,16 +36,16 @@ def path(text: str) -> Path:
 
 
 PATH: dict[str, Any] = {"parser": path}
-"""Arguments of `typer.Option` and `typer.Argument` for every option that is a path; see `user_path`."""
+"""Arguments of `typer.Option` and `typer.Argument` for paths; see `user_path`."""
 
 _LINES = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
-"""Dashes below the names of columns, and nothing else."""
+"""Box with only dashes below the column names."""
 _UNLIMITED = 10_000
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of text without markup, with a line above and one below."""
+    """A table of plain text with title and caption."""
 
     title: str
     columns: Sequence[str]
@@ -62,13 +62,13 @@ class TextTable:
         caption: str = "",
         left: Collection[str] = (),
     ) -> TextTable:
-        """Makes a row of each record; a column has its heading, the record's key, and how its value is written."""
+        """Makes a row per record; columns are (heading, key of the record, format function)."""
         rows = [[write(record[key]) for _, key, write in columns] for record in records]
         return cls(title, [heading for heading, _, _ in columns], rows, caption, left)
 
 
 def options_for(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Picks those of a command's options (its `context.params`) that are fields of a dataclass."""
+    """Returns the options of a command (`context.params`) that are fields of a dataclass."""
     return {field.name: options[field.name] for field in fields(kind) if field.name in options}
 
 
@@ -77,15 +77,15 @@ def print_json(**values: Any) -> None:
 
 
 def print_tables(tables: Iterable[TextTable]) -> None:
-    """Prints tables, at most as wide as the terminal; in full where the output goes elsewhere."""
+    """Prints tables, wrapped to the terminal's width; in full if the output is not a terminal."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     print("\n\n".join(as_text(table, width) for table in tables))
 
 
 def as_text(table: TextTable, width: int | None = None) -> str:
-    """Lays out a table in lines of at most `width`: cells are wrapped, and nothing is cut.
+    """Formats a table in lines of at most `width`, wrapping cells.
 
-    Text may come from files: control characters are shown, not printed (see `printable`).
+    Escapes control characters, since text may come from files (see `printable`).
     """
     grid = Table(box=_LINES, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for name in table.columns:
@@ -102,12 +102,12 @@ def as_text(table: TextTable, width: int | None = None) -> str:
 def require_apart(
     files: Mapping[str, Path], folders: Mapping[str, Path] | None = None, inputs: Mapping[str, Path] | None = None
 ) -> None:
-    """Raises UserError where one result would be written over another, or over an input. Links are followed.
+    """Raises UserError if an output would overwrite another output or an input. Follows links.
 
     Args:
-        files: Files that are written, by the option that gives them.
-        folders: Folders that are written to.
-        inputs: Files that are read.
+        files: Files to write, by option.
+        folders: Folders to write to.
+        inputs: Files to read.
     """
     named = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
     paths = [(what, Path(os.path.realpath(path))) for what, path in named]

@@ -1,7 +1,7 @@
-"""Tiny checkpoints: whole pipelines of diffusers' classes, made offline in seconds, for trying out and for tests.
+"""Tiny checkpoints: diffusers pipelines made offline in seconds, for trying things out and for tests.
 
-Random weights prove exactness and nothing else: the video is noise. The trained Wan, which shows shapes that move,
-is in db-SP's repository and not in its package. Needs diffusers, transformers and tokenizers.
+With random weights the video is noise, which is enough to test exactness. The trained Wan shows moving shapes; it is
+in db-SP's repository, but not in the package. Needs diffusers, transformers and tokenizers.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _TEXT_ENCODER = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_hea
 
 
 def make_tiny(model: str, folder: Path) -> Path:
-    """Writes a tiny pipeline in float32 to `folder`, which appears complete or not at all, and returns the folder.
+    """Writes a tiny pipeline in float32 to `folder` atomically, and returns the folder.
 
     Args:
         model: A key of MAKERS.
 
     Raises:
-        UserError: The model is unknown, its weights are not here, or the folder holds something else.
+        UserError: The model is unknown, its weights are missing, or the folder has other content.
     """
     if model not in MAKERS:
         raise UserError(f"unknown tiny model {model!r}; use one of {', '.join(MAKERS)}")
     folder = Path(folder)
     taken = folder.exists() and not (folder / "model_index.json").is_file()
     if taken and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not a checkpoint folder; give a new folder, or an old checkpoint's")
+        raise UserError(f"{folder} exists and is not a checkpoint; give a new folder, or an old checkpoint's")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=TEMPORARY) as temporary:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
                 MAKERS[model]().save_pretrained(Path(temporary) / "new")
-            except SafetensorError as error:  # damaged trained weights, or a full disk
+            except SafetensorError as error:  # damaged weights or a full disk
                 raise OSError(f"the tiny checkpoint {folder} cannot be made: {error}") from error
         if folder.exists():
             shutil.move(folder, Path(temporary) / "old")
@@ -55,7 +55,7 @@ def make_tiny(model: str, folder: Path) -> Path:
 
 
 def trained_weights() -> Path:
-    """Returns the folder of the trained Wan, in half precision: of db-SP's checkout, or below the current folder.
+    """Returns the folder of the trained Wan (half precision) in db-SP's checkout or below the current folder.
 
     Raises:
         UserError: Neither has it.
@@ -70,7 +70,7 @@ def trained_weights() -> Path:
 
 
 def silence_libraries() -> None:
-    """Turns off the libraries' own progress bars and deprecation notices, for a process that has bars of its own."""
+    """Disables progress bars and deprecation notices of libraries."""
     import diffusers
     import transformers
 
@@ -92,7 +92,7 @@ def _wan(
     parts: Mapping[str, Any] = MappingProxyType({}),
     **sizes: Any,
 ) -> Any:
-    """Makes one of Wan's pipelines, with one transformer or two of 4 layers with 12 heads."""
+    """Makes a Wan pipeline with one or two transformers of 4 layers with 12 heads."""
     import diffusers
     from transformers import UMT5Config, UMT5EncoderModel
 
@@ -106,7 +106,7 @@ def _wan(
     usual |= {"freq_dim": 64, "ffn_dim": 256, "rope_max_seq_len": 128}
     make_transformer = partial(getattr(diffusers, transformer), **usual | sizes)
     transformers = {"transformer": make_transformer()}
-    if two:  # the second for the steps with little noise
+    if two:  # the second for low noise
         transformers |= {"transformer_2": make_transformer(), "boundary_ratio": 0.875}
     return getattr(diffusers, pipeline)(
         tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, scheduler=scheduler, **transformers, **parts
@@ -114,7 +114,7 @@ def _wan(
 
 
 def _wan_i2v() -> Any:
-    """Makes Wan2.1 image-to-video: the image joins the noise as channels, and cross-attention as CLIP's embedding."""
+    """Makes Wan2.1 image-to-video, with the image in extra channels and as CLIP embedding in cross-attention."""
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel
 
     sizes = {"hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -125,7 +125,7 @@ def _wan_i2v() -> Any:
 
 
 def _cogvideox() -> Any:
-    """Makes CogVideoX1.5 text-to-video: 2 layers, 6 heads, joint text of 226 tokens; wants 8k + 1 frames."""
+    """Makes CogVideoX1.5 text-to-video: 2 layers, 6 heads, joint text of 226 tokens; needs 8k + 1 frames."""
     import diffusers
     from transformers import T5Config, T5EncoderModel
 
@@ -154,7 +154,7 @@ def _cogvideox() -> Any:
 
 
 def _tokenizer(max_length: int) -> Any:
-    """Makes a tokenizer of letters and some words, the same every time: training breaks ties differently."""
+    """Makes a fixed tokenizer of letters and some words (training one is not deterministic)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -180,7 +180,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "wan": _wan,
     "wan-trained": _trained_wan,
     "wan2.2": partial(_wan, two=True),
-    # a timestep for each token, and a video from text alone or with its first frame
+    # a timestep per token; from text, or with a first frame
     "wan-ti2v": partial(_wan, parts={"expand_timesteps": True}),
     "wan-i2v": _wan_i2v,
     # 2 of the 4 layers take a control video

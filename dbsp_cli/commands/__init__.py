@@ -1,1 +1,1 @@
-"""The `dbsp` commands with a module of their own."""
+"""The `dbsp` commands, one per module."""

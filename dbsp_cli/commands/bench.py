@@ -1,7 +1,7 @@
-"""`dbsp bench`: a model's attention measured on this machine, for `strategy: auto` and `kernel: auto`.
+"""`dbsp bench`: measures a model's attention on this machine, for `strategy: auto` and `kernel: auto`.
 
-Compared runs are interleaved, so that a drifting clock affects all of them. A time is the slowest rank's, median over
-the turns: by CUDA events on GPUs, by the clock on a CPU.
+Compared runs are interleaved, so that clock drift affects all of them. A time is the slowest rank's, median over the
+turns, by CUDA events on GPUs and the host's clock on CPUs.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ from dbsp_kernels.triton.launch import capability_of
 from dbsp_kernels.triton.tiles import row_slots
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Relative error against float64 of a kernel that is exact."""
+"""Largest relative error against float64 of an exact kernel."""
 SPARSE = 0.25
-"""The share of active blocks at which kernels, and whole attentions, are compared."""
+"""Fraction of active blocks at which kernels and whole attentions are compared."""
 _DENSITIES = (0.1, SPARSE, 0.5, 1.0)
 _ON_CPU = 8, 2048
-"""Most heads and tokens on a CPU, where measuring is for trying out."""
+"""Most heads and tokens on a CPU, where measurements are only for trying out."""
 _WRONG = 0.5
 """Relative error of a prediction above which the user is warned."""
 _PLAIN = "contiguous"
@@ -80,15 +80,15 @@ Action = Callable[[], object]
 def bench_command(
     model: Annotated[str, typer.Argument(help=f"Whose attention: {', '.join(MODEL_SPECS)}, or a folder.")],
     out: Annotated[
-        Path | None, typer.Option(help="Constants file to write; default: where runs here look for it.", **PATH)
+        Path | None, typer.Option(help="Constants file to write. Default: this machine's, which runs read.", **PATH)
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a model's attention here: kernels, exchanges, balance. strategy: auto and kernel: auto then use it.
+    """Measure kernels, exchanges and attentions on this machine, for strategy: auto and kernel: auto.
 
-    One process measures one GPU; for all of a node: torchrun --nproc-per-node 8 -m dbsp_cli bench MODEL
+    One process measures one GPU. For all GPUs of a node: torchrun --nproc-per-node 8 -m dbsp_cli bench MODEL
 
-    Started by torchrun, srun or MPI, it joins the ranks that are there.
+    Also runs under srun and MPI.
     """
     from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
 
@@ -105,7 +105,7 @@ def bench_command(
         # 1. Times, and the constants that are fitted to them
         work = Workload.of_model(identity, find_model_spec(model) or published_model(identity), device)
         measured = measure(work, _shipped_like(device))
-    # 2. The file that runs read
+    # 2. Write the constants file
     hardware = measured.hardware(out.stem, work)
     record = {
         "versions": {
@@ -118,11 +118,11 @@ def bench_command(
         "notes": f"dbsp bench {model}: {work}. Errors of kernels: "
         + "; ".join(f"{k.kernel} {k.blocks} {k.problem or f'{k.error:.1e}'}" for k in measured.kernels),
     }
-    if rank_info is None or rank_info.local == 0:  # nodes may have folders of their own
+    if rank_info is None or rank_info.local == 0:  # nodes may have separate folders
         save_hardware(out, hardware, record)
     if work.group.rank:
         return
-    # 3. What was measured
+    # 3. Print results
     if as_json:
         kernels = [
             {key: None if value != value else value for key, value in k._asdict().items()} for k in measured.kernels
@@ -134,15 +134,15 @@ def bench_command(
     if device.type == "cpu":
         work.say(ON_CPU)
     if work.group.size == 1:
-        work.say(f"one rank exchanges nothing: rates of exchanges are those of {measured.others.name}, not measured")
+        work.say(f"one rank exchanges nothing, so exchange rates are those of {measured.others.name}, not measured")
     worst = max(abs(run["predicted_s"] / run["seconds"] - 1) for run in measured.attentions)
     if worst > _WRONG:
-        work.say(f"these constants predict an attention wrong by {worst:.0%}: something else ran; measure again")
+        work.say(f"predicted times are off by up to {worst:.0%}, perhaps because other programs ran; measure again")
     print(f"wrote {out}", file=sys.stderr)
 
 
 def _shipped_like(device: torch.device) -> Hardware:
-    """Returns the shipped machine with this device, else an H100 or a CPU."""
+    """Returns the shipped machine with this device, else of an H100 or a CPU."""
     shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
     usual = load_hardware("h100" if device.type == "cuda" else "cpu-demo")
     return next((machine for machine in shipped if machine.device == device_class(device)), usual)
@@ -150,12 +150,12 @@ def _shipped_like(device: torch.device) -> Hardware:
 
 @dataclass(frozen=True)
 class Workload:
-    """One model's attention, and the ranks that it is measured on."""
+    """One model's attention and the ranks to measure it on."""
 
     heads: int
     head_dim: int
     tokens: int
-    blocks: tuple[int, int]  # Tokens of a query block and of a KV block
+    blocks: tuple[int, int]  # block_q and block_k
     dtype: torch.dtype
     device: torch.device
     group: SequenceGroup
@@ -164,7 +164,7 @@ class Workload:
 
     @classmethod
     def of_model(cls, identity: ModelSignature, spec: ModelSpec | None, device: torch.device) -> Workload:
-        """Returns a model's attention on all ranks, cut down on a CPU."""
+        """Returns a model's attention on all ranks, reduced on a CPU."""
         mask = default_config(identity, spec).mask
         work = cls(
             heads=identity.sizes[1],
@@ -187,12 +187,12 @@ class Workload:
 
     @property
     def kernel(self) -> str:
-        """The kernel that attentions are timed with."""
+        """The kernel for timing attentions."""
         return choose_kernel("auto", self.device, self.dtype).name
 
     @property
     def local_heads(self) -> int:
-        """Heads of one rank without a ring."""
+        """Heads per rank without a ring."""
         return max(1, self.heads // self.group.size)
 
     def say(self, text: str) -> None:
@@ -201,9 +201,9 @@ class Workload:
             print(f"{NOTICE}{text}", file=sys.stderr, flush=True)
 
     def mask(self, heads: int, density: float, tokens: int = 0, blocks: tuple[int, int] | None = None) -> BlockMask:
-        """Makes random blocks, of all tokens and the model's blocks if nothing else is given.
+        """Makes a random mask, by default of all tokens in the model's blocks.
 
-        Heads, rows and columns are 0.5 to 1.5 times as dense: contiguous plans are imbalanced.
+        Densities of heads, rows and columns vary by factors of 0.5 to 1.5, so contiguous plans are imbalanced.
         """
         grid = BlockGrid(tokens or self.tokens, 0, *(blocks or self.blocks))
         if density == 1:
@@ -225,7 +225,7 @@ class Workload:
         return values
 
     def medians(self, actions: Sequence[Action]) -> np.ndarray:
-        """Returns float64[actions], seconds. Collective: all ranks begin each action together."""
+        """Returns the seconds of each action, float64[actions]; all ranks start each action together. Collective."""
         for action in [*actions] * 2:
             action()
         seconds = np.array([[self._seconds(action) for action in actions] for _ in range(self.repeats)])
@@ -250,21 +250,21 @@ class Workload:
         return float(first.elapsed_time(last)) / 1e3
 
     def whole(self, mask: BlockMask, strategy: Strategy, planner: str) -> tuple[Plan, Action]:
-        """Prepares an attention; returns its plan, and a call of it on this rank's random q, k, v."""
+        """Prepares an attention; returns its plan, and an action that runs it on random q, k, v."""
         layout = usual_layout(planner, mask.grid, strategy)
         plan = make_plan(mask, strategy, planner, layout=layout)
         attend = DualBalancedAttention.prepare(plan, mask, layout, self.group, device=self.device, kernel=self.kernel)
         return plan, partial(attend, *(self.random(1, mask.heads, layout.shard, self.head_dim) for _ in range(3)))
 
     def predicted(self, plan: Plan, constants: Constants) -> Prediction:
-        """Returns the times of a whole attention by some constants."""
+        """Returns the predicted times of a whole attention."""
         shape = AttentionShape(1, plan.heads, self.head_dim, self.dtype.itemsize)
         machine = Hardware("being measured", "", "", constants, {})
         return predict(plan, shape, machine, layout=usual_layout(plan.planner, plan.grid, plan.strategy))
 
 
 class Rows(NamedTuple):
-    """All rows of some heads, as a kernel is given them: q [rows, Bq, D], k and v [KV blocks, Bk, D]."""
+    """A kernel's input for all rows of some heads: q [rows, Bq, D], k and v [KV blocks, Bk, D]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -288,7 +288,7 @@ class Rows(NamedTuple):
         return block_attention(self.q, self.k, self.v, **vars(self.table), kernel=kernel, **whole)
 
     def error(self, kernel: str, rows: int = 16) -> float:
-        """Returns the relative error of the shortest and longest rows against float64; NaN if one is not finite."""
+        """Returns the relative error of the shortest and longest rows against float64; NaN if not finite."""
         out, _ = self.attend(kernel)
         order = self.table.kv_count.argsort()
         picked = torch.cat([order[: rows // 2], order[-(rows // 2) :]])
@@ -300,7 +300,7 @@ class Rows(NamedTuple):
 
 
 class KernelResult(NamedTuple):
-    """One kernel at one size of blocks."""
+    """Result of one kernel at one block size."""
 
     kernel: str
     blocks: tuple[int, int]
@@ -313,12 +313,12 @@ class KernelResult(NamedTuple):
 
 @dataclass
 class Measured:
-    """Times of kernels and attentions, and the constants that are fitted to them one after another."""
+    """Times of kernels and attentions, and the constants fitted to them one by one."""
 
-    others: Hardware  # A machine whose constants stand where nothing was measured, or it was too short to see
+    others: Hardware  # Machine whose constants replace those not measured or too small to measure
     constants: Constants
     kernels: list[KernelResult] = field(default_factory=list)
-    dense_s: float = 0.0  # Dense attention of a rank's heads by torch
+    dense_s: float = 0.0  # torch's dense attention of a rank's heads
     attentions: list[dict[str, Any]] = field(default_factory=list)  # Whole ones, on all ranks
     residual: dict[str, float] = field(default_factory=dict)  # Largest relative error of the fits, by part
 
@@ -330,7 +330,7 @@ class Measured:
         seconds: np.ndarray,
         explained: np.ndarray | float = 0.0,
     ) -> None:
-        """Fits a constant per column; a rate stays the other machine's where its time was too short to see."""
+        """Fits a constant per column; a rate stays the other machine's if its time was too short to measure."""
         values, self.residual[part] = fit(columns, seconds, explained)
         for name, value in zip(names, values, strict=True):
             if not name.endswith("_per_s"):
@@ -340,7 +340,7 @@ class Measured:
 
     @property
     def exact_kernels(self) -> tuple[str, ...]:
-        """The kernels that were exact wherever they ran, the fastest first."""
+        """The kernels that were exact in all runs, fastest first."""
         ran = [result for result in self.kernels if result.problem is None]
         wrong = {result.kernel for result in ran if not result.exact}
         rates = {
@@ -351,13 +351,13 @@ class Measured:
         return tuple(sorted(rates, key=rates.__getitem__, reverse=True))
 
     def hardware(self, name: str, work: Workload) -> Hardware:
-        """Returns the machine as runs read it, with the origin of each constant."""
+        """Returns the machine for the constants file, with the source of each constant."""
         sources = {}
         for key, value in vars(self.constants).items():
             if value is not None:
                 same = value == getattr(self.others.constants, key)
                 sources[key] = self.others.sources[key] if same else "assumed" if value == 0 else "measured"
-        # Rates by blocks of the exact kernels, less what constants are fitted to
+        # Rates of the exact kernels by block size
         rates: dict[str, dict[str, float]] = {}
         for result in filter(lambda result: result.exact, self.kernels):
             of_kernel = rates.setdefault(result.kernel, {})
@@ -382,7 +382,7 @@ class Measured:
 
 
 def measure(work: Workload, others: Hardware) -> Measured:
-    """Measures kernels, an attention's parts, and whole attentions; `others` is another machine. Collective."""
+    """Measures kernels, parts of an attention, and whole attentions; `others` is another machine. Collective."""
     measured = Measured(others, others.constants)
     work.say("measuring kernels against the reference")
     for blocks in sorted({work.blocks} if work.device.type == "cpu" else {work.blocks, (128, 128)}):
@@ -400,7 +400,7 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
     """Runs every kernel for this device on a rank's heads: errors against float64, then times. Collective."""
     rows = Rows.from_mask(work, work.mask(work.local_heads, SPARSE, blocks=blocks))
     needs = KernelRequirements(blocks, work.head_dim, tokens=work.tokens)
-    # 1. Problem and error of each on this rank, then the worst of all ranks
+    # 1. Problem and error of each kernel on this rank, then the worst over ranks
     tried: list[tuple[str, str | None, float]] = []
     for name, kernel in KERNELS.items():
         if name == "reference" or work.device.type not in kernel.devices:
@@ -409,7 +409,7 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
         if problem is None:
             try:
                 error = rows.error(name)
-            except Exception as raised:  # other projects' kernels raise anything: it is what the table says of them
+            except Exception as raised:  # third-party kernels may raise anything; shown in the table
                 problem = f"failed: {type(raised).__name__}: {raised}"
         tried.append((name, problem, error))
     results = []
@@ -418,7 +418,7 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
         worst = float(np.max(errors))
         exact = worst <= MOST_ERROR[work.dtype] and not KERNELS[name].approximates
         results.append(KernelResult(name, blocks, next(filter(None, problems), None), worst, exact))
-    # 2. Times of those that run everywhere
+    # 2. Times of the kernels that run on all ranks
     ran = [result for result in results if result.problem is None]
     seconds = work.medians([partial(rows.attend, result.kernel) for result in ran])
     timed = {
@@ -429,9 +429,9 @@ def compare_kernels(work: Workload, blocks: tuple[int, int]) -> list[KernelResul
 
 
 def _measure_compute(work: Workload, measured: Measured) -> None:
-    """Times attention without exchanges, torch's dense one, merging and a matrix product.
+    """Times attention without exchanges, torch's dense attention, merging and a matrix product.
 
-    The time of a score's softmax is in that of the products: one head dim cannot separate them.
+    One head dim cannot separate softmax from products, so the products' rate includes softmax.
     """
     heads, few = work.local_heads, max(work.blocks[0], work.tokens // 4)
     masks = [*(work.mask(heads, density) for density in _DENSITIES), work.mask(heads, SPARSE, few)]
@@ -461,7 +461,7 @@ def _measure_compute(work: Workload, measured: Measured) -> None:
 
 
 def _measure_exchanges(work: Workload, measured: Measured) -> None:
-    """Times an all-to-all in which each rank sends some bytes to the others, and as many to the next rank alone."""
+    """Times all-to-alls of several sizes: to all other ranks, and to the next rank only."""
     group, sizes, actions = work.group, [1 << bits for bits in work.sizes], list[Action]()
     before, after = ((group.rank + way) % group.size for way in (-1, 1))
     for size in sizes:
@@ -481,11 +481,11 @@ def _send_and_receive(both: list[dist.P2POp]) -> None:
 
 
 def _measure_packing(work: Workload, measured: Measured) -> None:
-    """Times attentions without active blocks: packing is what they take beyond exchange, launch and bookkeeping."""
+    """Times attentions without active blocks; packing is their time minus exchange, launch and bookkeeping."""
     sizes = [work.tokens // part // work.group.size * work.group.size for part in (1, 2, 4)]
     strategy = Strategy(work.group.size, 1)
     plans, calls = zip(*[work.whole(work.mask(work.heads, 0.0, n), strategy, _PLAIN) for n in sizes], strict=True)
-    no_row = replace(measured.constants, row_s=0.0)  # a row's time is that of filling and emptying its pipeline
+    no_row = replace(measured.constants, row_s=0.0)  # row_s models filling and draining a row's pipeline
     predicted = [work.predicted(plan, no_row) for plan in plans]
     columns = np.array([[p.pack_s * no_row.pack_bytes_per_s, 1.0] for p in predicted])
     explained = np.array([p.exchange_s + p.attention_s for p in predicted])
@@ -493,14 +493,14 @@ def _measure_packing(work: Workload, measured: Measured) -> None:
 
 
 def _measure_attentions(work: Workload, measured: Measured) -> None:
-    """Times dense Ulysses, and the sparse mask on Ulysses and Ring, unbalanced and balanced; fits `overlap`."""
+    """Times dense Ulysses, and the sparse mask on Ulysses and ring, unbalanced and balanced; fits `overlap`."""
     ulysses, ring = Strategy(work.group.size, 1), Strategy(1, work.group.size)
     dense, sparse = (work.mask(work.heads, density) for density in (1.0, SPARSE))
     strategies = dict.fromkeys((ulysses, ring))
     runs = [(dense, ulysses, _PLAIN), *itertools.product((sparse,), strategies, (_PLAIN, "dbsp"))]
     plans, calls = zip(*[work.whole(*run) for run in runs], strict=True)
     seconds = work.medians(calls).tolist()
-    # How far compute hides P2P, by the unbalanced ring: 1 is max(compute, P2P), 0 their sum
+    # Overlap of compute and P2P, from the unbalanced ring: 1 means max(compute, P2P), 0 their sum
     for plan, took in zip(plans, seconds, strict=True):
         if plan.strategy.ring > 1 and plan.planner == _PLAIN:
             of_overlap = (replace(measured.constants, overlap=overlap) for overlap in (1.0, 0.0))
@@ -522,14 +522,14 @@ def _measure_attentions(work: Workload, measured: Measured) -> None:
 
 
 def fit(columns: np.ndarray, seconds: np.ndarray, explained: np.ndarray | float = 0.0) -> tuple[list[float], float]:
-    """Finds the coefficients ≥ 0 with the least sum of squared relative errors, one per column.
+    """Fits one coefficient ≥ 0 per column, minimizing the sum of squared relative errors.
 
-    Every set of coefficients that are not zero is tried: exact, and there are few.
+    Tries every set of nonzero coefficients, which is exact; there are few.
 
     Args:
         columns: float64[samples, n], samples ≥ n.
         seconds: float64[samples] > 0.
-        explained: float64[samples], seconds that are explained already.
+        explained: float64[samples], seconds already explained.
 
     Returns:
         The coefficients, and the largest relative error.
@@ -553,7 +553,7 @@ def _tables(title: str, measured: Measured) -> list[TextTable]:
         verdict = k.problem or ("exact" if k.exact else "not exact")
         rows.append((k.kernel, "×".join(map(str, k.blocks)), *(("–",) * 3 if k.problem else numbers), verdict))
     names = ("kernel", "blocks", "ms", "TFLOP/s", "error", "verdict")
-    caption = f"one rank's heads, density {SPARSE:g}; kernel: auto takes, in this order: "
+    caption = f"one rank's heads, density {SPARSE:g}; order of kernel: auto: "
     caption += ", ".join(measured.exact_kernels) or "none"
     kernels = TextTable(title, names, rows, caption, left=("kernel", "verdict"))
     dense_s, rows = measured.attentions[0]["seconds"], []
@@ -562,6 +562,6 @@ def _tables(title: str, measured: Measured) -> list[TextTable]:
         times = f"{run['seconds'] * 1e3:.2f}", f"{run['predicted_s'] * 1e3:.2f}", f"{dense_s / run['seconds']:.2f}×"
         rows.append((mask, run["strategy"], run["planner"], f"{run['rho']:.3f}", *times))
     columns = ("mask", "strategy", "planner", "ρ_s", "ms", "predicted", "over dense")
-    caption = "ρ_s: slowest rank over mean; predicted: by the constants that are written"
+    caption = "ρ_s: slowest rank over mean; predicted: by the measured constants"
     left = ("mask", "strategy", "planner")
     return [kernels, TextTable("whole attentions on all ranks", columns, rows, caption, left=left)]

@@ -1,4 +1,4 @@
-"""`dbsp doctor`: what works on this machine, and what is missing."""
+"""`dbsp doctor`: checks what works on this machine and what is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dbsp_kernels.errors import install_command
 
 
 def doctor_command(as_json: JsonFlag = False) -> None:
-    """Say what works on this machine, what is missing, and the fix."""
+    """Show what works on this machine, what is missing, and the fix."""
     with Console(stderr=True).status("importing what is installed"):  # on a terminal
         checks = run_checks()
     if as_json:
@@ -41,10 +41,10 @@ def doctor_command(as_json: JsonFlag = False) -> None:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at, and the fix if it is not ok."""
+    """Result of one check, with the fix if it is not ok."""
 
     what: str
-    state: str  # "ok", "missing", or "not here" where nothing could be installed to change it
+    state: str  # "ok", "missing", or "not here" if installing something would not help
     detail: str
     fix: str = ""
 
@@ -55,12 +55,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Importable:
-    """Something that works if it can be imported, which is tried in a process of its own."""
+    """A check that imports packages in a separate process."""
 
     what: str
-    needs: tuple[str, ...]  # Packages, by the names they are imported by
-    extra: str  # Of dbsp-attention, which installs them
-    code: str = ""  # Imports what is used of them
+    needs: tuple[str, ...]  # import names of packages
+    extra: str  # extra of dbsp-attention that installs them
+    code: str = ""  # code to import them; default: import all
     use: str = ""
 
     def check(self) -> Check:
@@ -69,7 +69,7 @@ class Importable:
         if lacking:
             return Check(self.what, "missing", f"lacks {', '.join(lacking)}", fix)
         code = self.code or f"import {', '.join(self.needs)}"
-        code = f"import sys; sys.path[:] = filter(None, sys.path)\n{code}"  # nothing of the current folder
+        code = f"import sys; sys.path[:] = filter(None, sys.path)\n{code}"  # without the current folder
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, errors="replace")
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -110,9 +110,9 @@ ENGINES = (
     ("SGLang Diffusion", "sglang.multimodal_gen.plugins", sglang.EXPECTED),
     ("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
 )
-"""Serving engines that look for plug-ins themselves: name, group of entry points, and what db-SP's plug-in expects."""
+"""Serving engines with plug-ins: name, entry-point group, and the plug-in's expected host."""
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables that name network interfaces to other nodes."""
+"""Environment variables with the network interfaces to other nodes."""
 
 
 def run_checks() -> list[Check]:
@@ -133,11 +133,11 @@ def run_checks() -> list[Check]:
 
 
 def verdict(checks: list[Check]) -> str:
-    """Returns the one line to read first."""
+    """Returns the summary line."""
     by_name = {check.what: check for check in checks}
     frameworks = [framework.what for framework in FRAMEWORKS if by_name[framework.what].ok]
     device = by_name["accelerator"]
-    where = device.detail if device.ok else "on the CPU, for trying out: there is no GPU"
+    where = device.detail if device.ok else "no GPU, on the CPU only for trying out"
     if frameworks:
         return f"db-SP {own_version()} runs in {', '.join(frameworks)}; {where}"
     return f"db-SP {own_version()} can plan; to generate, {install_command('diffusers')}"
@@ -168,15 +168,15 @@ def _communication() -> Check:
 
 
 def _between_nodes() -> list[Check]:
-    """Checks the interfaces that gloo and NCCL are told to use, and without gloo's the address that it listens at."""
+    """Checks the configured interfaces of gloo and NCCL, or else the address at which gloo listens."""
     here, host = [name for _, name in socket.if_nameindex()], socket.gethostname()
     example = next((name for name in here if not name.startswith(("docker", "virbr", "lo"))), "eth0")
     fix = f"for several nodes, set {{}} on each to their common network's interface, such as {example}"
     checks = []
-    # 1. Interfaces that are named: gloo's exactly; NCCL's by their beginnings, unless after "="
+    # 1. Configured interfaces: exact names for gloo; prefixes for NCCL, unless after "="
     for backend, variable in (("gloo", GLOO), ("NCCL", NCCL)):
         what, value = f"{backend} between nodes", environment_value(variable)
-        if value is None or (backend == "NCCL" and value.startswith("^")):  # interfaces to leave out
+        if value is None or (backend == "NCCL" and value.startswith("^")):  # excluded interfaces
             continue
         names = value if backend == "gloo" else value[1:] if value[0] == "=" else value.replace(",", "*,") + "*"
         unknown = [name for name in names.split(",") if not fnmatch.filter(here, name)]
@@ -188,7 +188,7 @@ def _between_nodes() -> list[Check]:
         checks.append(Check(what, state, detail, "" if state == "ok" else fix.format(variable)))
     if environment_value(GLOO) is not None:
         return checks
-    # 2. The address of the host's name, at which gloo listens
+    # 2. Address of the host name, at which gloo listens
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -200,7 +200,7 @@ def _between_nodes() -> list[Check]:
 
 
 def _engine(what: str, group: str, expected: ExpectedHost) -> Check:
-    """Checks an engine that is installed, which must see db-SP's plug-in."""
+    """Checks that an installed engine finds db-SP's plug-in."""
     problem, _, fix = (expected.problem() or "").partition("; ")
     if "dbsp" not in {entry.name for entry in entry_points(group=group)}:
         fix = "install dbsp-attention again, so that pip writes its entry points"
@@ -211,7 +211,7 @@ def _engine(what: str, group: str, expected: ExpectedHost) -> Check:
 
 
 def _kernels() -> list[Check]:
-    """Checks each kernel, and says which one `kernel: auto` takes and why."""
+    """Checks each kernel, and shows which one `kernel: auto` chooses and why."""
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     usable = " or ".join(available(device, dtype))
     checks = []

@@ -1,4 +1,4 @@
-"""`dbsp masks`: convert and fit masks, and look at them."""
+"""`dbsp masks`: convert, fit and inspect masks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file_path, write_atomically
 from dbsp_core.utils.process import printable
 
-masks_app = typer.Typer(help="Convert and fit masks, and look at them.", rich_markup_mode=None)
+masks_app = typer.Typer(help="Convert, fit and inspect masks.", rich_markup_mode=None)
 
 
 @masks_app.callback(invoke_without_command=True)
@@ -55,7 +55,7 @@ def convert(
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help=f"How to read IN: {', '.join(CONVERT_KEYS)}.")
     ] = None,
 ) -> None:
-    """Write a mask file from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or from a recording.
+    """Convert masks from .safetensors, .pt, .pth, .npy or .npz (never unpickled), or a recording, to a mask file.
 
     For example: dbsp masks convert sparse_plan.pth masks.safetensors thw=21,45,80 steps=50
     """
@@ -75,14 +75,14 @@ def fit(
     recordings: Annotated[
         list[Path], typer.Argument(metavar="RECORDING", help="Folders of mask source record_qk.", **PATH)
     ],
-    rank: Annotated[int, typer.Option(help="Dimensions that each head's queries and keys are projected to.")] = 8,
+    rank: Annotated[int, typer.Option(help="Projected dimensions per head.")] = 8,
 ) -> None:
-    """Fit low-rank projections of each layer's and head's queries and keys, for mask source lowrank."""
+    """Fit low-rank projections of queries and keys for mask source lowrank."""
     require_file_path(out, "OUT")
     require_apart({"OUT": out}, inputs={str(recording): recording for recording in recordings})
     summary = fit_recording(recordings, out, rank)
     rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in summary.kept.items()]
-    title = f"{summary.heads} heads of size {summary.head_dim} at rank {summary.rank}: share of E[(q·k)²] kept"
+    title = f"{summary.heads} heads of size {summary.head_dim} at rank {summary.rank}: fraction of E[(q·k)²] kept"
     print_tables([TextTable(title, ("layer", "kept, mean over heads"), rows)])
     print(f"wrote {out}", file=sys.stderr)
 
@@ -91,11 +91,11 @@ def fit(
 def info(
     file: Annotated[Path, typer.Argument(help="Mask file, or a recording's folder.", **PATH)],
     gpus: Annotated[int, typer.Option(max=MOST_GPUS, help="Number of GPUs for ρ_s.")] = 8,
-    branch: Annotated[int, typer.Option(help="Of a recording: which pass of each step (guidance).")] = 0,
+    branch: Annotated[int, typer.Option(help="CFG pass of a recording.")] = 0,
     picture: Annotated[Path | None, typer.Option(help="PNG to write.", **PATH)] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Say how dense masks are, how balanced their work is, and how they change by step."""
+    """Show density, balance and changes by step of masks."""
     if picture is not None:
         require_file_path(picture, "--picture")
         require_apart({"--picture": picture}, inputs={"the mask file": file})
@@ -146,7 +146,7 @@ _DRIFT = (
     ("bits changed", "changed", lambda pairs: f"{fmean(pairs):.2%}"),
     (f"plans at P_s {DbspConfig.reuse:g}", "replans", str),
 )
-"""Columns of the tables of `dbsp masks info`: heading, key of `examine_masks`, and how the value is written."""
+"""Columns of the tables of `dbsp masks info`: heading, key of `examine_masks`, and format function."""
 
 
 def _in_words(layout: MaskLayout) -> str:

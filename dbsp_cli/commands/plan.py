@@ -1,4 +1,4 @@
-"""`dbsp plan`: plans of one attention of a mask file, or a model's modelled seconds on a number of GPUs."""
+"""`dbsp plan`: plans an attention of a mask file, or predicts the time of a model's video."""
 
 from __future__ import annotations
 
@@ -33,25 +33,23 @@ def plan_command(
     context: typer.Context,
     gpus: Annotated[int, typer.Option(min=1, max=MOST_GPUS, help="Number of GPUs.")],
     file: Annotated[Path | None, typer.Argument(help="Mask file (.safetensors); or give --model.", **PATH)] = None,
-    model: Annotated[str | None, typer.Option(help="Instead of FILE: model the seconds of this one's video.")] = None,
+    model: Annotated[str | None, typer.Option(help="Instead of FILE: predict the time of this model's video.")] = None,
     machine: Annotated[
         str | None,
-        typer.Option(help="GPU: a800, h100, … or a file; default: measured here, or h100."),
+        typer.Option(help="GPU: a800, h100, … or a file. Default: measured here, or h100."),
     ] = None,
     size: Annotated[str | None, typer.Option(help="With --model: HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES.")] = None,
     density: Annotated[
-        float | None, typer.Option(min=0, max=1, help="With --model: share of blocks that masks keep.")
+        float | None, typer.Option(min=0, max=1, help="With --model: fraction of active blocks.")
     ] = None,
-    dense_steps: Annotated[int, typer.Option(min=0, help="With --model: steps that stay dense.")] = 0,
+    dense_steps: Annotated[int, typer.Option(min=0, help="With --model: number of dense steps.")] = 0,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
-    planner: Annotated[
-        str, typer.Option(help=f"One of {', '.join(PLANNERS)}; several with commas between, or all.")
-    ] = "dbsp",
-    keys: Annotated[str, typer.Option(help="all or needed: what ranks are sent.")] = ALL,
+    planner: Annotated[str, typer.Option(help=f"Comma-separated list of {', '.join(PLANNERS)}, or all.")] = "dbsp",
+    keys: Annotated[str, typer.Option(help="Keys sent to ranks: all or needed.")] = ALL,
     layer: Annotated[int, typer.Option(help="Layer index.")] = 0,
     as_json: JsonFlag = False,
 ) -> None:
-    """Plan one attention of a mask file: how balanced the work is before and after, and what migrates."""
+    """Plan an attention of a mask file: balance before and after, and moved rows; or predict a video's time."""
     if (model is None) is (file is None):
         raise UserError("dbsp plan needs either a mask file or --model; for example --model wan2.1-t2v-14b")
     measured = hardware_for(machine, "cuda", "auto") if machine or torch.cuda.is_available() else None
@@ -60,7 +58,7 @@ def plan_command(
     for name in others:
         if str(context.get_parameter_source(name)).endswith("COMMANDLINE"):
             kinds = ("a mask file", "--model") if file is None else ("--model", "a mask file")
-            raise UserError(f"--{name.replace('_', '-')} is for {kinds[0]}, not for {kinds[1]}; leave it out")
+            raise UserError(f"--{name.replace('_', '-')} is for {kinds[0]}, not for {kinds[1]}; remove it")
     if file is None:
         spec = _model(str(model), size, dense_steps)
         _show_model(spec, gpus, hardware, strategy, density, dense_steps, as_json, by_default=measured is None)
@@ -78,7 +76,7 @@ def plan_command(
 
 
 def _model(name: str, size: str | None, dense_steps: int) -> ModelSpec:
-    """Returns the model of that name with a video of that size. Raises UserError for what it cannot make."""
+    """Returns the model with a video of this size. Raises UserError for unknown names and invalid sizes."""
     spec = find_model_spec(name)
     if spec is None:
         raise unknown_model(name)
@@ -100,7 +98,7 @@ def _show_model(
     *,
     by_default: bool,
 ) -> None:
-    """Prints modelled seconds and counted memory of a model's video, by strategy."""
+    """Prints predicted time and counted memory of a model's video by strategy."""
     strategies = None if strategy == "all" else [Strategy.parse(strategy)]
     for parsed in strategies or ():
         parsed.require_world(gpus)
@@ -130,9 +128,9 @@ def _show_model(
 def _plans(
     mask: BlockMask, gpus: int, strategy: str, planner: str, keys: str, slots: int | None
 ) -> list[dict[str, Any]]:
-    """Returns numbers of the mask's plan for every strategy and planner asked for.
+    """Returns statistics of the mask's plan for every requested strategy and planner.
 
-    `kv_received` is K and V that a rank receives, mean, in shares of one rank's Q.
+    `kv_received`: mean k and v received per rank, relative to one rank's q.
     """
     strategies = [*map(Strategy.parse, candidates(gpus, mask.grid) if strategy == "all" else (strategy,))]
     for parsed in strategies:
@@ -176,9 +174,9 @@ def _table(mask: BlockMask, gpus: int, plans: list[dict[str, Any]], slots: int |
         _COLUMNS,
         plans,
         f"{conclusion if len(plans) > 1 else ''}"
-        "ρ_s: slowest rank over mean; bound: least for any plan of whole rows;\n"
-        f"row: longest over a slot's share ({slots or 'unknown'} slots: rows that a GPU computes at a time);\n"
-        "moved: rows, to other ring ranks; +KV: sent again to further ranks; ms: planning;\n"
-        "KV in: K and V that a rank receives, mean, in shares of one rank's Q",
+        "ρ_s: slowest rank over mean; bound: lower bound for whole rows;\n"
+        f"row: longest row over a slot's share ({slots or 'unknown'} slots: rows that a GPU computes at a time);\n"
+        "moved: rows moved to other ring ranks; +KV: extra keys and values; ms: planning time;\n"
+        "KV in: mean K and V received per rank, relative to one rank's Q",
         left=("strategy", "planner"),
     )

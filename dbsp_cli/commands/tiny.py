@@ -1,4 +1,4 @@
-"""`dbsp tiny`: a tiny checkpoint for trying things out."""
+"""`dbsp tiny`: makes a tiny checkpoint for trying things out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dbsp_kernels.errors import install_command
 
 def tiny_command(
     model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(MAKERS)}.")],
-    folder: Annotated[Path, typer.Argument(help="Folder to write; an old checkpoint there is replaced.", **PATH)],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; replaces a tiny checkpoint there.", **PATH)],
 ) -> None:
-    """Make a tiny checkpoint, with random weights or trained ones, for trying things out offline."""
+    """Make a tiny checkpoint with random or trained weights, for trying things out offline."""
     require_path(folder, "FOLDER")
     try:
         silence_libraries()

@@ -1,1 +1,1 @@
-"""Masks of other projects as mask files."""
+"""Tools for mask files."""

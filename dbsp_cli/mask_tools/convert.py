@@ -26,24 +26,23 @@ from dbsp_core.utils.yaml_file import parse_value
 Options = TypeVar("Options")
 
 PARO_ORDERS = ("thw", "twh", "hwt", "htw", "wht", "wth")
-"""PAROAttention's numbering of token orders, in its `permute_plan['permute']`."""
+"""Token orders by PAROAttention's number in `permute_plan['permute']`."""
 ENCODINGS = ("absolute", "delta")
-"""Key blocks by number ("absolute"), or the first by number and each later one by its distance to the one before it
-("delta"), as SpargeAttn's kernels and the official db-SP scripts write them."""
+"""Lists of key blocks by index ("absolute"), or by the distance to the previous block ("delta"), as in SpargeAttn's
+kernels and the official db-SP scripts."""
 _MASKS = ("mask", "sparse", "masks", "lut")
 _COUNTS = ("counts", "count", "valid_block_num")
 
 
 def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: int) -> torch.Tensor:
-    """Reads integer lists of key blocks, [H, nq, width], as bool[H, nq, nk].
+    """Converts integer lists of key blocks [H, nq, width] to bool[H, nq, nk].
 
     Args:
-        counts: int[H, nq], how many entries of each row count. Without counts, all entries that name a block
-            (0 ≤ block < nk) do, so that padding with −1, nk or, in delta, zeros is read right; only an empty row of
-            zeros cannot be distinguished from block 0.
+        counts: int[H, nq], number of valid entries per row. None: all entries with 0 ≤ block < nk are valid, which
+            handles padding with −1, nk or (delta) zeros; only an empty row of zeros looks like block 0.
 
     Raises:
-        UserError: Entries that count name no block, counts are out of range, or lists are no integers.
+        UserError: A valid entry or count is out of range, or lists are not integers.
     """
     if lut.dtype.is_floating_point or lut.dtype == torch.bool:
         raise UserError(f"lists of blocks must be integers, got {lut.dtype}")
@@ -51,7 +50,7 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     blocks = lut.long()
     if counts is not None:
         if int(counts.min()) < 0 or int(counts.max()) > width:
-            raise UserError(f"counts must lie between 0 and {width}, found {int(counts.min())} to {int(counts.max())}")
+            raise UserError(f"counts must lie between 0 and {width}, got {int(counts.min())} to {int(counts.max())}")
         valid = torch.arange(width, device="cpu") < counts.long()[..., None]
     elif encoding == "delta":
         valid = (blocks < 0).cumsum(dim=-1) == 0
@@ -64,8 +63,8 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
     if counts is not None and bool(beyond.any()):
         other = "absolute" if encoding == "delta" else "delta"
         raise UserError(
-            f"the lists name block {int(blocks[beyond][0])}, there are {nk} key blocks; are they {other} "
-            f"(lut={other}), or tokens or block_k others?"
+            f"the lists contain block {int(blocks[beyond][0])}, but there are {nk} key blocks; try lut={other} "
+            f"(lists may be {other}), or correct tokens or block_k"
         )
     bits = torch.zeros(*lut.shape[:-1], nk + 1, dtype=torch.bool, device="cpu")
     bits.scatter_(-1, torch.where(valid & ~beyond, blocks, nk), True)
@@ -73,7 +72,7 @@ def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: 
 
 
 def parse_thw(text: str) -> tuple[int, int, int]:
-    """Parses "21,45,80" or "21x45x80". Raises UserError for anything else."""
+    """Parses "21,45,80" or "21x45x80". Raises UserError for other text."""
     parts = text.replace("x", ",").split(",")
     if len(parts) != 3 or not all(re.fullmatch(r"\s*\d{1,9}\s*", part, re.ASCII) and int(part) > 0 for part in parts):
         raise UserError(f"thw={text} is not of the form T,H,W, such as thw=21,45,80")
@@ -83,19 +82,19 @@ def parse_thw(text: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options for reading a file. Raises UserError for options that contradict one another.
+    """Options for reading a file. Raises UserError for contradicting options.
 
     Attributes:
-        key: Name of the tensor of masks; by default a usual one, or the only one.
-        tokens: Text and video together; not needed with `thw`.
-        orders: A token order, one per head separated by commas, or the path of a file with indices [L, H] or [H] into
-            PARO_ORDERS, as PAROAttention's permute plans have under 'permute'.
+        key: Name of the tensor of masks. None: a usual name, or the only tensor.
+        tokens: Text and video tokens; not needed with `thw`.
+        orders: A token order, a comma-separated list with one per head, or a file with indices [L, H] or [H] into
+            PARO_ORDERS, like 'permute' in PAROAttention's permute plans.
         groups: Step groups, such as "5-9,10-24,25-49".
-        steps: Denoising steps, divided equally over the file's groups, as PAROAttention does it.
-        lut: "absolute" or "delta" where the tensor lists each row's key blocks.
+        steps: Denoising steps, divided equally over the file's groups, as in PAROAttention.
+        lut: "absolute" or "delta" if the tensor lists each row's key blocks.
         counts: Name of the tensor with the lengths of these lists.
-        joined_text: True if blocks run on from text into video; None for whichever fits.
-        tail_dense: True if the last row and column are dense, as PAROAttention makes them; None: in its sparse plans.
+        joined_text: True if blocks continue from text into video; None: whichever fits.
+        tail_dense: True to make the last row and column dense, as PAROAttention does; None: only for its sparse plans.
     """
 
     key: str | None = None
@@ -121,13 +120,13 @@ class ConvertOptions:
                 "or tokens=N"
             )
         if self.groups is not None and self.steps is not None:
-            raise UserError("groups says which steps groups have; leave out steps")
+            raise UserError("groups and steps both set the step groups; remove one of them")
         if self.lut is not None and self.lut not in ENCODINGS:
             raise UserError(f"unknown lut encoding {self.lut!r}; use one of {', '.join(ENCODINGS)}")
 
     @property
     def grid(self) -> BlockGrid:
-        """The grid of the mask file, without its token orders."""
+        """The grid of the mask file, without token orders."""
         tokens = self.text_tokens + math.prod(self.thw or ()) if self.tokens is None else self.tokens
         return BlockGrid(tokens, self.text_tokens, self.block_q, self.block_k, self.thw)
 
@@ -135,20 +134,20 @@ class ConvertOptions:
 def convert_masks(
     source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions
 ) -> MaskLayout:
-    """Writes a mask file from masks in any form that docs/mask-files.md lists, one unpacked mask in memory at a time.
+    """Writes a mask file from masks in any form listed in docs/mask-files.md, with one mask in memory at a time.
 
     Returns:
-        What the file says of its masks.
+        The layout of the mask file.
 
     Raises:
-        UserError: Something does not fit; names the option that helps.
+        UserError: Something does not fit; the message names an option.
     """
     try:
         MaskFile(source)
     except UserError:
         pass
     else:
-        raise UserError(f"{source} is a mask file already; use it as it is")  # its metadata would be lost
+        raise UserError(f"{source} is already a mask file; use it directly")  # converting would lose metadata
     # 1. Masks [H, nq, nk], or lists of key blocks [H, nq, width] and their lengths [H, nq]
     tensors, grid = read_tensors(source), options.grid
     counts = _counts(tensors, options, source) if options.lut else None
@@ -158,12 +157,12 @@ def convert_masks(
             f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
         )
     lengths = None if counts is None else counts.read().reshape(-1, *shape[-3:-1])
-    # 2. Steps, token orders, and how blocks are counted
+    # 2. Steps, token orders, and the way blocks are counted
     groups, orders = _groups(shape, options), _token_orders(options.orders, tensors, shape)
     blocks = ForeignBlocks.find(shape[-2], None if options.lut else shape[-1], grid, options.joined_text)
     tail_dense = (name == "sparse" and not options.lut) if options.tail_dense is None else options.tail_dense
 
-    # 3. One mask after another: bool[H, nq, nk]
+    # 3. Convert one mask at a time: bool[H, nq, nk]
     def converted() -> Iterator[torch.Tensor]:
         read = (tensor.read() for tensor in stored)  # one at a time
         masks = (tensor[index] for tensor in read for index in np.ndindex(tensor.shape[:-3]))
@@ -181,10 +180,10 @@ def convert_masks(
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """Choice of the pass of a recording that becomes a mask file.
+    """Selects the pass of a recording to convert.
 
     Attributes:
-        step: The denoising step; not needed where only one was recorded.
+        step: The denoising step; not needed if only one was recorded.
         branch: The CFG pass of the step.
     """
 
@@ -196,11 +195,11 @@ CONVERT_KEYS = (
     *setting_names(ConvertOptions),
     *(f"{name} of a recording" for name in setting_names(RecordingOptions)),
 )
-"""What `dbsp masks convert` takes after its files, in words."""
+"""Names of the settings of `dbsp masks convert`."""
 
 
 def read_options(words: Iterable[str], kind: type[Options]) -> Options:
-    """Builds the options from words KEY=VALUE, with values in YAML. Raises UserError for anything else."""
+    """Builds options from words KEY=VALUE, with values in YAML. Raises UserError for other words."""
     values: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -216,15 +215,15 @@ def read_options(words: Iterable[str], kind: type[Options]) -> Options:
 def convert_recording(
     folder: str | os.PathLike[str], target: str | os.PathLike[str], options: RecordingOptions | None = None
 ) -> MaskLayout:
-    """Writes the masks of one recorded forward pass as a mask file, every layer of the model.
+    """Writes the masks of all layers of one recorded forward pass as a mask file.
 
     Raises:
-        UserError: The pass was not recorded, or not in all layers, or its layers differ in grid.
+        UserError: The pass was not recorded in all layers, or its layers differ in grid.
     """
     recording, options = Recording.read(folder), options or RecordingOptions()
     steps = sorted({moment.step for moment in recording.passes})
     if options.step is None and len(steps) != 1:
-        raise UserError(f"{folder} has steps {steps}; say which with step=N")
+        raise UserError(f"{folder} has steps {steps}; choose one with step=N")
     moment = DenoisingStep(steps[0] if options.step is None else options.step, options.branch)
     found = [(mask.grid, mask.heads) for mask in (recording.mask(i, moment) for i in range(recording.layers))]
     grids, heads = {grid.with_orders((CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
@@ -238,7 +237,7 @@ def convert_recording(
 
 
 def _counts(tensors: Mapping[str, StoredTensor], options: ConvertOptions, source: object) -> StoredTensor | None:
-    """Returns the lengths of lists of key blocks, by the name that is given or a usual one."""
+    """Returns the lengths of lists of key blocks, by name or a usual name, or None."""
     name = options.counts or next((name for name in _COUNTS if name in tensors), None)
     if name is not None and name not in tensors:
         raise UserError(f"{source} has no tensor {name!r}; counts can be one of {', '.join(tensors)}")
@@ -248,9 +247,9 @@ def _counts(tensors: Mapping[str, StoredTensor], options: ConvertOptions, source
 def _masks(
     tensors: Mapping[str, StoredTensor], options: ConvertOptions, source: object
 ) -> tuple[list[StoredTensor], tuple[int, ...], str | None]:
-    """Finds the masks: […, H, nq, nk], the shape of all, [layers, …] or [groups, layers, …], and their name.
+    """Returns the tensors of masks, the shape of all, [layers, …] or [groups, layers, …], and their name.
 
-    Without one tensor of them, those of each layer are joined: of the list or mapping `key`, or all large ones.
+    Without a single tensor of masks, joins the layers' tensors of the list or mapping `key`, or all large tensors.
     """
     large = {name: tensor for name, tensor in tensors.items() if len(tensor.shape) >= 3}
     key = options.key or next((key for key in _MASKS if any(name.partition("/")[0] == key for name in large)), None)
@@ -264,13 +263,13 @@ def _masks(
     if found is None:
         shapes = cut_short(", ".join(f"{name or '(unnamed)'} {list(t.shape)}" for name, t in tensors.items()))
         raise UserError(
-            f"{source} has no tensor that is plainly the masks ({shapes}); name it with key=NAME, or stack the "
+            f"{source} has no tensor that is clearly the masks ({shapes}); name it with key=NAME, or stack the "
             "masks of all layers: torch.stack(masks)"
         )
     masks, shape = found
     if len(shape) not in (3, 4, 5) or 0 in shape:
         raise UserError(
-            f"{source}: masks of shape {list(shape)}; expected [heads, rows, columns], [layers, heads, …] or "
+            f"{source}: got masks of shape {list(shape)}, expected [heads, rows, columns], [layers, heads, …] or "
             "[groups, layers, heads, …]"
         )
     if len(shape) == 5 and shape[0] == 1 and options.groups is None and options.steps is None:
@@ -279,66 +278,66 @@ def _masks(
 
 
 def _as_bits(mask: torch.Tensor, source: object) -> torch.Tensor:
-    """Turns a mask of any type that holds 0 and 1 into bool. Raises UserError for other values."""
+    """Converts a mask of 0 and 1 of any dtype to bool. Raises UserError for other values."""
     if mask.dtype == torch.bool:
         return mask
     if mask.dtype.is_complex:
-        raise UserError(f"{source}: masks are {mask.dtype}; expected bool, or numbers that are 0 and 1")
-    numbers = mask.double() if mask.dtype.is_floating_point else mask.long()  # dtypes of 8 bits lack comparisons
+        raise UserError(f"{source}: got masks of {mask.dtype}, expected bool, or numbers 0 and 1")
+    numbers = mask.double() if mask.dtype.is_floating_point else mask.long()  # 8-bit floats lack comparisons
     bits = numbers == 1
     if not bool((bits | (numbers == 0)).all()):
         raise UserError(
             f"{source}: masks have values other than 0 and 1 (up to {numbers.max().item()}); if they are lists of "
-            "blocks, say how these are written with lut=absolute or lut=delta"
+            "blocks, set lut=absolute or lut=delta"
         )
     return bits
 
 
 def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
-    """Returns the step groups of masks of this shape. Raises UserError if they are not what the options say."""
+    """Returns the step groups of masks of this shape. Raises UserError if they do not fit the options."""
     if len(shape) < 5:
         if options.groups is not None or options.steps is not None:
-            raise UserError(f"masks of shape {list(shape)} have no step groups; leave out groups and steps")
+            raise UserError(f"masks of shape {list(shape)} have no step groups; remove groups and steps")
         return None
-    if options.steps is not None:  # as PAROAttention: step s of n has mask floor(s · groups / n)
+    if options.steps is not None:  # as in PAROAttention: step s of n has mask floor(s · groups / n)
         count, steps = shape[0], options.steps
         if not 1 <= count <= steps:
             raise UserError(f"{count} step groups don't fit into {steps} steps")
         return StepGroups(tuple(-(-group * steps // count) for group in range(count)), steps)
     if options.groups is None:
         raise UserError(
-            f"masks have {shape[0]} step groups; say which steps they are for: steps=50 distributes 50 equally, "
-            "groups=5-9,10-24,25-49 says it in full"
+            f"masks have {shape[0]} step groups; set steps=50 to divide 50 steps equally, or all groups in full: "
+            "groups=5-9,10-24,25-49"
         )
     groups = StepGroups.parse(options.groups)
     if len(groups) != shape[0]:
-        raise UserError(f"groups={groups} names {len(groups)} groups, the masks have {shape[0]}")
+        raise UserError(f"groups={groups} names {len(groups)} groups, but the masks have {shape[0]}")
     return groups
 
 
 def _token_orders(orders: str | None, tensors: Mapping[str, StoredTensor], shape: Sequence[int]) -> tuple[Orders, ...]:
-    """Returns the token orders of each mask [H, nq, nk], or one for all, by words or a plan's tensor 'permute'."""
+    """Returns the token orders of each mask [H, nq, nk], or one for all, from text or a plan's tensor 'permute'."""
     in_file = orders is not None and Path(orders).suffix in SUFFIXES
     if orders is not None and not in_file:
         names = [name.strip() for name in orders.split(",")]
         for name in names:
             require_order(name)
         if len(names) not in (1, shape[-3]):
-            raise UserError(f"orders names {len(names)} token orders, the masks have {shape[-3]} heads")
+            raise UserError(f"orders names {len(names)} token orders, but the masks have {shape[-3]} heads")
         return (one_or_each(names),)
-    # 1. A table [H], [L, H] or [S, L, H]
+    # 1. Table [H], [L, H] or [S, L, H]
     plan = read_tensors(str(orders)) if in_file else tensors
     if not in_file and "permute" not in plan:
         return ((CANONICAL,),)
     if "permute" not in plan and len(plan) != 1:
         raise UserError(f"{orders} has no tensor 'permute' with token orders (it has {', '.join(plan)})")
     stored = plan.get("permute", next(iter(plan.values())))
-    # 2. Its numbers for each mask: [masks, H]
+    # 2. Broadcast to each mask: [masks, H]
     leading = tuple(shape[:-2])
     if not stored.shape or stored.shape != leading[len(leading) - len(stored.shape) :]:
         raise UserError(f"token orders of shape {list(stored.shape)} do not fit masks of shape {list(shape)}")
     table = stored.read()
     if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
-        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), found {int(table.max())}")
+        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), got {int(table.max())}")
     rows = table.expand(leading).reshape(-1, leading[-1]).long().tolist()
     return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in rows)

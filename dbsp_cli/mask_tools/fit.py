@@ -1,4 +1,4 @@
-"""Low-rank projections of queries and keys for mask source `lowrank`, in closed form from second moments."""
+"""Fits low-rank projections of queries and keys for mask source `lowrank`, in closed form from second moments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORD = "record one with: xdit … --sp-config 'record_qk:path=FOLDER', or mask
 
 @dataclass(frozen=True)
 class FitSummary:
-    """Origin of a fit, and `kept`: by layer, the share of E[(q·k)²] that it keeps, mean over heads."""
+    """Sizes of a fit, and `kept`: fraction of E[(q·k)²] kept by layer, mean over heads."""
 
     heads: int
     head_dim: int
@@ -30,17 +30,17 @@ class FitSummary:
 def fit_projections(
     query: torch.Tensor, key: torch.Tensor, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Finds A, B of D × rank for which (q·A)·(k·B) is nearest to q·k in the mean square, for independent q and k.
+    """Returns A, B [D, rank] that minimize the mean square of (q·A)·(k·B) − q·k for independent q and k.
 
-    E[(qᵀ(I − M)k)²] = ‖Cq^½ (I − M) Ck^½‖²: the best M of a rank is Cq^−½ times the truncated SVD of Cq^½ Ck^½ times
-    Ck^−½ (Eckart, Young, 1936).
+    E[(qᵀ(I − M)k)²] = ‖Cq^½ (I − M) Ck^½‖², so the best M of a rank is Cq^−½ times the truncated SVD of Cq^½ Ck^½
+    times Ck^−½ (Eckart, Young, 1936).
 
     Args:
         query: [H, D, D], second moments C = E[x xᵀ] of queries.
-        key: [H, D, D], those of keys.
+        key: [H, D, D], second moments of keys.
 
     Returns:
-        A and B, float32[H, D, rank], and float64[H], the share of E[(q·k)²] that is kept.
+        A and B, float32[H, D, rank], and the fraction of E[(q·k)²] kept, float64[H].
     """
     (root_q, inverse_q), (root_k, inverse_k) = _roots(query), _roots(key)
     u, s, vt = torch.linalg.svd(root_q @ root_k)
@@ -52,7 +52,7 @@ def fit_projections(
 
 
 def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns C^½ and C^−½, float64[H, D, D]; directions with next to nothing in them are held above zero."""
+    """Returns C^½ and C^−½, float64[H, D, D], with eigenvalues clamped above zero."""
     values, vectors = torch.linalg.eigh(moments.double())
     values = values.clamp(min=1e-9 * values.amax(dim=1, keepdim=True).clamp(min=1e-30))
     scaled = [(vectors * values.pow(power)[:, None]) @ vectors.transpose(1, 2) for power in (0.5, -0.5)]
@@ -60,7 +60,7 @@ def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummary:
-    """Fits all layers and heads of recordings (folders of `record_qk`, or files of theirs), and writes a file.
+    """Fits all layers and heads of recordings (folders or files of `record_qk`), and writes a file.
 
     Raises:
         UserError: There is no recording, recordings are of different models, or the rank is out of range.
@@ -82,7 +82,7 @@ def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummar
 
 
 def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int], str]:
-    """Sums up Σ x xᵀ and tokens by name; the third value is the number of the model's layers, "" where not known."""
+    """Returns Σ x xᵀ and tokens by name, and the number of the model's layers ("" if unknown)."""
     sums: dict[str, torch.Tensor] = {}
     weights: dict[str, int] = {}
     known: set[str] = set()
@@ -90,8 +90,8 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
         files = sorted(source.glob("moments-*.safetensors")) if os.path.isdir(source) else [source]
         inside = sorted({str(path.parent) for path in source.glob("transformer*/moments-*.safetensors")})
         if not files:
-            apart = f" but in {' and '.join(inside)}; fit each apart" if inside else f"; {RECORD}"
-            raise UserError(f"{source} holds no recording of queries and keys{apart}")
+            apart = f" except in {' and '.join(inside)}; fit each separately" if inside else f"; {RECORD}"
+            raise UserError(f"{source} has no recording of queries and keys{apart}")
         for path in files:
             try:
                 with safe_open(path, framework="pt") as file:
@@ -101,7 +101,7 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
                 for name, moments in read.items():
                     _require_moments(name, counts[name], moments)
             except (SafetensorError, OSError, KeyError, ValueError) as error:
-                raise UserError(f"{path} is no recording of queries and keys ({error}); {RECORD}") from error
+                raise UserError(f"{path} is not a recording of queries and keys ({error}); {RECORD}") from error
             for name, moments in read.items():
                 if name in sums and sums[name].shape != moments.shape:
                     raise UserError("the recordings are of different models; fit them apart")
@@ -116,9 +116,9 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _require_moments(name: str, count: int, moments: torch.Tensor) -> None:
-    """Raises ValueError for what is no layer's moments of `count` tokens."""
+    """Raises ValueError unless `moments` are valid moments of `count` tokens."""
     int(name.partition(".")[2])
     if not 0 < count < 2**53:
-        raise ValueError(f"{name} is of {in_short(count)} tokens")
+        raise ValueError(f"{name} has {in_short(count)} tokens")
     if moments.ndim != 3 or 0 in moments.shape or moments.shape[1] != moments.shape[2] or not moments.isfinite().all():
-        raise ValueError(f"{name} holds no finite square matrix of each head")
+        raise ValueError(f"{name} must have a finite square matrix per head")

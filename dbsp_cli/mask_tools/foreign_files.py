@@ -1,4 +1,4 @@
-"""Tensors in other projects' files, which are never unpickled, and their blocks fitted to a grid of db-SP's."""
+"""Reads tensors in other projects' files without unpickling, and fits their blocks to db-SP's grids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN = "save plain tensors, in mappings at most: torch.save({'sparse': masks},
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file. Those of .npz files are unpacked when they are read, so that those not used never are."""
+    """A tensor in a file; tensors of .npz files are unpacked only when read."""
 
     path: Path
     name: str
@@ -49,12 +49,12 @@ class StoredTensor:
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Finds every tensor in a file by its name: "" for a lone one, "a/b" in nested mappings, "a/0" in lists.
+    """Returns every tensor in a file by name: "" for a single tensor, "a/b" in nested mappings, "a/0" in lists.
 
-    Nothing is unpickled. Files are mapped from disk where their format allows it.
+    Nothing is unpickled. Files are memory-mapped if their format allows it.
 
     Raises:
-        UserError: The file is of another kind or damaged, or has no tensors that can be read.
+        UserError: The file type is unknown, the file is damaged, or it has no readable tensors.
     """
     path = user_path(path)
     require_file(path, "file", "give the path of a file with masks")
@@ -73,10 +73,10 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turns an error of the libraries that read a file into a UserError."""
+    """Turns errors of file libraries into a UserError."""
     try:
         yield
-    except Exception as error:  # damaged files bring up every kind
+    except Exception as error:  # damaged files may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{path} cannot be read without unpickling objects, or is damaged ({reason}); {_PLAIN}"
@@ -84,7 +84,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _packed_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Finds the arrays of numbers in an .npz file by their headers, and unpacks nothing else."""
+    """Returns the numeric arrays of an .npz file by their headers, without unpacking them."""
     tensors = {}
     with zipfile.ZipFile(path) as archive:
         for member in archive.namelist():
@@ -99,7 +99,7 @@ def _packed_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _content(path: Path) -> Any:
-    """Reads a file without running anything of it."""
+    """Reads a file without executing code in it."""
     if path.suffix == ".safetensors":
         return load_file(path)
     if path.suffix == ".npy":
@@ -112,7 +112,7 @@ def _content(path: Path) -> Any:
 
 
 def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of nested mappings and lists with their names."""
+    """Yields the tensors of nested mappings and lists by name."""
     if isinstance(content, torch.Tensor):
         yield name, content
     elif isinstance(content, (Mapping, list, tuple)):
@@ -121,18 +121,18 @@ def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Te
 
 
 def stacked(tensors: Mapping[str, StoredTensor]) -> tuple[list[StoredTensor], tuple[int, ...]] | None:
-    """Takes one tensor […, H, nq, nk], or joins those of layers, [H, nq, nk] or [1, H, nq, nk].
+    """Returns one tensor […, H, nq, nk], or joins the layers' tensors [H, nq, nk] or [1, H, nq, nk].
 
-    The names of layers' tensors differ in one number, the layer's, from 0 to L − 1.
+    The names of layers' tensors must differ in one number from 0 to L − 1.
 
     Returns:
-        The tensors in order, and the shape of all together; None where it is not clear how tensors are joined.
+        The tensors in order, and their joint shape; None if it is not clear how to join them.
     """
     # 1. One tensor
     shapes = {tensor.shape for tensor in tensors.values()}
     if len(tensors) == 1:
         return [*tensors.values()], shapes.pop()
-    # 2. The part of several names in which they differ
+    # 2. The part in which names differ
     words = [re.split(r"(\d+)", name) for name in tensors]
     if len({len(parts) for parts in words}) != 1 or len(shapes) != 1:
         return None
@@ -152,9 +152,8 @@ class ForeignBlocks:
     """How masks count blocks.
 
     Attributes:
-        joined: True if blocks are counted from the first token on, so that one may hold text and video; False: text
-            and video have blocks of their own.
-        text: True if blocks of text are among them; False: only the video's.
+        joined: True if blocks continue from text into video, so that one may hold both; False: separate blocks.
+        text: True if masks include blocks of text; False: video only.
     """
 
     grid: BlockGrid
@@ -163,14 +162,14 @@ class ForeignBlocks:
 
     @classmethod
     def find(cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None) -> ForeignBlocks:
-        """Finds how masks with these rows and columns count blocks.
+        """Determines how masks with these rows and columns count blocks.
 
         Args:
-            columns: None where unknown.
-            joined: None for whichever fits.
+            columns: None: unknown.
+            joined: None: whichever fits.
 
         Raises:
-            UserError: None fits or two do; the message names an option.
+            UserError: No way fits, or two do; the message names an option.
         """
         aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
         joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
@@ -179,7 +178,7 @@ class ForeignBlocks:
         fitting = [r for r in readings if rows == r.shape[0] and columns in (None, r.shape[1])]
         if len(fitting) > 1:
             raise UserError(
-                f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; say which: "
+                f"{rows} rows of blocks could be {' or '.join(map(str, fitting))}; set "
                 "joined_text=false or joined_text=true"
             )
         if not fitting:
@@ -199,7 +198,7 @@ class ForeignBlocks:
 
     @property
     def left_out(self) -> tuple[int, int]:
-        """Rows and columns of text that the masks lack."""
+        """Rows and columns of text missing in the masks."""
         text = 0 if self.text else self.grid.text_tokens
         return -(-text // self.grid.block_q), -(-text // self.grid.block_k)
 
@@ -214,10 +213,10 @@ class ForeignBlocks:
         return rows - self.left_out[0], columns - self.left_out[1]
 
     def fit(self, bits: torch.Tensor, tail_dense: bool = False) -> torch.Tensor:
-        """Fits bool[H, rows, columns] to the grid, as bool[H, nq, nk].
+        """Fits bool[H, rows, columns] to the grid → bool[H, nq, nk].
 
-        Rows and columns of text that are left out become dense. Where blocks run on from text into video, a block of
-        the grid is dense when any of those that share tokens with it is.
+        Missing rows and columns of text become dense. With joined blocks, a block of the grid is active if any block
+        that shares tokens with it is.
 
         Args:
             tail_dense: True to make the last row and column dense if the last block is short.
@@ -233,7 +232,7 @@ class ForeignBlocks:
 
 
 def _spread(bits: torch.Tensor, axis: BlockAxis, dim: int) -> torch.Tensor:
-    """Makes each block of the axis from those that share tokens with it, counted from the first token on."""
+    """Makes each block of the axis from the joined blocks that share tokens with it."""
     first, last = axis.starts // axis.block, (axis.starts + axis.lengths - 1) // axis.block
     result = bits.index_select(dim, torch.from_numpy(first))
     for step in range(1, int((last - first).max()) + 1):

@@ -1,4 +1,4 @@
-"""`dbsp masks info`: figures and a picture of a mask file, or of masks recorded over denoising steps."""
+"""`dbsp masks info`: statistics and a picture of a mask file or recording."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _PLANNER = "dbsp"
 class MaskSeries:
     """Masks over the steps of one CFG pass."""
 
-    steps: tuple[int, ...]  # First step of each moment that has masks
-    layers: tuple[int, ...]  # Those that every moment has
-    get: Callable[[int, int], BlockMask]  # By step and layer
+    steps: tuple[int, ...]  # steps with masks (first step of each group)
+    layers: tuple[int, ...]  # layers with masks at every step
+    get: Callable[[int, int], BlockMask]  # (step, layer) -> mask
     branches: tuple[int, ...] = (0,)
-    stopped: str | None = None  # Why the recording ended before the run did
+    stopped: str | None = None  # reason why the recording ended early
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], branch: int = 0) -> MaskSeries:
-        """Reads a recording (a folder) or a mask file. Raises UserError for anything else."""
+        """Reads a recording (a folder) or a mask file. Raises UserError for other paths."""
         if not os.path.isdir(path):
             file = MaskFile(path)
             if branch:
-                raise UserError(f"{path} is a mask file, whose masks are of every pass; leave out --branch")
+                raise UserError(f"{path} is a mask file, whose masks apply to every pass; remove --branch")
             starts = file.groups.starts if file.groups else (0,)
             layers = tuple(range(file.layers))
             return cls(starts, layers, lambda step, layer: file.layer(layer, starts.index(step)))
@@ -66,20 +66,20 @@ class MaskSeries:
 
 
 def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
-    """Examines masks, reading one at a time. Plans and changes are those of a few layers.
+    """Computes statistics of masks, reading one at a time; plans and changes are for a few layers.
 
     Args:
-        gpus: Ranks for which ρ_s is computed.
+        gpus: Number of ranks for ρ_s.
 
     Returns:
-        What `dbsp masks info --json` prints: the grid, "density" of all and by head in "layers", "balance" for each
-        strategy, means over layers, "drift" of each layer, and "warnings".
+        The output of `dbsp masks info --json`: the grid, "density" of all and by head in "layers", "balance" per
+        strategy (means over layers), "drift" of each layer, and "warnings".
     """
-    # 1. Density of all layers, float64[layers, H]; H counts the heads of all batch items that have masks of their own
+    # 1. Density of all layers, float64[layers, H], where H includes batch items with their own masks
     rows = [mask.counts.rows.sum(axis=1) / mask.grid.pairs for mask in map(series.first, series.layers)]
-    most = max(map(len, rows))  # dense layers have one batch item's
+    most = max(map(len, rows))  # dense layers have masks of one batch item
     densities = np.array([np.tile(row, most // len(row)) for row in rows])
-    # 2. Plans of sampled layers for each strategy, without rings longer than the KV blocks
+    # 2. Plans of sampled layers for each strategy, without rings longer than the number of KV blocks
     sampled = spread_out(series.layers, _SAMPLED_LAYERS)
     masks = [series.first(layer) for layer in sampled]
     balance = []
@@ -93,15 +93,15 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
     # 3. Changes from step to step
     drift = [_drift(series, layer, gpus) for layer in sampled] if len(series.steps) > 1 else []
     # 4. Warnings
-    warnings = [f"the recording stopped before the run did: {series.stopped}"] if series.stopped else []
+    warnings = [f"the recording ended early: {series.stopped}"] if series.stopped else []
     idle = [int((mask.counts.rows == 0).sum()) for mask in masks]
     if any(idle):
         worst = sampled[idle.index(max(idle))]
-        warnings.append(f"rows of blocks that attend to nothing give zeros: {max(idle)} in layer {worst}")
+        warnings.append(f"{max(idle)} rows in layer {worst} have no active blocks and output zeros")
     empty = np.argwhere(densities == 0)
     if len(empty):
         first = f"layer {series.layers[empty[0][0]]}, head {empty[0][1]}"
-        warnings.append(f"{len(empty)} heads have no block at all, the first is {first}")
+        warnings.append(f"{len(empty)} heads have no active blocks, the first is {first}")
     grid, by_layer = masks[0].grid, zip(series.layers, densities.tolist(), strict=True)
     return {
         **{key: getattr(grid, key) for key in ("tokens", "text_tokens", "thw", "block_q", "block_k", "nq", "nk")},
@@ -118,11 +118,11 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
 
 
 def _drift(series: MaskSeries, layer: int, gpus: int) -> dict[str, Any]:
-    """Compares each step's mask of a layer with the one before, and counts the plans that a run on Ulysses makes.
+    """Compares each step's mask of a layer with the previous one, and counts the plans of a run on Ulysses.
 
     Returns:
-        layer; and for each pair of one shape the later one's "steps", "iou", the share of active blocks that both
-        have, and "changed", the share of blocks that differ; and "replans", the first included.
+        "layer"; for each pair of equal shape "steps" (the later step), "iou" (active blocks in both over either) and
+        "changed" (fraction of blocks that differ); and "replans", including the first plan.
     """
     grid = series.first(layer).grid
 
@@ -146,12 +146,12 @@ def _drift(series: MaskSeries, layer: int, gpus: int) -> dict[str, Any]:
 
 
 def spread_out(values: Sequence[int], count: int) -> list[int]:
-    """Picks at most `count` values at equal distances, the first and last among them."""
+    """Picks at most `count` evenly spaced values, including the first and last."""
     return [values[i] for i in np.unique(np.linspace(0, len(values) - 1, min(count, len(values))).round().astype(int))]
 
 
 def mask_picture(title: str, series: MaskSeries, facts: Mapping[str, Any]) -> bytes:
-    """Draws a PNG: a heat map of heads × layers, three heads' masks, and how masks change over steps where known."""
+    """Draws a PNG: density of heads × layers, masks of three heads, and changes over steps if there are several."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -175,7 +175,7 @@ def mask_picture(title: str, series: MaskSeries, facts: Mapping[str, Any]) -> by
         axis.set(xlabel="layer", ylabel="head", xticks=shown, xticklabels=[series.layers[i] for i in shown])
         axis.yaxis.get_major_locator().set_params(integer=True)
         upper.colorbar(image, ax=axis, label="density: share of blocks computed")
-        # 2. Some heads' masks
+        # 2. Masks of some heads
         axes = np.atleast_1d(lower.subplots(1, below))
         for axis, (layer, head) in zip(axes, drawn, strict=False):
             mask = series.first(layer)

@@ -1,4 +1,4 @@
-"""Reads the masks that `dbsp_core.reports.mask_recorder` kept of a run."""
+"""Reads masks recorded by `dbsp_core.reports.mask_recorder`."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from dbsp_core.utils.files import read_text
 
 @dataclass(frozen=True)
 class Recording:
-    """The recording in a folder: of several generations, the last of those with the most passes."""
+    """The recording in a folder; of several generations, the last one with the most passes."""
 
     folder: Path
-    passes: Mapping[DenoisingStep, Mapping[int, str]]  # Each recorded layer's mask file, in the order of moments
-    layers: int  # Of the model, recorded or not
-    stopped: str | None  # Why it ended before the run did
+    passes: Mapping[DenoisingStep, Mapping[int, str]]  # mask file of each recorded layer, by step
+    layers: int  # number of the model's layers
+    stopped: str | None  # reason why it ended early
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> Recording:
-        """Reads only the index. Raises UserError for a folder without a recording."""
+        """Reads the index. Raises UserError for a folder without a recording."""
         folder = Path(folder)
         inside = recordings_in(folder)
         if inside and inside != [folder]:
             names = " or ".join(map(str, inside))
-            raise UserError(f"{folder} has a recording of each of several transformers; give one of them: {names}")
+            raise UserError(f"{folder} has recordings of several transformers; choose one of {names}")
         try:
             content = json.loads(read_text(folder / INDEX))
             if (layers := int(content["layers"])) < 1:
@@ -48,12 +48,12 @@ class Recording:
 
     @property
     def recorded_layers(self) -> tuple[int, ...]:
-        """The layers that every pass has."""
+        """The layers recorded in every pass."""
         common = set.intersection(*(set(layers) for layers in self.passes.values())) if self.passes else set()
         return tuple(sorted(common))
 
     def mask(self, layer: int, moment: DenoisingStep) -> BlockMask:
-        """Reads the mask of one attention. Raises UserError where it was not recorded, or cannot be read."""
+        """Reads the mask of one attention. Raises UserError if it was not recorded or cannot be read."""
         name = self.passes.get(moment, {}).get(layer)
         if name is None:
             steps = sorted({at.step for at in self.passes})
@@ -68,14 +68,14 @@ class Recording:
 
 
 def recordings_in(folder: Path) -> list[Path]:
-    """Returns the folders of recordings: the folder itself, or those in it of a model with several transformers."""
+    """Returns the folders of recordings: the folder itself, or one per transformer in it."""
     if os.path.exists(folder / INDEX) or not os.path.isdir(folder):
         return [folder]
     return sorted(path.parent for path in folder.glob(f"transformer*/{INDEX}"))
 
 
 def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:
-    """Returns the passes of the last generation of those with the most."""
+    """Returns the passes of the last generation among those with the most passes."""
     generations: dict[int, dict[DenoisingStep, dict[int, str]]] = {}
     for recorded in passes:
         moment = DenoisingStep(int(recorded["step"]), int(recorded["cfg_branch"]))

@@ -103,7 +103,7 @@ def test_one_process_measures_and_writes_where_runs_look(dbsp, tmp_path, monkeyp
     code, out, err = dbsp("bench", "tiny-wan", "--json")
     assert code == 0, err
     assert err.endswith(f"wrote {measured_file('cpu')}\n")
-    assert "rates of exchanges are those of cpu-demo, not measured" in err
+    assert "exchange rates are those of cpu-demo, not measured" in err
     assert f"dbsp: {ON_CPU}\n" in err
     report = json.loads(out)
     assert (report["ranks"], report["file"]) == (1, str(measured_file("cpu")))

@@ -76,7 +76,7 @@ class TestPlan:
         assert snake["rho"] > 1.9 > 1.2 > ours["rho"] >= ours["rho_bound"] == snake["rho_bound"]
         text = dbsp(*ask)[1]
         assert f"most even: U2R1, dbsp: ρ_s {ours['rho_before']:.4f} → {ours['rho']:.4f}\n" in text
-        assert "bound: least for any plan of whole rows" in text
+        assert "bound: lower bound for whole rows" in text
         assert "least possible" not in text
         assert "most even" not in dbsp(*ask[:-1], "snake")[1], "one plan needs no conclusion"
 

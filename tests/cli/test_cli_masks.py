@@ -99,16 +99,14 @@ class TestInfo:
         bits[0, 3] = bits[1] = False
         save_mask(tmp_path / "m.safetensors", BlockMask(bits, GRID))
         rows, heads = info(dbsp, tmp_path / "m.safetensors")["warnings"]
-        assert "25 in layer 0" in rows
-        assert "1 heads have no block at all, the first is layer 0, head 1" in heads
+        assert "25 rows in layer 0" in rows
+        assert "1 heads have no active blocks, the first is layer 0, head 1" in heads
 
     def test_a_recording_of_two_transformers_names_its_folders(self, mistake, recording, tmp_path):
         (tmp_path / "both").mkdir()
         for name in ("transformer", "transformer_2"):
             shutil.copytree(recording, tmp_path / "both" / name)
-        said = (
-            f"both has a recording of each of several transformers; give one of them: {tmp_path}/both/transformer or "
-        )
+        said = f"both has recordings of several transformers; choose one of {tmp_path}/both/transformer or "
         for command in (("info", tmp_path / "both"), ("convert", tmp_path / "both", tmp_path / "out.safetensors")):
             assert said in mistake("masks", *command)
         assert recordings_in(tmp_path / "both") == [
@@ -182,15 +180,15 @@ def test_a_run_is_recorded_where_the_environment_says(tmp_path, monkeypatch):
 MISTAKES = [
     (["info", "none.safetensors"], "none.safetensors does not exist"),
     (["info", "."], "is not a recording of masks (no index.json); make one"),
-    (["info", "FILE", "--branch", "1"], "is a mask file, whose masks are of every pass; leave out --branch"),
+    (["info", "FILE", "--branch", "1"], "is a mask file, whose masks apply to every pass; remove --branch"),
     (["info", "FILE", "--gpus", "0"], "at least 1, got 0"),
     (["info", "RECORDING", "--branch", "2"], "has no masks of branch 2; it has branches [0, 1]"),
     (["convert", "FILE"], "OUT"),
     (["convert", "none.pt", "out.safetensors", "tokens=4"], "none.pt does not exist"),
     (["convert", "masks.pt", "out.safetensors"], "give thw=T,H,W"),
-    (["convert", "FILE", "out.safetensors", "tokens=384"], "is a mask file already"),
+    (["convert", "FILE", "out.safetensors", "tokens=384"], "is already a mask file"),
     (["convert", "FILE", "out.safetensors", "thw=1,2,x"], "is not of the form T,H,W"),
-    (["convert", "RECORDING", "out.safetensors"], "say which with step=N"),
+    (["convert", "RECORDING", "out.safetensors"], "choose one with step=N"),
     (["convert", "masks.pt", "out.safetensors", "thv=1,2,3"], "unknown key 'thv' in the settings"),
     (["convert", "masks.pt", "out.safetensors", "thw"], "'thw' is not of the form KEY=VALUE; for"),
     (["convert", "masks.pt", "out.safetensors", "steps=5", "steps=6"], "steps is given twice"),

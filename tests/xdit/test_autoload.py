@@ -78,4 +78,4 @@ def test_failure_is_reported_and_para_attn_stays_importable(monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "para_attn.context_parallel.diffusers_adapters", SimpleNamespace())
     monkeypatch.setattr(importlib, "import_module", broken)
     autoload()
-    assert capfd.readouterr().err == "dbsp: para-attn does not learn attn: ImportError: no dbsp_para\n"
+    assert capfd.readouterr().err == "dbsp: not loaded into para-attn: ImportError: no dbsp_para\n"
