@@ -15,7 +15,7 @@ from dbsp_core.masks.grid import CANONICAL, BlockAxis, BlockGrid, Order
 from dbsp_core.utils.errors import UserError, in_number, in_short
 
 Streams = Literal["first", "last"] | None
-"""The stream that comes first on each rank, text or video; None: they are sharded as one stream."""
+"""Whether text is first or last on each rank, before or after video; None: they are sharded as one stream."""
 LAYOUTS = ("contiguous", "striped")
 """Names of sequence layouts."""
 
@@ -142,8 +142,8 @@ class SequenceLayout:
             name: "contiguous" or "striped".
             grid: The blocks to distribute.
             strategy: The ranks; only the ring affects the order.
-            streams: The stream that comes first if text and video are sharded separately, as in two-stream frameworks;
-                a packed grid's texts then form one stream and its videos another. None: one stream.
+            streams: Whether text is first or last if text and video are sharded separately, as in two-stream
+                frameworks; a packed grid's texts then form one stream and its videos another. None: one stream.
 
         Raises:
             UserError: The name is unknown.
@@ -161,7 +161,7 @@ class SequenceLayout:
 
         Args:
             text: bool[tokens], True for text.
-            streams: The stream that comes first. None: returns the layout unchanged.
+            streams: Whether text is first or last. None: returns the layout unchanged.
         """
         if streams is None:
             return self

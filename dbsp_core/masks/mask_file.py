@@ -174,7 +174,7 @@ class MaskFile:
         except (SafetensorError, OSError) as error:
             raise UserError(f"mask file {self.path} can no longer be read ({error})") from error
         if not self.packed and int(values.max()) > 1:
-            raise self._error(f"values must be 0 or 1, found {int(values.max())}")
+            raise self._error(f"values must be 0 or 1, got {int(values.max())}")
         bits = mask_bits(values, block_counts(self.grid)[1], self.packed)
         return BlockMask(bits, self.grid.with_orders(self.orders(index, group)))
 

@@ -43,7 +43,7 @@ class BagSessions:
     """Sessions by the ranks of each bag."""
     _known: WorkOfSizes = field(default_factory=dict)
     _last: tuple[AttentionSession, int] | None = None
-    """Session of this rank's last pass, and its active blocks and all blocks."""
+    """Session of this rank's last pass, and the number of its masks' blocks per layer, active or not."""
 
     def begin(self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, streams: Streams, **step: Any) -> Sharing:
         """Plans the bags of a pass, and begins the pass in this rank's bag. Collective.

@@ -436,7 +436,7 @@ tiles are decoded by their owners: dbsp_diffusers/sharding/tiled_decode.py
 tests/diffusers/test_tiled_decode.py -k cogvideox
 
 inputs that were read once stay what was read: dbsp_diffusers/sharding/pass_inputs.py
-- known["substitute"].data.copy_(values)  # which is no new version: the values are as before
+- known["substitute"].data.copy_(values)  # does not change the version, since values are equal
 + known["substitute"] = values
 tests/diffusers/test_inputs.py -k "constant"
 

@@ -194,8 +194,8 @@ MISTAKES = [
     (["plan", "notes.txt", "--gpus", "4"], "not a readable safetensors file"),
     (["plam"], "plam"),
     (["tiny", "sora", "new"], "use one of wan, wan-trained, wan2.2"),
-    (["tiny", "wan", "notes.txt"], "is not a checkpoint folder"),
-    (["tiny", "wan", "."], "is not a checkpoint folder"),
+    (["tiny", "wan", "notes.txt"], "is not a checkpoint;"),
+    (["tiny", "wan", "."], "is not a checkpoint;"),
     (["bench", "wan2.1-t2v-14c"], "did you mean 'wan2.1-t2v-14b'?"),
     (["bench", "tiny-wan", "--out", "."], "is a folder; give the name of a file"),
     *(

@@ -204,7 +204,7 @@ class TestLists:
         ("lut", "counts", "message"),
         [
             (torch.zeros(1, 1, 3), None, "must be integers"),
-            (torch.tensor([[[0, 9, 0]]]), torch.tensor([[2]]), r"name block 9, there are 7 .*lut=delta"),
+            (torch.tensor([[[0, 9, 0]]]), torch.tensor([[2]]), r"contain block 9, but there are 7 .*lut=delta"),
             (torch.tensor([[[0, 1, 2]]]), torch.tensor([[4]]), "between 0 and 3"),
             (torch.tensor([[[0, 1, 2]]]), torch.tensor([[-1]]), "between 0 and 3"),
         ],
@@ -366,7 +366,7 @@ class TestRejected:
             (bits_of(3), {"thw": (2, 5, 5)}, "masks have 5×5 blocks; 50 tokens"),
             (bits_of(3), {"block_q": 0}, "block_q=0"),
             (bits_of(3), {"tokens": 10**15, "thw": None}, "1000000000000000 tokens"),
-            (bits_of(3), {"groups": "0-", "steps": 4}, "leave out steps"),
+            (bits_of(3), {"groups": "0-", "steps": 4}, "remove one of them"),
             (bits_of(3), {"lut": "relative"}, "use one of absolute, delta"),
             ({"lut": bits_of(3).int(), "counts": torch.zeros(2, 5)}, {"lut": "absolute"}, "counts of shape"),
         ],

@@ -40,12 +40,12 @@ def _block_skipped(transformer: Any) -> None:
 
 
 LOST = "db-SP does not compute the attention of"
-MISSED = "1 of 2 self-attentions did not reach db-SP, blocks.1.attn1: an offload hook"
+MISSED = "1 of 2 self-attentions did not reach db-SP, blocks.1.attn1: removing an offload hook"
 CHANGES: dict[str, tuple[Callable[[Any], None], str, bool]] = {
-    "other attention": (_other_attention, f"{LOST} blocks.1.attn1: an offload", True),
-    "other block": (_other_block, f"{LOST} blocks.0.attn1: an offload", True),
-    "appended block": (_appended_block, f"{LOST} blocks.2.attn1: an offload", True),
-    "forward reset": (_forward_reset, f"{LOST} blocks.1.attn1: an offload", False),
+    "other attention": (_other_attention, f"{LOST} blocks.1.attn1: removing an offload", True),
+    "other block": (_other_block, f"{LOST} blocks.0.attn1: removing an offload", True),
+    "appended block": (_appended_block, f"{LOST} blocks.2.attn1: removing an offload", True),
+    "forward reset": (_forward_reset, f"{LOST} blocks.1.attn1: removing an offload", False),
     "block skipped": (_block_skipped, MISSED, False),
 }
 """A change, its error message, and whether the transformer can be enabled anew; others hide a layer from wrappers."""

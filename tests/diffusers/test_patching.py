@@ -162,7 +162,7 @@ def test_transformers_enabled_one_by_one_are_disabled_with_their_pipeline():
 def test_pipeline_is_not_enabled_twice():
     pipe = SimpleNamespace(transformer=make_tiny_transformer("wan"))
     session = dbsp_diffusers.enable(pipe, DENSE)
-    with pytest.raises(UserError, match="parallelized already"):
+    with pytest.raises(UserError, match="already parallelized"):
         dbsp_diffusers.enable(pipe.transformer, DENSE)
     pipe.transformer = make_tiny_transformer("wan")
     with pytest.raises(UserError, match="db-SP is already enabled on this pipeline"):

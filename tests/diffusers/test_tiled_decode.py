@@ -194,13 +194,13 @@ def test_decode_that_cannot_be_shared_is_rejected():
     vae, _ = _small("wan")
     with pytest.raises(UserError, match="does not know the decoder of AutoencoderKLMochi, only those of"):
         _shared(object.__new__(type("AutoencoderKLMochi", (), {})), PatchSet())
-    with pytest.raises(UserError, match="leave it out for a transformer"):
+    with pytest.raises(UserError, match="remove it for a transformer"):
         share_decoding(SimpleNamespace(), GenerationChecks(SequenceGroup(0, 1)), PatchSet())
     vae.disable_tiling()
     patches = PatchSet()
     _shared(vae, patches)
     assert vae.use_tiling
-    with pytest.raises(UserError, match="replaced already"):
+    with pytest.raises(UserError, match="already replaced"):
         _shared(vae, PatchSet())
     patches.detach()
     assert not vae.use_tiling

@@ -64,7 +64,7 @@ def test_a_wrong_entry_is_found(tmp_path, right, wrong):
 
 
 def test_a_name_is_registered_once():
-    with pytest.raises(ValueError, match="known already"):
+    with pytest.raises(ValueError, match="already registered"):
         register_architecture("WanTransformer3DModel", ARCHITECTURES["FluxTransformer2DModel"])
     register_architecture("WanTransformer3DModel", ARCHITECTURES["WanTransformer3DModel"])
 

@@ -137,9 +137,9 @@ def context(settings: dict[str, Any] | None = None) -> dict[str, Any]:
         ),
         (
             {"attention_kwargs": context({"feature_caching": "Tea", "model_cls": "hunyuan_video_1.5"})},
-            "feature_caching Tea decides by the tokens of one",
+            "feature_caching Tea decides by one rank",
         ),
-        ({"attention_kwargs": context({"tensor_parallel": True})}, "leave out parallel.tensor_p_size"),
+        ({"attention_kwargs": context({"tensor_parallel": True})}, "remove parallel.tensor_p_size"),
     ],
 )
 def test_lightx2v_setting_that_is_not_supported_is_rejected_on_every_rank(changed, said):
@@ -492,7 +492,7 @@ def test_sglangs_request_without_a_grid_is_rejected(request_of):
 
 @pytest.mark.parametrize("changed", [{"is_cross_attention": True}, {"causal": True}, {"num_kv_heads": 1}])
 def test_sglangs_blocks_without_one_self_attention_are_rejected(sglang, changed):
-    with pytest.raises(UserError, match="supports SGLang's own transformers with one self-attention per block, and"):
+    with pytest.raises(UserError, match="supports SGLang's own transformers with one self-attention per block"):
         dbsp_engines.sglang.attach(Wan(**changed))
 
 

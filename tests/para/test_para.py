@@ -91,7 +91,7 @@ def run_mistakes(rank: int, world: int) -> None:
 
     taken = parallelize_transformer(make_tiny_transformer("wan"), mesh=para_mesh(world))
     answer = said(lambda: dbsp_para.parallelize_transformer(taken))
-    assert answer.startswith("UserError: this transformer is parallelized already")
+    assert answer.startswith("UserError: this transformer is already parallelized")
     mesh, transformer = para_mesh(world, max_batch_dim_size=2), make_tiny_transformer("wan")
     answer = said(lambda: dbsp_para.parallelize_transformer(transformer, mesh=mesh))
     assert answer.startswith("UserError: the mesh splits the batch over 2 groups of ranks")

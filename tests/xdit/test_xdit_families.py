@@ -35,7 +35,7 @@ def run_family(rank: int, world: int, model: str, config: dict[str, Any], seed: 
     with torch.no_grad():
         assert_near(outputs(wrapped, tiny_inputs(model, seed=seed)), expected, dense)
     assert session.statistics()["calls"] > 0
-    assert "parallelized already" in said(lambda: attach(pipe, config))
+    assert "already parallelized" in said(lambda: attach(pipe, config))
     for _ in range(2):  # the second time there is nothing to do
         detach(pipe)
     assert fingerprint(wrapped) == before, "detach left something behind"

@@ -256,6 +256,6 @@ class TestCheckpoint:
         snapshot = shutil.copytree(tiny, repository / "snapshots" / "a1")
         require_checkpoint(wan)
         (snapshot / "vae" / "diffusion_pytorch_model.safetensors").unlink()
-        said = f"^checkpoint {wan} lacks vae/diffusion_pytorch_model.safetensors in {cache}, and https://hugg"
+        said = f"^checkpoint {wan} lacks vae/diffusion_pytorch_model.safetensors in {cache}, and cannot be downloaded"
         with pytest.raises(UserError, match=said):
             require_checkpoint(wan)

@@ -89,7 +89,7 @@ def test_values_other_than_0_and_1_raise(path):
     tensor = ones(2)
     tensor[1, 2, 3] = 2
     write(path, mask=tensor)
-    with pytest.raises(ValueError, match="must be 0 or 1, found 2") as raised:
+    with pytest.raises(ValueError, match="must be 0 or 1, got 2") as raised:
         MaskFile(path).layer(0)
     assert str(path) in str(raised.value)
 

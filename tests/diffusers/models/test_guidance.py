@@ -155,7 +155,7 @@ def test_outputs_of_one_half_alone_are_another_video(threads):
 REJECTED: dict[str, tuple[dict[str, Any], str]] = {
     "odd": ({"guidance": True}, "guidance=True needs an even number of ranks, got 3"),
     "class": ({"guidance": True}, "the two CFG passes of LTXVideoTransformer3DModel"),
-    "mesh": ({"guidance": True, "mesh": object()}, "a mesh says how all of them are used"),
+    "mesh": ({"guidance": True, "mesh": object()}, "which mesh does not support"),
     "auto": ({"guidance": "auto"}, "guidance must be True or False, got 'auto'"),
     "on one rank": ({"guidance": True}, "differ"),
 }
@@ -250,7 +250,7 @@ def test_output_that_is_read_before_the_second_pass_is_an_error_on_all_ranks(thr
     with mock.patch.object(GuidedCalls, "_first_pass", copied):
         for answer in threads(2).run(early_reader, steps):
             assert answer.startswith("UserError: the latents became NaN on rank(s) [")
-            assert "copied before the second one" in answer
+            assert "copied before the second pass" in answer
 
 
 def without_second(rank: int, world: int, in_call: bool) -> str:
