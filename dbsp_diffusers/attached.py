@@ -52,9 +52,9 @@ def session_of(model: Any) -> AttentionSession | None:
     Args:
         model: The pipeline or transformer, possibly compiled.
 
-        Returns:
-            Its session with plans, strategies and statistics (of the first of two transformers), or None if db-SP is
-            not enabled.
+    Returns:
+        Its session with plans, strategies and statistics (of the first of two transformers), or None if db-SP is not
+        enabled.
     """
     state = attached_to(model)
     if state is None:

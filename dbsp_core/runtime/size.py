@@ -57,8 +57,8 @@ class Size:
         compare: True to compare plans with the contiguous plan, for reports.
         statistics: Sums over the calls of all sizes.
 
-        Raises:
-            ValueError: The mask source rejects the size.
+    Raises:
+        ValueError: The mask source rejects the size.
     """
 
     def __init__(
