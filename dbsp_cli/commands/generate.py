@@ -23,42 +23,42 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.process import NOTICE
 
 _NO_REPORT = 3
-"""Exit code: the videos are there, a report that was asked for is not."""
+"""Exit code: the videos were made, but a requested report was not."""
 
 
 def generate_command(
     context: typer.Context,
-    config: Annotated[str | None, typer.Option(help="YAML file, or a shipped one's name.")] = None,
-    model: Annotated[str | None, typer.Option(help="Name or folder of the checkpoint; default: the file's.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="What it shows; @FILE: one prompt a line.")] = None,
+    config: Annotated[str | None, typer.Option(help="Settings file (YAML), or a shipped file's name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Checkpoint name or folder. Default: from --config.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Prompt, or @FILE with one prompt per line.")] = None,
     images: Annotated[
-        list[Path] | None, typer.Option("--image", help="The first frame; given again, the last.", **PATH)
+        list[Path] | None, typer.Option("--image", help="First frame; repeat for the last frame.", **PATH)
     ] = None,
-    video: Annotated[Path | None, typer.Option(help="A video to start from.", **PATH)] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What it does not show.")] = None,
+    video: Annotated[Path | None, typer.Option(help="Video to start from.", **PATH)] = None,
+    negative_prompt: Annotated[str | None, typer.Option(help="What to avoid.")] = None,
     height: Annotated[
-        int | None, typer.Option(help="Pixels; default: the model's usual, as for the next three.")
+        int | None, typer.Option(help="Height in pixels. Default: the model's, as for the next three.")
     ] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels.")] = None,
-    num_frames: Annotated[int | None, typer.Option(help="Frames of the video.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of a prompt's first video.")] = None,
-    videos: Annotated[int, typer.Option(help="Videos for each prompt.")] = 1,
+    width: Annotated[int | None, typer.Option(help="Width in pixels.")] = None,
+    num_frames: Annotated[int | None, typer.Option(help="Number of frames.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of denoising steps.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the first video of each prompt.")] = None,
+    videos: Annotated[int, typer.Option(help="Videos per prompt.")] = 1,
     lora: Annotated[list[str] | None, typer.Option(help="LoRA, PATH[:transformer_2][=WEIGHT]; repeatable.")] = None,
-    offload: Annotated[str | None, typer.Option(help=f"{' or '.join(OFFLOADS)}: less GPU memory.")] = None,
-    quantize: Annotated[str | None, typer.Option(help=f"Weights: {', '.join(QUANTIZATIONS)}.")] = None,
+    offload: Annotated[str | None, typer.Option(help=f"Save GPU memory: {' or '.join(OFFLOADS)}.")] = None,
+    quantize: Annotated[str | None, typer.Option(help=f"Quantize weights: {', '.join(QUANTIZATIONS)}.")] = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer's blocks.")] = False,
-    cache: Annotated[str | None, typer.Option(help="first-block, or first-block=0.1: skip steps.")] = None,
-    out: Annotated[str, typer.Option(help="mp4; {index} and {seed} are filled in.")] = "video.mp4",
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out videos that are there.")] = False,
+    cache: Annotated[str | None, typer.Option(help="Skip steps: first-block, or first-block=0.1.")] = None,
+    out: Annotated[str, typer.Option(help="Output (.mp4); may contain {index} and {seed}.")] = "video.mp4",
+    resume: Annotated[bool, typer.Option("--resume", help="Skip existing videos.")] = False,
     report: Annotated[Path | None, typer.Option(help="Folder for the report.", **PATH)] = None,
-    changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE over the file's; repeatable.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Processes here; default: one per GPU.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be made, and stop.")] = False,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="Setting, KEY=VALUE; repeatable.")] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes on this machine. Default: one per GPU.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be generated, and exit.")] = False,
 ) -> None:
-    """Generate videos, on all GPUs: from prompts to mp4 files.
+    """Generate videos from prompts, on all GPUs.
 
-    Started by torchrun, srun or MPI, it joins the ranks that are there.
+    Under torchrun, srun or MPI, each process is one rank.
     """
     options = context.params | {name: tuple(context.params[name] or ()) for name in ("images", "lora", "changes")}
     features = Features(**options_for(Features, options))
@@ -67,9 +67,9 @@ def generate_command(
     count = 1 if joined else processes_here(nproc)
     rank_info = joined or RankInfo(world=count, local_world=count)
     generation = resolve(request, rank_info)
-    all_is_there = not joined and not generation.left  # ranks that are there decide together
+    all_is_there = not joined and not generation.left  # joined ranks decide together
     if count > 1 and not (dry_run or all_is_there):
-        raise typer.Exit(run_ranks(count, sys.argv[1:]))  # whose rank 0 says the warnings
+        raise typer.Exit(run_ranks(count, sys.argv[1:]))  # their rank 0 prints the warnings
     if rank_info.rank == 0:
         for line in generation.warnings:
             print(f"{NOTICE}{line}", file=sys.stderr)
@@ -82,8 +82,8 @@ def generate_command(
 
 
 def _make(generation: Generation, rank_info: RankInfo) -> None:
-    """Makes the videos as one of the ranks; rank 0 says what was made."""
-    from dbsp_cli.generate.videos import make_videos  # here: it takes seconds to import
+    """Generates the videos as one of the ranks; rank 0 prints a summary."""
+    from dbsp_cli.generate.videos import make_videos  # takes seconds to import
 
     rank_info.export()
     start = time.perf_counter()
