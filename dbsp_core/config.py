@@ -181,7 +181,7 @@ class DbspConfig:
         if self.bags is not None:
             for name, shown in (("report", "report"), ("record", f"${RECORD}")):
                 if getattr(self, name) is not None:
-                    message = "requires that all ranks share every sequence; leave out either it or bags"
+                    message = "requires that all ranks share every sequence; remove it or bags"
                     raise SettingError(f"{shown} {message}", (name,))
         if self.keys == NEEDED and self.mask.changes == "per_call" and self.plan != "current":
             message = "keys: needed sends what each mask needs, so a predicted mask must come first; set plan: current"

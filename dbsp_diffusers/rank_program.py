@@ -1,4 +1,4 @@
-"""GPU and process group of a program that runs as one of several ranks."""
+"""GPU and process group of a program that runs on several ranks."""
 
 from __future__ import annotations
 

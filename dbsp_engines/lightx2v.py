@@ -227,7 +227,7 @@ def _begin(
 def _reject_quantised(scheme: str | None) -> None:
     if scheme is not None:
         raise UserError(
-            f"seq_p_quant_scheme {scheme} (or seq_p_{scheme}_comm) is for LightX2V's own exchange; leave it out, and "
+            f"seq_p_quant_scheme {scheme} (or seq_p_{scheme}_comm) is for LightX2V's own exchange; remove it, and "
             "set precision: {qkv: int8, out: int8} in db-SP's configuration to send 8 bits both ways"
         )
 

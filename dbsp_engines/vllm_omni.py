@@ -195,7 +195,7 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
         if kv_cache_dtype is None:
             return True
         raise UserError(
-            f"diffusion_kv_cache_dtype {kv_cache_dtype} is for vLLM-Omni's own kernels; leave it out, and set kernel: "
+            f"diffusion_kv_cache_dtype {kv_cache_dtype} is for vLLM-Omni's own kernels; remove it, and set kernel: "
             "triton-int8 in db-SP's configuration for 8-bit attention, or precision: int8 for 8-bit communication"
         )
 

@@ -80,9 +80,9 @@ def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., An
                 raise UserError('config is for db-SP; pass attn="dbsp" with it')
             return original(model, **({} if mesh is None else {"mesh": mesh}), **others)
         if attn != "dbsp":
-            raise UserError(f'unknown attn {attn!r}; pass attn="dbsp", or leave it out for para-attn\'s own')
+            raise UserError(f'unknown attn {attn!r}; pass attn="dbsp", or omit it for para-attn\'s own')
         if others:
-            raise UserError(f'{", ".join(others)} cannot be combined with attn="dbsp"; leave it out')
+            raise UserError(f'{", ".join(others)} cannot be combined with attn="dbsp"; remove it')
         return ours(model, mesh=mesh, config=config)
 
     return wrapped

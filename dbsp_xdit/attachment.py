@@ -102,7 +102,7 @@ def _in_diffusers_classes(pipe: Any, patches: PatchSet, guidance: int) -> Any:
     if guidance > 1 and not _is_xfusers(pipe):
         raise UserError(
             f"use_cfg_parallel: {type(pipe).__name__} does not run the two CFG passes on two groups of ranks; "
-            "leave it out and double the Ulysses or ring degree"
+            "remove it and double the Ulysses or ring degree"
         )
     for transformer in transformers_in(pipe).values():
         _unwrap_parts(transformer, patches)

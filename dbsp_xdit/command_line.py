@@ -29,7 +29,7 @@ _RIVALS = {
     "cross_attention_backend": _IN_DIFFUSERS,
     "use_hybrid_attn_schedule": _IN_DIFFUSERS,
     "use_spargeattn_head_balance": "db-SP balances heads itself",
-    "use_fp8_comms": "db-SP has an exchange of its own, in 8 bits with precision: int8 in --sp-config",
+    "use_fp8_comms": "db-SP exchanges 8 bits with precision: int8 in --sp-config",
     "use_teacache": _BY_ONE_RANK,
     "use_fbcache": _BY_ONE_RANK,
 }

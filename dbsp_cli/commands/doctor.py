@@ -153,7 +153,7 @@ def _version(name: str) -> str:
 
 def _accelerator() -> Check:
     if not torch.accelerator.is_available():
-        detail, fix = "gloo on the CPU, for trying out", "for speed, run where there are GPUs"
+        detail, fix = "gloo on the CPU, for trying out", "for speed, run on GPUs"
         return Check("accelerator", "not here", detail, fix)
     name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else torch.accelerator.current_accelerator()
     return Check("accelerator", "ok", f"{torch.accelerator.device_count()} × {name}")

@@ -96,7 +96,7 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
             try:
                 with safe_open(path, framework="pt") as file:
                     about = file.metadata() or {}
-                    read = {name: file.get_tensor(name).double() for name in file.keys()}  # noqa: SIM118  no mapping
+                    read = {name: file.get_tensor(name).double() for name in file.keys()}  # noqa: SIM118  not a mapping
                 counts = {name: int(about[f"tokens of {name}"]) for name in read}
                 for name, moments in read.items():
                     _require_moments(name, counts[name], moments)
@@ -104,14 +104,14 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
                 raise UserError(f"{path} is not a recording of queries and keys ({error}); {RECORD}") from error
             for name, moments in read.items():
                 if name in sums and sums[name].shape != moments.shape:
-                    raise UserError("the recordings are of different models; fit them apart")
+                    raise UserError("the recordings are of different models; fit them separately")
                 sums[name] = sums.get(name, 0) + counts[name] * moments
                 weights[name] = weights.get(name, 0) + counts[name]
             known.add(about.get("layers", ""))
     shapes = {tuple(moments.shape) for moments in sums.values()}
     sides = [{name.partition(".")[2] for name in sums if name.startswith(side)} for side in ("query.", "key.")]
     if len(known) != 1 or len(shapes) != 1 or sides[0] != sides[1]:
-        raise UserError("the recordings are of different models; fit them apart")
+        raise UserError("the recordings are of different models; fit them separately")
     return sums, weights, known.pop()
 
 

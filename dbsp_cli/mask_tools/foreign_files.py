@@ -194,7 +194,7 @@ class ForeignBlocks:
         blocks = "blocks that run on from text into video" if self.joined else "blocks of text and of video"
         if self.text:
             return blocks if self.grid.text_tokens else "blocks"
-        return f"{blocks}, those of text left out"
+        return f"{blocks}, text skipped"
 
     @property
     def left_out(self) -> tuple[int, int]:

@@ -163,7 +163,7 @@ class BlockGrid:
         for name in ("block_q", "block_k"):
             require_value(self, name, getattr(self, name) >= 1, "must be at least 1; 64 and 128 are usual")
         if not self.orders:
-            raise UserError(f"orders must not be empty; leave it out for {CANONICAL!r}")
+            raise UserError(f"orders must not be empty; omit it for {CANONICAL!r}")
         for order in set(self.orders):
             if not isinstance(order, str):
                 raise UserError(f"orders must be names, got {order}; pack sequences with BlockGrid.packed")

@@ -109,7 +109,7 @@ class BagConfig:
         with blame_setting("topology"):
             _parse_terms(self.topology)
         fits = self.max_tokens is None or self.max_tokens >= 1
-        require_value(self, "max_tokens", fits, "must be at least 1; leave it out for no limit", "bags.")
+        require_value(self, "max_tokens", fits, "must be at least 1; omit it for no limit", "bags.")
 
     def require_ranks(self, world: int) -> None:
         """Raises UserError if the topology does not fit `world` ranks."""

@@ -124,7 +124,7 @@ class DualBalancedAttention:
         with ConcurrencyGuard(group):
             agree(group, fingerprints, problem=problem)
         if prepared is None:
-            raise RuntimeError("nothing is prepared, and no rank has said why")
+            raise RuntimeError("the attention is not prepared, but no rank raised an error")
         return cls(prepared, debug)
 
     def __repr__(self) -> str:

@@ -73,7 +73,7 @@ class CallableSource(BlockSizes):
         except Exception as error:
             raise UserError(
                 f"mask function {self.function}: importing {module} failed ({type(error).__name__}: {error}); put its "
-                "folder on PYTHONPATH, on every machine, and see that it imports by itself"
+                "folder on PYTHONPATH, on every machine, and check that it imports alone"
             ) from error
         for part in path.split("."):
             function = getattr(function, part, None)

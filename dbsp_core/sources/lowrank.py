@@ -51,7 +51,7 @@ class LowRankProjections:
         try:
             with safe_open(path, framework="pt") as file:
                 layers = (file.metadata() or {}).get("layers", "")
-                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  no mapping
+                tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118  not a mapping
             numbers = [int(name.removeprefix("query.")) for name in tensors if not name.startswith("key.")]
             sides = {number: (tensors[f"query.{number}"], tensors[f"key.{number}"]) for number in numbers}
         except (SafetensorError, OSError, KeyError, ValueError) as error:

@@ -91,7 +91,7 @@ class SpargeSource(LikeliestBlocks):
         is_cosine = -1 <= self.similarity <= 1
         require_value(self, "similarity", is_cosine, "is a cosine: it must lie between -1 and 1")
         if self.crossing and self.cdf is None:
-            raise SettingError("crossing is about cdf; leave it out, or give cdf instead", ("crossing",))
+            raise SettingError("crossing requires cdf; remove it, or set cdf", ("crossing",))
 
     def mask(self, request: MaskRequest, tokens: LocalQK) -> BlockMask:
         """Predicts the mask. Collective."""

@@ -143,7 +143,7 @@ def _files_of(weights: Path, layer: str) -> dict[str, Path]:
             index: dict[str, str] = json.loads(read_text(weights))["weight_map"]
             return {name: weights.parent / file for name, file in index.items() if f".{layer}." in name}
         with safe_open(weights, framework="pt") as file:
-            return {name: weights for name in file.keys() if f".{layer}." in name}  # noqa: SIM118  it is no mapping
+            return {name: weights for name in file.keys() if f".{layer}." in name}  # noqa: SIM118  not a mapping
 
 
 def _layer(transformer: Any, attention: nn.Module, name: str, stem: str, files: Mapping[str, Path]) -> nn.Linear:
@@ -179,5 +179,5 @@ def _readable(path: Path, layer: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{layer} cannot be read from {path} ({error}); load the checkpoint anew, {_DO_WITHOUT[layer]}"
+            f"{layer} cannot be read from {path} ({error}); download the checkpoint again, {_DO_WITHOUT[layer]}"
         ) from error

@@ -233,4 +233,4 @@ def reject_arguments(inputs: Inputs, *names: str) -> None:
     """Raises UserError if one of these arguments is set, which db-SP does not shard."""
     for name in names:
         if not (inputs.get(name) is None or inputs[name] is False):
-            raise UserError(f"db-SP does not support this model with {name}; leave it out, or call `disable`")
+            raise UserError(f"db-SP does not support this model with {name}; remove it, or call `disable`")

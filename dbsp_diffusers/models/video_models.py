@@ -58,7 +58,7 @@ def _vace(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 def _causal(transformer: Any) -> str | None:
     causal = getattr(transformer.config, "num_frame_per_block", 1) > 1
-    return "its attention has a causal mask of its own (num_frame_per_block)" if causal else None
+    return "its attention already has a causal mask (num_frame_per_block)" if causal else None
 
 
 _WAN_ROPE = {"rope": BATCHED_ROTARY}

@@ -67,7 +67,7 @@ LATENTS_DRIFT = (
 )
 CONDITION_DRIFTS = (
     "the timestep, text or another condition differs on rank(s) {{}} within a generation ({name}); every pass has "
-    "computed with rank 0's. Change what the transformer is given in the same way on all ranks"
+    "computed with rank 0's. Change the transformer's inputs equally on all ranks"
 )
 _DEVICES_DIFFER = "tensors differ in bytes or kind of device on rank(s) {}; load the pipeline alike on all ranks"
 

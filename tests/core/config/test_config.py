@@ -114,7 +114,7 @@ MISTAKES = {
     "precision: out: int8 needs qkv: int8; write {qkv: int8, out: int8}": {"precision": {"out": "int8"}},
     "unknown key 'output' in 'precision'; did you mean 'out'": {"precision": {"qkv": "int8", "output": "int8"}},
     "bags.max_tokens=0 must be at least 1": {"bags": {"topology": "g1n2", "max_tokens": 0}},
-    "requires that all ranks share every sequence; leave out either it or bags": {"bags": "g2n2", "report": "out"},
+    "requires that all ranks share every sequence; remove it or bags": {"bags": "g2n2", "report": "out"},
     "so a predicted mask must come first; set plan: current": {"mask": "sparge", "keys": "needed"},
     "which kernel sparge does not support; leave keys out": {"keys": "needed", "kernel": "sparge"},
     "'generate' in 'transformer_2' is for both transformers": {"transformer_2": {"generate": {"steps": 3}}},

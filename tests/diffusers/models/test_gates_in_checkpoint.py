@@ -127,7 +127,7 @@ SPOILED = {
     "a layer is missing": "for 1 of 2 layers, but not for blocks.1; load",
     "another shape": r"to_gate_compress.weight is torch.float32 of shape \[144, 143\], expected",
     "whole numbers": "to_gate_compress.weight is torch.int8 of shape",
-    "a shard is missing": "cannot be read from .*-00001-of-.*; load the checkpoint anew",
+    "a shard is missing": "cannot be read from .*-00001-of-.*; download the checkpoint again",
 }
 """What is wrong with a checkpoint's gates, and what is said of it."""
 

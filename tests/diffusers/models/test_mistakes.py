@@ -126,7 +126,7 @@ NO_TEXT = {"encoder_attention_mask": torch.zeros(2, 10), "encoder_attention_mask
 BETWEEN_TOKENS = {"video_self_attention_mask": torch.ones(2, 105, 105)}
 UNSUPPORTED: dict[str, tuple[str, dict[str, Any], str]] = {
     "token_replace": ("hunyuan", {}, "with image_condition_type token_replace"),
-    "a causal mask": ("skyreels", {}, "causal mask of its own"),
+    "a causal mask": ("skyreels", {}, "already has a causal mask"),
     "diffusion forcing": ("skyreels", {"enable_diffusion_forcing": True}, "with enable_diffusion_forcing"),
     "a control video of another size": ("vace", CONTROL, "the control video has latents of (2, 10, 14)"),
     "texts of two lengths": ("hunyuan", TWO_LENGTHS, "differ in length"),
