@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+import numpy as np
+import torch
+
 from dbsp_cli.output import TextTable
+from dbsp_core.config import default_config
 from dbsp_core.cost.machine import Hardware
 from dbsp_core.cost.prediction import AttentionShape, candidates, predict
 from dbsp_core.layout.strategy import Strategy
@@ -16,6 +20,7 @@ from dbsp_core.models.signature import PIPELINES
 from dbsp_core.models.table import ModelSpec
 from dbsp_core.planning.plan import Plan, make_plan, usual_layout
 from dbsp_core.sources import MaskRequest, SyntheticSource
+from dbsp_core.sources.subblock import SubBlockSource
 from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.errors import UserError, in_number
 
@@ -82,9 +87,22 @@ def sized(spec: ModelSpec, size: str) -> ModelSpec:
 
 
 def usual_masks(spec: ModelSpec, density: float | None = None) -> list[BlockMask]:
-    """Returns masks of two layers in blocks of 64 tokens, from the model's preset if there is one."""
+    """Returns masks of two layers in blocks of 64 tokens.
+
+    Args:
+        density: Of uneven synthetic masks. None: masks that represent the model's shipped ones: SubBlock's, which keep
+            the same number of blocks in each row, or the model's preset.
+    """
     source = SyntheticSource(preset=spec.name if spec.name in PRESETS else None, density=density)
-    return [source.mask(MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens)) for layer in range(_LAYERS)]
+    requests = [MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens) for layer in range(_LAYERS)]
+    shipped = default_config(None, spec).mask
+    if density is not None or not isinstance(shipped, SubBlockSource):
+        return [source.mask(request) for request in requests]
+    grid = source.grid(requests[0])
+    kept = round((1 - float(np.mean(shipped.sparsity))) * grid.nk)
+    columns = (torch.arange(grid.nq)[:, None] + torch.arange(kept)) % grid.nk  # [nq, kept], a band
+    bits = torch.zeros(grid.nq, grid.nk, dtype=torch.bool).scatter_(1, columns, True)
+    return [BlockMask(bits.expand(spec.heads, -1, -1).contiguous(), grid) for _ in requests]
 
 
 def modelled_videos(
@@ -220,7 +238,7 @@ def modelled_table(
 def _verdict(videos: Sequence[ModelledVideo]) -> str:
     """Returns the fastest strategy, or that sparse attention is not faster."""
     dense, *sparse = videos
-    best = min(sparse, key=lambda video: video.seconds)
+    best = min(sparse, key=lambda video: (video.seconds, video.planner != "dbsp"))
     if best.seconds >= dense.seconds:
         return (
             f"not worth it: sparse attention takes {best.seconds:.0f} s at best ({best.strategy}, {best.planner}), "

@@ -13,6 +13,7 @@ import typer
 
 from dbsp_cli.modelled import memory_of, modelled_table, modelled_videos, sized, usual_masks
 from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables
+from dbsp_core.config import default_config
 from dbsp_core.cost.machine import Hardware, hardware_for, load_hardware
 from dbsp_core.cost.prediction import candidates, traffic_of
 from dbsp_core.layout.sequence_layout import SequenceLayout
@@ -40,9 +41,12 @@ def plan_command(
     ] = None,
     size: Annotated[str | None, typer.Option(help="With --model: HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES.")] = None,
     density: Annotated[
-        float | None, typer.Option(min=0, max=1, help="With --model: fraction of active blocks.")
+        float | None,
+        typer.Option(min=0, max=1, help="With --model: fraction of active blocks. Default: of the shipped mask."),
     ] = None,
-    dense_steps: Annotated[int, typer.Option(min=0, help="With --model: number of dense steps.")] = 0,
+    dense_steps: Annotated[
+        int | None, typer.Option(min=0, help="With --model: dense steps. Default: as shipped, or 0 with --density.")
+    ] = None,
     strategy: Annotated[str, typer.Option(help="UxRy, or all.")] = "all",
     planner: Annotated[str, typer.Option(help=f"Comma-separated list of {', '.join(PLANNERS)}, or all.")] = "dbsp",
     keys: Annotated[str, typer.Option(help="Keys sent to ranks: all or needed.")] = ALL,
@@ -60,7 +64,9 @@ def plan_command(
             kinds = ("a mask file", "--model") if file is None else ("--model", "a mask file")
             raise UserError(f"--{name.replace('_', '-')} is for {kinds[0]}, not for {kinds[1]}; remove it")
     if file is None:
-        spec = _model(str(model), size, dense_steps)
+        spec = _model(str(model), size, dense_steps or 0)
+        if dense_steps is None:
+            dense_steps = default_config(None, spec).dense_schedule.first_steps if density is None else 0
         _show_model(spec, gpus, hardware, strategy, density, dense_steps, as_json, by_default=measured is None)
         return
     source = MaskFile(file)

@@ -10,9 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from dbsp_cli.modelled import ModelledVideo, modelled_videos
+from dbsp_cli.modelled import ModelledVideo, modelled_videos, usual_masks
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
@@ -32,7 +30,7 @@ class Mask:
 
     Attributes:
         name: Its source.
-        density: Share of blocks that it keeps on this model. None: as many in each row, as its settings say.
+        density: Share of blocks that it keeps on this model. None: as its settings say.
         origin: Of the density.
         style: The preset whose imbalance and blocks its synthetic stand-in has; "": rows are equal.
     """
@@ -47,7 +45,7 @@ class Mask:
     def masks(self, spec: ModelSpec) -> list[BlockMask]:
         """Returns masks of some layers that stand for it."""
         if not self.style:
-            return [equal_rows(spec, 0.25)]
+            return usual_masks(spec)
         block_q = 128 if self.style.endswith("-sparge") else 64
         source = SyntheticSource(preset=self.style, density=self.density, block_q=block_q)
         return [source.mask(MaskRequest(layer, spec.heads, spec.thw, spec.text_tokens)) for layer in range(LAYERS)]
@@ -95,15 +93,6 @@ class Row:
     break_even: float
     gigabytes: float
     label: str = "modelled"
-
-
-def equal_rows(spec: ModelSpec, density: float) -> BlockMask:
-    """Returns a mask whose rows keep as many blocks each, in a band."""
-    grid = SyntheticSource().grid(MaskRequest(0, spec.heads, spec.thw, spec.text_tokens))
-    kept = round(density * grid.nk)
-    columns = (torch.arange(grid.nq)[:, None] + torch.arange(kept)) % grid.nk  # [nq, kept]
-    bits = torch.zeros(grid.nq, grid.nk, dtype=torch.bool).scatter_(1, columns, True)
-    return BlockMask(bits.expand(spec.heads, -1, -1).contiguous(), grid)
 
 
 def rows() -> Iterator[Row]:

@@ -83,7 +83,7 @@ class TestPlan:
 
 class TestPlanOfModel:
     def test_the_table_answers_what_a_newcomer_asks(self, dbsp):
-        ask = ("plan", "--model", "wan2.1-t2v-1.3b", "--gpus", 4, "--machine", "h100")
+        ask = ("plan", "--model", "wan2.1-t2v-1.3b", "--gpus", 4, "--density", 0.4, "--machine", "h100")
         report = json.loads(dbsp(*ask, "--json")[1])
         assert [report[key] for key in ("model", "gpus", "machine", "label")] == [
             "wan2.1-t2v-1.3b",
@@ -108,6 +108,14 @@ class TestPlanOfModel:
         assert "wan2.1-t2v-1.3b on 4 GPUs (h100), modelled" in out
         assert "not measured: synthetic masks, no decoding; constants of h100; dbsp bench measures your GPUs" in out
         assert "constants of h100, the default (--machine: others); dbsp bench" in dbsp(*ask[:-2])[1]
+
+    def test_the_shipped_mask_and_dense_steps_are_the_default(self, dbsp):
+        ask = ("plan", "--model", "wan2.1-t2v-1.3b", "--gpus", 4, "--strategy", "U4R1", "--json")
+        report = json.loads(dbsp(*ask)[1])
+        assert (report["density"], report["dense_steps"]) == (pytest.approx(0.25, abs=1e-3), 10)
+        _, plain, balanced = report["videos"]
+        assert plain["rho"] == balanced["rho"] == 1, "SubBlock's rows are equal"
+        assert json.loads(dbsp(*ask, "--density", 0.25)[1])["dense_steps"] == 0
 
     def test_a_size_a_density_and_dense_steps_are_modelled(self, dbsp):
         ask = ("plan", "--model", "wan2.1-t2v-1.3b", "--gpus", 2, "--machine", "h100", "--strategy", "U2R1")
