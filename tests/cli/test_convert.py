@@ -262,7 +262,7 @@ class TestTextBlocks:
         ("shape", "grid", "joined", "message"),
         [
             ((4, 5), BlockGrid(40, 0, 8, 8), None, r"make 5×5 \(blocks\); correct thw .*block_k$"),
-            ((5, 5), BlockGrid(40, 4, 8, 8), None, "left out or blocks that run on .* set joined_text=false"),
+            ((5, 5), BlockGrid(40, 4, 8, 8), None, "skipped or blocks that run on .* set joined_text=false"),
             ((6, 5), BlockGrid(40, 4, 8, 8), None, "make 6×6 .*, or 5×5 .*, or 5×5 .*, or 4×4 "),
             ((6, 6), BlockGrid(40, 4, 8, 8), True, "make 5×5 .*, or 4×4 .*"),
         ],

@@ -82,7 +82,7 @@ def test_configuration_of_another_model_is_rejected():
         ("--config tiny-wan --prompt x --set generate.steps", "--set generate.steps is not of the form KEY=VALUE"),
         ("--config tiny-wan --prompt x --set mask=[", "--set mask: '[' is not YAML"),
         ("--config tiny-wan --prompt x --seed -1", "--seed: generate.seed=-1 must be at least 0"),
-        ("--config tiny-wan --prompt x --nproc 3 --set strategy=U2R2", "strategy U2R2 needs 2·2 = 4 GPUs but"),
+        ("--config tiny-wan --prompt x --nproc 3 --set strategy=U2R2", "strategy U2R2 needs 2·2 = 4 GPUs, got 3"),
         ("--model Wan21-T2V-14B --prompt x", "did you mean 'wan2.1-t2v-14b'?"),
     ],
 )
