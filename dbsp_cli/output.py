@@ -110,11 +110,11 @@ def require_apart(
         inputs: Files to read.
     """
     named = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
-    paths = [(what, Path(os.path.realpath(path))) for what, path in named]
-    for index, (what, path) in enumerate(paths[: len(files) + len(folders or {})]):
+    paths = [(name, Path(os.path.realpath(path))) for name, path in named]
+    for index, (name, path) in enumerate(paths[: len(files) + len(folders or {})]):
         for other, taken in paths[index + 1 :]:
             if path == taken:
-                raise UserError(f"{what} and {other} are the same path, {cut_short(str(path))}; give another {what}")
+                raise UserError(f"{name} and {other} are the same path, {cut_short(str(path))}; give another {name}")
         for other, file in paths[: len(files)]:
             if file in path.parents:
-                raise UserError(f"{what} {cut_short(str(path))} is inside {other}, a file; give another {what}")
+                raise UserError(f"{name} {cut_short(str(path))} is inside {other}, a file; give another {name}")

@@ -307,8 +307,8 @@ class DbspConfig:
     def to_values(self) -> dict[str, Any]:
         """Returns every setting as plain YAML values, from which `load` makes an equal configuration."""
         values = {name: plain_value(getattr(self, name)) for name in setting_names(DbspConfig)}
-        own = {"mask": mask_values(self.mask), "planner": self.planner.setting, "precision": self.precision.setting}
-        return values | own
+        nested = {"mask": mask_values(self.mask), "planner": self.planner.setting, "precision": self.precision.setting}
+        return values | nested
 
 
 DEFAULT_ORIGIN = "no configuration was given and none is shipped for this model"

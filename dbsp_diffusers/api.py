@@ -103,8 +103,8 @@ def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
     names = getattr(mesh, "mesh_dim_names", None) or ()
     present = [name for name in names if name in _DIMENSIONS]
     if not present:
-        what = f"dimensions {', '.join(names)}" if names else f"a {type(mesh).__name__} without such names"
-        raise UserError(f"mesh must be a device mesh with a dimension ring or ulysses, got {what}")
+        actual = f"dimensions {', '.join(names)}" if names else f"a {type(mesh).__name__} without such names"
+        raise UserError(f"mesh must be a device mesh with a dimension ring or ulysses, got {actual}")
     if present == ["ulysses", "ring"]:
         raise UserError("the mesh's dimension ring must come before ulysses, as in diffusers' own meshes")
     if mesh.get_coordinate() is None:

@@ -30,7 +30,7 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
     if not name.endswith("Pipeline"):
         name = architecture_of(transformer).pipeline or type(transformer).__name__
     if name not in PIPELINES:  # another class for the same checkpoints
-        name = next((own for own, kind in PIPELINES.items() if name in (kind.from_image, kind.from_video)), name)
+        name = next((usual for usual, kind in PIPELINES.items() if name in (kind.from_image, kind.from_video)), name)
     two = all(getattr(pipe, part, None) is not None for part in ("transformer", "transformer_2"))
     return model_signature(name, transformer.config, variant_of(two, getattr(pipe, "config", {})))
 

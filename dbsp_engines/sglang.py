@@ -174,12 +174,12 @@ def _attentions_of(module: Any) -> list[Any]:
 
     layers: list[Any] = []
     for block in (block for name in getattr(module, "layer_names", ()) for block in module.get_submodule(name)):
-        found = list(filter(is_self_attention, getattr(block, "attn1", block).modules()))
-        if len(found) != 1 or found[0].causal or found[0].num_heads != found[0].num_kv_heads:
+        attentions = list(filter(is_self_attention, getattr(block, "attn1", block).modules()))
+        if len(attentions) != 1 or attentions[0].causal or attentions[0].num_heads != attentions[0].num_kv_heads:
             raise UserError(
                 f"{_SUPPORTED}, but {name_of(block)} of {name_of(module)} has another; {INSTEAD}, as with SLA"
             )
-        layers += found
+        layers += attentions
     if not layers:
         raise UserError(f"{_SUPPORTED}, got {name_of(module)}; {INSTEAD}")
     return layers

@@ -175,7 +175,7 @@ def _between_nodes() -> list[Check]:
     checks = []
     # 1. Configured interfaces: exact names for gloo; prefixes for NCCL, unless after "="
     for backend, variable in (("gloo", GLOO), ("NCCL", NCCL)):
-        what, value = f"{backend} between nodes", environment_value(variable)
+        title, value = f"{backend} between nodes", environment_value(variable)
         if value is None or (backend == "NCCL" and value.startswith("^")):  # excluded interfaces
             continue
         names = value if backend == "gloo" else value[1:] if value[0] == "=" else value.replace(",", "*,") + "*"
@@ -185,7 +185,7 @@ def _between_nodes() -> list[Check]:
             state, detail = "missing", f"{detail} names {', '.join(unknown)}; here are {', '.join(here)}"
         elif value in ("lo", "=lo"):
             state, detail = "not here", f"{detail} is loopback"
-        checks.append(Check(what, state, detail, "" if state == "ok" else fix.format(variable)))
+        checks.append(Check(title, state, detail, "" if state == "ok" else fix.format(variable)))
     if environment_value(GLOO) is not None:
         return checks
     # 2. Address of the host name, at which gloo listens

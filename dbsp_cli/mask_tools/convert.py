@@ -225,12 +225,12 @@ def convert_recording(
     if options.step is None and len(steps) != 1:
         raise UserError(f"{folder} has steps {steps}; choose one with step=N")
     moment = DenoisingStep(steps[0] if options.step is None else options.step, options.branch)
-    found = [(mask.grid, mask.heads) for mask in (recording.mask(i, moment) for i in range(recording.layers))]
-    grids, heads = {grid.with_orders((CANONICAL,)) for grid, _ in found}, {heads for _, heads in found}
-    for what, different in (("block grid", grids), ("number of heads", heads)):
+    sizes = [(mask.grid, mask.heads) for mask in (recording.mask(i, moment) for i in range(recording.layers))]
+    grids, heads = {grid.with_orders((CANONICAL,)) for grid, _ in sizes}, {heads for _, heads in sizes}
+    for quantity, different in (("block grid", grids), ("number of heads", heads)):
         if len(different) > 1:
-            raise UserError(f"{folder}: layers differ in their {what} at step {moment.step}; record fewer layers")
-    orders = tuple(one_or_each(grid.orders) for grid, _ in found)
+            raise UserError(f"{folder}: layers differ in their {quantity} at step {moment.step}; record fewer layers")
+    orders = tuple(one_or_each(grid.orders) for grid, _ in sizes)
     layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders)
     write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed=True)
     return layout
@@ -259,14 +259,14 @@ def _masks(
         large = {name: tensor for name, tensor in large.items() if name.startswith(f"{key}/")}
     if options.key and not large:
         raise UserError(f"{source} has no tensor {key!r}; key can be one of {', '.join(tensors)}")
-    found = stacked(large)
-    if found is None:
+    stack = stacked(large)
+    if stack is None:
         shapes = cut_short(", ".join(f"{name or '(unnamed)'} {list(t.shape)}" for name, t in tensors.items()))
         raise UserError(
             f"{source} has no tensor that is clearly the masks ({shapes}); name it with key=NAME, or stack the "
             "masks of all layers: torch.stack(masks)"
         )
-    masks, shape = found
+    masks, shape = stack
     if len(shape) not in (3, 4, 5) or 0 in shape:
         raise UserError(
             f"{source}: got masks of shape {list(shape)}, expected [heads, rows, columns], [layers, heads, …] or "

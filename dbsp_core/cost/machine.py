@@ -91,9 +91,9 @@ class Hardware:
     whole_rows: bool = False  # True if its kernel does not cut long rows; see `with_kernel`
 
     def __post_init__(self) -> None:
-        for name, what in (("gpus_per_node", "GPUs"), ("multiprocessors", "multiprocessors"), ("capability", "90")):
+        for name, unit in (("gpus_per_node", "GPUs"), ("multiprocessors", "multiprocessors"), ("capability", "90")):
             value = getattr(self, name)
-            require_value(self, name, value is None or value >= 1, f"must be a number of {what}, at least 1")
+            require_value(self, name, value is None or value >= 1, f"must be a number of {unit}, at least 1")
 
     @property
     def measured(self) -> bool:

@@ -131,8 +131,8 @@ class _HeadsOf:
         return BlockMask(mask.bits[self.first : self.first + request.heads], self._own(mask.grid, request))
 
     def _own(self, grid: BlockGrid, request: MaskRequest) -> BlockGrid:
-        own = grid.orders[self.first : self.first + request.heads]
-        return replace(grid, orders=own) if len(grid.orders) > 1 else grid
+        orders = grid.orders[self.first : self.first + request.heads]
+        return replace(grid, orders=orders) if len(grid.orders) > 1 else grid
 
 
 def _of_heads(source: MaskSource, first: int, all_heads: int) -> MaskSource:
@@ -174,8 +174,8 @@ class EngineSession:
         transformer: str = "transformer",
         head_slice: tuple[int, int] | None = None,
     ) -> None:
-        given = os.environ.get(CONFIG_VARIABLE) if config is None else config
-        loaded, problem = attempt(lambda: DbspConfig.load(given).for_transformer(transformer))
+        source = os.environ.get(CONFIG_VARIABLE) if config is None else config
+        loaded, problem = attempt(lambda: DbspConfig.load(source).for_transformer(transformer))
         loaded = loaded or DbspConfig()
         if head_slice is not None:
             loaded = replace(loaded, mask=_of_heads(loaded.mask, *head_slice))

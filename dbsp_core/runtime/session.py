@@ -195,8 +195,8 @@ class AttentionSession:
             # 3. Fingerprints to compare at the first attention, if anything is new
             size = forward_pass.known_size
             if begins or self.config.debug or forward_pass.key not in size.passes:
-                given = videos, None if isinstance(streams, SequenceLayout) else streams
-                forward_pass.compared = size.compared(given, (provider.moment, cfg_branch), forward_pass.masks)
+                arguments = videos, None if isinstance(streams, SequenceLayout) else streams
+                forward_pass.compared = size.compared(arguments, (provider.moment, cfg_branch), forward_pass.masks)
             else:
                 self._sizes.move_to_end(key)
             return size.layout

@@ -119,21 +119,21 @@ class Size:
                 masks[key] = KnownMask((self.key[0], key), len(masks), shares_plan)
         return tuple(None if key is None else masks[key] for key in keys)
 
-    def compared(self, given: object, moment: object, masks: PassMasks) -> dict[str, int]:
+    def compared(self, arguments: object, moment: object, masks: PassMasks) -> dict[str, int]:
         """Returns the fingerprints of a pass to compare across ranks, by error message.
 
         Args:
-            given: The arguments that the size was made from.
+            arguments: The arguments that the size was made from.
             moment: The denoising step and CFG pass.
         """
-        what = {
-            SIZES_DIFFER: given,
+        values = {
+            SIZES_DIFFER: arguments,
             STEPS_DIFFER: moment,
             GRIDS_DIFFER: self.grid,
             HARDWARE_DIFFERS: self.hardware,
             NEW_MASKS_DIFFER: [known and known.number for known in masks],
         }
-        return {message: fingerprint_of(value) for message, value in what.items()}
+        return {message: fingerprint_of(value) for message, value in values.items()}
 
     def keep_pass(self, pass_key: Hashable, masks: PassMasks) -> None:
         """Stores the masks of a compared pass."""

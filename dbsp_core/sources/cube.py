@@ -43,11 +43,11 @@ class CubeSource(TileSource):
         dense, text = self.text_blocks(grid, device)
         share = np.float32(self._at_step("topk", request.step))
         count = text + kept_blocks(float(np.float32(grid.nk - text) * share), grid.nk - text)
-        own = pack_bits(torch.eye(grid.nk, dtype=torch.bool, device=device))
+        diagonal = pack_bits(torch.eye(grid.nk, dtype=torch.bool, device=device))
 
         def choose(some: torch.Tensor) -> torch.Tensor:
             chance = torch.softmax(pooled_scores(some, grid.nq, tokens.scale, ANY_SIMILARITY), dim=-1)
             chance[..., :text] = 1.0  # keep text first; other blocks compete for the rest
-            return select_blocks(chance, dense.expand(len(some), -1), None, count) | own
+            return select_blocks(chance, dense.expand(len(some), -1), None, count) | diagonal
 
         return BlockMask(predict_bits(pool_own_heads(tokens, grid), choose, tokens, grid), grid)

@@ -78,8 +78,8 @@ class UnionSource:
         video = request.thw, request.text_tokens, request.heads, request.layers
         key = number, video, part.cache_key(request), tokens.group, device
         if key not in self._made:
-            what = f"the mask of layer {request.layer}"
-            mask = run_consistently(control, lambda: part.mask(request), lambda mask: mask.fingerprint, what)
+            subject = f"the mask of layer {request.layer}"
+            mask = run_consistently(control, lambda: part.mask(request), lambda mask: mask.fingerprint, subject)
             self._made[key] = replace(mask, bits=to_device(mask.bits, device))
             if len(self._made) > _MOST_KEPT:
                 self._made.popitem(last=False)

@@ -46,8 +46,8 @@ def expand_path(path: str | os.PathLike[str]) -> str:
     """
     text = os.fspath(path)
     if not text or "\0" in text:
-        what = "has a NUL character" if text else "is empty"
-        raise UserError(f"path {in_short(text)} {what}; give the name of a file or folder, or omit it")
+        fault = "has a NUL character" if text else "is empty"
+        raise UserError(f"path {in_short(text)} {fault}; give the name of a file or folder, or omit it")
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise UserError(f"path {in_short(text)} names a home folder that is not known; give the whole path")

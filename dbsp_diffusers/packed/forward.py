@@ -170,7 +170,7 @@ def _gathered(
 def _described(sample: PackedSample, timestep: float) -> dict[str, Any]:
     """Returns a sample's description for other ranks."""
     tensors = {name: value for name, value in vars(sample.condition).items() if value is not None}
-    kinds = {name: (list(one.shape), str(one.dtype).removeprefix("torch.")) for name, one in tensors.items()}
+    kinds = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
     return {"size": sample.size, "kinds": kinds, "timestep": timestep}
 
 

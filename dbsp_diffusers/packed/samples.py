@@ -193,13 +193,13 @@ def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
         return f"latents must be divisible into patches of {list(spec.patch)}, got {list(sample.size)}"
     if text.ndim != 2 or text.shape[1] != spec.text or not len(text) or not text.is_floating_point():
         return f"text must be float[tokens, {spec.text}], got {text.dtype} {list(text.shape)}"
-    for what, field, value, taken in (
+    for subject, field, value, taken in (
         ("image embeddings are", "image", sample.image, spec.image is not None),
         ("the pooled text embedding is", "pooled", sample.pooled, spec.pooled is not None),
         ("the guidance scale is", "guidance", sample.guidance, spec.guidance),
     ):
         if (value is not None) != taken:
-            return f"{what} {f'missing; give it as {field}' if taken else f'not for this model; leave {field} out'}"
+            return f"{subject} {f'missing; give it as {field}' if taken else f'not for this model; leave {field} out'}"
     image, pooled = sample.image, sample.pooled
     if image is not None and (image.ndim != 2 or image.shape[1] != spec.image or image.dtype != text.dtype):
         return f"image must be [tokens, {spec.image}], of the dtype of text; got {list(image.shape)}"

@@ -153,20 +153,20 @@ def _decide_together(manager: Any, contexts: Sequence[str], together: ForwardRan
     if not contexts or not all(callable(getattr(manager, name, None)) for name in needed):
         raise _unknown("this version of cache-dit")
     if "_dbsp_ranks" not in vars(manager):
-        own, ranks = manager.similarity, dict[str, ForwardRanks]()
+        decide, ranks = manager.similarity, dict[str, ForwardRanks]()
 
         @torch.compiler.disable
         def similarity(t1: torch.Tensor, t2: torch.Tensor, *, parallelized: bool = False, **options: Any) -> Any:
             """Decides whether two tensors are similar, by mean |t1 − t2| / mean |t1|."""
             deciding = ranks.get(manager.get_context().name)
             if deciding is None:
-                return own(t1, t2, parallelized=parallelized, **options)
+                return decide(t1, t2, parallelized=parallelized, **options)
             if manager.get_important_condition_threshold() > 0:  # selects tokens of one rank
                 raise _unknown("cache-dit with important_condition_threshold above 0")
             if t1.shape == t2.shape:
                 difference, size = deciding.change(t1, t2)
                 t1, t2 = torch.tensor([[size], [size - difference]], dtype=torch.float64, device="cpu")
-            return own(t1, t2, parallelized=False, **options)
+            return decide(t1, t2, parallelized=False, **options)
 
         manager.similarity, manager._dbsp_ranks = similarity, ranks
     manager._dbsp_ranks.update(dict.fromkeys(contexts, together))
@@ -184,11 +184,11 @@ def _skipping_hooks(transformer: nn.Module, blocks: Iterable[nn.Module]) -> list
 
     Caches hook the transformer, its blocks and their attentions.
     """
-    modules, found = [transformer], []
+    modules, hooks = [transformer], []
     for block in blocks:
         modules += [block, *block.children()]
     for module in modules:
         for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values():
             if hasattr(hook, "new_forward"):
-                found.append((module, hook))
-    return found
+                hooks.append((module, hook))
+    return hooks
