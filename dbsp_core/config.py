@@ -187,7 +187,7 @@ class DbspConfig:
             message = "keys: needed sends what each mask needs, so a predicted mask must come first; set plan: current"
             raise SettingError(message, ("keys",))
         if self.keys == NEEDED and self.whole_heads:
-            message = f"keys: needed splits heads, which kernel {self.kernel} does not support; leave keys out"
+            message = f"keys: needed splits heads, which kernel {self.kernel} does not support; remove keys"
             raise SettingError(message, ("keys",))
         if self.kernel != AUTO:  # sessions compare $DBSP_KERNEL
             ring = isinstance(self.strategy, Strategy) and self.strategy.ring > 1

@@ -36,7 +36,7 @@ _RUNNER = {
     "xfuser.core.distributed.runtime_state:DiTRuntimeState._check_model_and_parallel_config": ("parallel_config",),
 }
 """Wrapped functions with required arguments, checked before wrapping anything."""
-_FIX = "install xfuser 0.7, or leave --sp-backend out"
+_FIX = "install xfuser 0.7, or remove --sp-backend"
 
 
 def install() -> PatchSet:

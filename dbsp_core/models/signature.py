@@ -103,7 +103,7 @@ class ModelSignature:
         if least <= count <= most:
             return None
         if most == 0:
-            return "generates from text only; leave the image out"
+            return "generates from text only; remove the image"
         number = most if least == most else f"{least} to {most}"
         return f"takes {number} images, the first frame and then the last, got {count}; give each with --image FILE"
 

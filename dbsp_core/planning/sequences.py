@@ -110,7 +110,7 @@ def plan_sequences(
     if len(tokens) == 0:
         raise UserError("expected at least one sequence, got none; pass the call's sequences")
     if int(tokens.min()) < 1:
-        raise UserError("every sequence needs at least one token; leave empty ones out")
+        raise UserError("every sequence needs at least one token; remove empty sequences")
     if int(loader.min()) < 0 or int(loader.max()) >= topology.world:
         raise UserError(
             f"sequences are loaded by ranks {int(loader.min())} to {int(loader.max())}, but bags {topology} have "

@@ -199,7 +199,7 @@ def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
         ("the guidance scale is", "guidance", sample.guidance, spec.guidance),
     ):
         if (value is not None) != taken:
-            return f"{subject} {f'missing; give it as {field}' if taken else f'not for this model; leave {field} out'}"
+            return f"{subject} {f'missing; give it as {field}' if taken else f'not for this model; remove {field}'}"
     image, pooled = sample.image, sample.pooled
     if image is not None and (image.ndim != 2 or image.shape[1] != spec.image or image.dtype != text.dtype):
         return f"image must be [tokens, {spec.image}], of the dtype of text; got {list(image.shape)}"

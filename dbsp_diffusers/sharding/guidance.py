@@ -262,7 +262,7 @@ class GuidedCalls:
         if (output.shape, output.dtype) != (shape, dtype):
             return missing, UserError(
                 f"guidance parallelism: expected {type(self.transformer).__name__} to return {dtype} {tuple(shape)}, "
-                f"got {output.dtype} {tuple(output.shape)}; leave `guidance` out"
+                f"got {output.dtype} {tuple(output.shape)}; remove `guidance`"
             )
         return output, None
 

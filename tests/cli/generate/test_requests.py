@@ -161,7 +161,7 @@ IMAGES = [
         "^tiny-wan-i2v takes 1 to 2 images, the first frame and then the last, got 0; give each",
     ),
     ("tiny-wan-i2v", ["gone.png"], "gone.png does not exist; name a file such as a PNG or JPEG"),
-    ("tiny-wan", ["wide.png"], "tiny-wan generates from text only; leave the image out"),
+    ("tiny-wan", ["wide.png"], "tiny-wan generates from text only; remove the image"),
     ("tiny-wan-i2v", ["tall.png"], "64×160: more than half of it would be cut off in a video of 96×64"),
     (
         "tiny-wan-vace",

@@ -116,7 +116,7 @@ MISTAKES = {
     "bags.max_tokens=0 must be at least 1": {"bags": {"topology": "g1n2", "max_tokens": 0}},
     "requires that all ranks share every sequence; remove it or bags": {"bags": "g2n2", "report": "out"},
     "so a predicted mask must come first; set plan: current": {"mask": "sparge", "keys": "needed"},
-    "which kernel sparge does not support; leave keys out": {"keys": "needed", "kernel": "sparge"},
+    "which kernel sparge does not support; remove keys": {"keys": "needed", "kernel": "sparge"},
     "'generate' in 'transformer_2' is for both transformers": {"transformer_2": {"generate": {"steps": 3}}},
     UNKNOWN + "'window'?": "windw:window=[1,1,1]",
     "'width' is given twice": "radial:width=1,width=2",
