@@ -57,7 +57,7 @@ app.add_typer(masks_app, name="masks")
 
 
 def _tell_torchrun(line: str) -> None:
-    """Leaves an error where torchrun, if it started this process, looks for one: it ends its own report with it."""
+    """Writes an error for torchrun, if it started this process, so that torchrun's report ends with the error."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         moment = {"py_callstack": line, "timestamp": str(int(time.time()))}

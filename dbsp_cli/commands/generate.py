@@ -105,7 +105,7 @@ def _say_what_would_be_made(generation: Generation, rank_info: RankInfo) -> None
 def _say_what_was_made(
     generation: Generation, reports: Mapping[Output, RunReport | None], seconds: float, on: str = ""
 ) -> None:
-    """Prints what was made, `on` which host if ranks are on several."""
+    """Prints a summary, and the host (`on`) if ranks are on several."""
     if not reports:
         count = len(generation.outputs)
         print(f"nothing to make: {count} of {count} videos are there")

@@ -50,8 +50,8 @@ class SessionObserver:
         """
 
     def pass_ends(self, first_layer: int, skipped: int, attentions: int) -> None:
-        """Observes the end of a forward pass with a step cache, of the session with this first layer.
+        """Called after a forward pass with a step cache, for the session with this first layer.
 
         Args:
-            skipped: Number of its attentions that a step cache left out, of all `attentions`.
+            skipped: Number of its attentions that the cache skipped, of all `attentions`.
         """
