@@ -100,8 +100,8 @@ def usual_masks(spec: ModelSpec, density: float | None = None) -> list[BlockMask
         return [source.mask(request) for request in requests]
     grid = source.grid(requests[0])
     kept = round((1 - float(np.mean(shipped.sparsity))) * grid.nk)
-    columns = (torch.arange(grid.nq)[:, None] + torch.arange(kept)) % grid.nk  # [nq, kept], a band
-    bits = torch.zeros(grid.nq, grid.nk, dtype=torch.bool).scatter_(1, columns, True)
+    in_band = (np.arange(grid.nk) - np.arange(grid.nq)[:, None]) % grid.nk < kept  # [nq, nk]
+    bits = torch.from_numpy(in_band)
     return [BlockMask(bits.expand(spec.heads, -1, -1).contiguous(), grid) for _ in requests]
 
 
