@@ -1,4 +1,4 @@
-"""Images, videos, LoRA weights and features of diffusers for a video, checked before weights are loaded."""
+"""Images, videos, LoRA weights and diffusers features for a video, checked before weights load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dbsp_core.utils.files import expand_path, require_file
 TRANSFORMERS = ("transformer", "transformer_2")
 OFFLOADS = ("model", "sequential")
 QUANTIZATIONS = {"int8": "torchao", "fp8": "torchao", "nf4": "bitsandbytes"}
-"""Weights' formats by name, each with the package that has it."""
+"""Weight formats, each with the package that implements it."""
 _CACHE = "first-block"
 _CACHE_THRESHOLD = 0.05
 _OPTION = re.compile(rf"(.+?)(?::({'|'.join(TRANSFORMERS)}))?(?:=([^=/]*))?")
@@ -33,10 +33,10 @@ _ADVICE = "give a file, a folder or a repository of LoRA weights"
 
 
 def fitted(path: Path, video: GenerateSettings) -> Any:
-    """Reads an image in the video's size: scaled, and cut off on both sides if it is too wide or too high.
+    """Reads an image, scales it to the video's size and crops both sides if the aspect ratio differs.
 
     Raises:
-        UserError: The file is not an image of 8 bits, is transparent, or more than half of it would be cut off.
+        UserError: The file is not an 8-bit image, is transparent, or would lose more than half of its area.
     """
     from PIL import Image, ImageOps
 
@@ -52,29 +52,29 @@ def fitted(path: Path, video: GenerateSettings) -> Any:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read as an image; {advice}") from error
     if not has_8_bits:
-        raise UserError(f"{path} has values of more than 8 bits, and it is not clear which one is white; save 8 bits")
+        raise UserError(f"{path} has values of more than 8 bits, so its white level is unknown; save it with 8 bits")
     if transparent:
-        raise UserError(f"{path} has transparent parts, and a video has none; save it on a background")
+        raise UserError(f"{path} has transparent parts, which a video cannot show; save it on a background")
     return _cut_to_size(pixels, str(path), video)
 
 
 def source_frames(path: Path, video: GenerateSettings, identity: ModelSignature) -> tuple[Any, ...]:
-    """Reads the frames of a video to start from, nearest in time to those of the new video, in its size.
+    """Reads the source video's frames nearest in time to the new video's frames, in the new video's size.
 
     Raises:
-        UserError: The model does not start from a video; or the file has no pictures, too few of them, or more than
-            half of each would be cut off.
+        UserError: The model does not start from a video, or the file has too few frames, or frames that would lose
+            more than half of their area.
     """
     import imageio_ffmpeg
     from PIL import Image
 
-    # 1. The file and the model
+    # 1. Check the file and the model
     advice, pipeline = "give a video file, such as an mp4", PIPELINES[identity.pipeline]
     require_file(path, "--video", advice)
     if pipeline.from_video is None or identity.variant:
         able = " and ".join(pipeline.title for pipeline in PIPELINES.values() if pipeline.from_video)
         raise UserError(f"--video: {model_title(identity)} does not start from a video; {able} models do")
-    # 2. Its pictures at the new video's frames a second; one picture may be several frames
+    # 2. Read frames at the new video's frame rate, which may use one frame several times
     shown, fps = f"--video {path}", video.fps or 16
     try:
         with closing(imageio_ffmpeg.read_frames(str(path.absolute()))) as pictures:
@@ -88,27 +88,27 @@ def source_frames(path: Path, video: GenerateSettings, identity: ModelSignature)
     except UserError:
         raise
     except (OSError, RuntimeError, StopIteration, LookupError, AttributeError, ValueError) as error:
-        raise UserError(f"{shown} has no pictures that ffmpeg can read; {advice}") from error
+        raise UserError(f"{shown} has no frames that ffmpeg can read; {advice}") from error
     frames = tuple(images[number] for number in wanted if number in images)
-    # 3. Their number
+    # 3. Check the number of frames
     if len(frames) < len(wanted):
         fewer = max(0, len(frames) - 1) // pipeline.frame_stride * pipeline.frame_stride + 1
         raise UserError(
-            f"{shown} has too few frames: {in_number(len(frames), 'frame')} at {fps} a second, and the video has "
-            f"{len(wanted)}; set generate.num_frames={fewer}, or give a longer one"
+            f"{shown} has too few frames: got {in_number(len(frames), 'frame')} at {fps} a second, expected "
+            f"{len(wanted)}; set generate.num_frames={fewer}, or give a longer video"
         )
     return frames
 
 
 def _cut_to_size(image: Any, shown: str, video: GenerateSettings) -> Any:
-    """Scales an image, and cuts off both sides. Raises UserError if that would be more than half of it."""
+    """Scales and crops an image. Raises UserError if the crop would lose more than half of it."""
     from PIL import Image, ImageOps
 
     width, height = video.width or image.width, video.height or image.height
     if not 0.5 <= image.width * height / (image.height * width) <= 2:
         raise UserError(
             f"{shown} is {image.width}×{image.height}: more than half of it would be cut off in a video of "
-            f"{width}×{height}; set generate.width and generate.height, or cut it yourself"
+            f"{width}×{height}; set generate.width and generate.height, or crop it yourself"
         )
     return ImageOps.fit(image, (width, height), Image.Resampling.LANCZOS)
 
@@ -119,7 +119,7 @@ class Lora:
 
     Attributes:
         source: File, folder or repository.
-        target: Name of the transformer in the pipeline; None for a pipeline's only one.
+        target: Name of the transformer in the pipeline; None if the pipeline has only one.
     """
 
     source: str
@@ -138,21 +138,21 @@ class Lora:
             raise UserError(f"--lora {text}: {what}") from error
 
     def within(self, identity: ModelSignature) -> Lora:
-        """Returns the weights with the name of their transformer. Raises UserError where it is not clear which."""
+        """Returns a copy with `target` filled in. Raises UserError if `target` does not fit the model."""
         two, title = identity.variant == "two", model_title(identity)
         if two and self.target is None:
             raise UserError(
-                f"--lora {self.source}: {title} has two transformers; name the one that it is for, "
+                f"--lora {self.source}: {title} has two transformers; name one of them: "
                 f"--lora {self.source}:transformer (first steps, much noise) or --lora {self.source}:transformer_2"
             )
         if not two and self.target == "transformer_2":
-            raise UserError(f"--lora {self.source}: {title} has one transformer; leave out :transformer_2")
+            raise UserError(f"--lora {self.source}: {title} has one transformer; remove :transformer_2")
         return Lora(self.source, self.weight, self.target or "transformer")
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of diffusers that a pipeline is given in addition to db-SP: options of `dbsp generate`."""
+    """Features of diffusers to use together with db-SP: options of `dbsp generate`."""
 
     lora: Sequence[str] = ()
     offload: str | None = None
@@ -161,15 +161,15 @@ class Features:
     cache: str | None = None
 
     def require_possible(self) -> None:
-        """Raises UserError for what does not exist, or cannot be had on this machine."""
+        """Raises UserError for unknown values, missing packages, and features that need a missing GPU."""
         if self.offload not in (None, *OFFLOADS):
-            raise UserError(f"--offload {self.offload}: use {', '.join(OFFLOADS)}")
+            raise UserError(f"--offload {self.offload} is unknown; use one of {', '.join(OFFLOADS)}")
         if self.quantize not in (None, *QUANTIZATIONS):
-            raise UserError(f"--quantize {self.quantize}: use {', '.join(QUANTIZATIONS)}")
+            raise UserError(f"--quantize {self.quantize} is unknown; use one of {', '.join(QUANTIZATIONS)}")
         if self.offload is not None and not torch.accelerator.is_available():
-            raise UserError("--offload needs a GPU; without one, weights are in the host's memory already")
+            raise UserError("--offload needs a GPU: on CPUs, weights are in host memory already; remove --offload")
         if self.quantize == "nf4" and not torch.accelerator.is_available():
-            raise UserError("--quantize nf4 needs a GPU, which bitsandbytes computes on; without one, use int8 or fp8")
+            raise UserError("--quantize nf4 needs a GPU for bitsandbytes; on CPUs, use int8 or fp8")
         lacking = [QUANTIZATIONS[self.quantize]] if self.quantize else []
         lacking += ["peft"] if self.lora else []
         for package in lacking:
@@ -179,11 +179,11 @@ class Features:
         self.cache_threshold()
 
     def loras(self) -> list[Lora]:
-        """Returns the LoRA weights, some with the name of their transformer."""
+        """Parses the `--lora` options."""
         return [Lora.parse(text) for text in self.lora]
 
     def cache_threshold(self) -> float | None:
-        """Returns the relative change of the first block below which a step is not computed; None: no cache."""
+        """Returns the relative change of the first block below which the cache skips a step; None: no cache."""
         if self.cache is None:
             return None
         name, _, number = self.cache.partition("=")
@@ -192,16 +192,16 @@ class Features:
         except ValueError:
             threshold = 0.0
         if name != _CACHE or not threshold > 0:
-            raise UserError(f"--cache {self.cache}: use {_CACHE}, or {_CACHE}=0.1 with a threshold above 0")
+            raise UserError(f"--cache {self.cache} is invalid; use {_CACHE}, or {_CACHE}=0.1 with a threshold above 0")
         return threshold
 
 
 def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature) -> None:
-    """Raises UserError for LoRA weights that are not there, cannot be read, or do not fit the model's transformers.
+    """Raises UserError if LoRA weights are missing, cannot be read, or do not fit the model's transformers.
 
     Args:
-        loras: Each with the name of its transformer.
-        model: What ranks load: folder or repository, or the name of a tiny checkpoint.
+        loras: LoRA weights with `target` filled in.
+        model: Folder, repository or name of a tiny checkpoint.
     """
     for lora in loras:
         # 1. The weights, as diffusers reads them: file, folder or repository
@@ -213,9 +213,9 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
             require_file(path, "--lora", _ADVICE)
         try:
             weights = getattr(diffusers, identity.pipeline).lora_state_dict(lora.source)
-        except Exception as error:  # of whichever library reads it, or answers for the network
+        except Exception as error:  # from any library that reads files or the network
             raise UserError(f"--lora {lora.source} cannot be read ({reason(error)}); {_ADVICE}") from error
-        # 2. The shapes of their modules' two sides
+        # 2. Shapes of their modules: down [rank, in] and up [out, rank]
         shapes: dict[str, dict[str, torch.Size]] = {}
         for key, weight in weights.items():
             if (parts := _KEY.fullmatch(key)) is not None:
@@ -223,10 +223,10 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
                 shapes.setdefault(parts[1], {})[side] = weight.shape
         if not shapes:
             raise UserError(
-                f"--lora {lora.source}: none of its {len(weights)} weights is of a transformer; expected names such "
+                f"--lora {lora.source}: none of its {len(weights)} weights belongs to a transformer; use names such "
                 "as transformer.blocks.0.attn1.to_q.lora_A.weight, as pipe.save_lora_weights writes them"
             )
-        # 3. The model's modules of these names: weight [out, in] takes down [rank, in] and up [out, rank]
+        # 3. Compare with the model's modules of these names, whose weights are [out, in]
         transformer = without_weights(model, str(lora.target))
         modules = {} if transformer is None else dict(transformer.named_modules())
         known = {name: modules[name].weight.shape for name in shapes if hasattr(modules.get(name), "weight")}
@@ -234,7 +234,7 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
             down, up = (shapes[name].get(side) for side in ("down", "up"))
             if down and up and not (down[1:] == size[1:] and (up[0], up[1]) == (size[0], down[0])):
                 raise UserError(
-                    f"--lora {lora.source}: its weights of {name}, {list(down)} and {list(up)}, do not fit the "
+                    f"--lora {lora.source}: its weights for {name}, {list(down)} and {list(up)}, do not fit the "
                     f"{list(size)} of the model's {lora.target}; give weights made for this model"
                 )
         if modules and not known:
@@ -245,7 +245,7 @@ def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature)
 
 
 def without_weights(model: str, name: str) -> torch.nn.Module | None:
-    """Returns a model's transformer, on the meta device or tiny; None where its configuration is not here."""
+    """Returns a model's transformer, tiny or on the meta device; None if its configuration is not on disk."""
     import diffusers
 
     from dbsp_diffusers.checkpoint import local_checkpoint
@@ -265,18 +265,18 @@ def without_weights(model: str, name: str) -> torch.nn.Module | None:
 
 
 def cache_first_block(transformer: Any, threshold: float) -> None:
-    """Gives a transformer diffusers' first-block cache. Raises UserError where diffusers does not know its blocks."""
+    """Enables diffusers' first-block cache. Raises UserError if diffusers does not know the transformer's blocks."""
     from diffusers import FirstBlockCacheConfig
 
     try:
         transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     except (ValueError, AttributeError) as error:
         title = type(transformer).__name__
-        raise UserError(f"--cache: diffusers does not cache a {title} ({reason(error)}); leave it out") from error
+        raise UserError(f"--cache: diffusers cannot cache a {title} ({reason(error)}); remove --cache") from error
 
 
 def load_loras(pipe: Any, loras: Sequence[Lora]) -> None:
-    """Loads LoRA weights into a pipeline's transformers. Raises UserError where they cannot be loaded."""
+    """Loads LoRA weights into a pipeline's transformers. Raises UserError if loading fails."""
     adapters: dict[str, dict[str, float]] = {}
     for number, lora in enumerate(loras):
         target, adapter = str(lora.target), f"lora_{number}"

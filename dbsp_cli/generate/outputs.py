@@ -1,4 +1,4 @@
-"""The videos that are asked for: prompts and seeds, each with a file of its own."""
+"""The requested videos: prompt, seed and file of each."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Output:
 
 
 def prompts_of(option: str | None) -> tuple[str, ...]:
-    """Returns the prompts of an option: a text, or the lines of "@FILE" that are not blank."""
+    """Returns the prompts of `--prompt`: a text, or the non-blank lines of "@FILE"."""
     if option is None:
         return ()
     if not option.startswith("@"):
         return (option,)
     file = user_path(option[1:])
-    require_file(file, "--prompt: file", "give a text, or @FILE with one prompt a line")
+    require_file(file, "--prompt: file", "give a text, or @FILE with one prompt per line")
     try:
-        # not splitlines, which also ends lines at U+2028, U+0085 and \v, as prompts may have them
+        # not splitlines: it also splits at U+2028, U+0085 and \v, which prompts may contain
         lines = tuple(line.strip() for line in re.split(r"\r\n|\n|\r", read_text(file)) if line.strip())
     except UnicodeDecodeError as error:
         raise UserError(f"--prompt: {file} is not text in UTF-8") from error
     if not lines:
-        raise UserError(f"--prompt: {file} has no prompts; write one a line")
+        raise UserError(f"--prompt: {file} has no prompts; write one per line")
     return lines
 
 
 def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: int) -> tuple[Output, ...]:
-    """Returns the videos of every prompt and seed, each with a file of its own.
+    """Returns one video for every prompt and seed, each with a different file.
 
     Args:
-        pattern: Files to write, with fields in braces.
-        videos: Number of videos for each prompt.
+        pattern: File to write, with the fields {index} and {seed}.
+        videos: Number of videos per prompt.
     """
     count = len(prompts) * videos
     if not 0 < videos <= _MOST_VIDEOS or count > _MOST_VIDEOS:
-        raise UserError(f"--videos {videos} must be at least 1, and all videos at most {_MOST_VIDEOS:,}")
+        raise UserError(f"--videos {videos} is out of range; use at least 1 a prompt, {_MOST_VIDEOS:,} in all at most")
     outputs: dict[Path, Output] = {}
     for prompt in prompts:
         for number in range(videos):
@@ -58,7 +58,7 @@ def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: in
                 name = pattern.format(index=len(outputs), seed=seed)
             except (ValueError, LookupError, AttributeError):
                 raise UserError(
-                    f"--out {pattern}: use the fields {{index}}, {{seed}}, or double the braces of a name"
+                    f"--out {pattern} has an unknown field; use {{index}} or {{seed}}, and double all other braces"
                 ) from None
             path = Path(expand_path(name)).absolute()
             if path.suffix != ".mp4":
@@ -78,7 +78,5 @@ def replaced_message(outputs: Sequence[Output]) -> str | None:
     if not existing:
         return None
     more = f" and {len(existing) - 1} more" if existing[1:] else ""
-    are = "exist and are" if more else "exists and is"
-    return (
-        f"--out {existing[0]}{more} {are} replaced when the video is complete; give another --out, or --resume to skip"
-    )
+    are = "exist" if more else "exists"
+    return f"--out {existing[0]}{more} already {are} and will be replaced on completion; change --out, or add --resume"

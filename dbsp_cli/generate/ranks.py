@@ -1,4 +1,4 @@
-"""The ranks of a command: joined where torchrun, Slurm or MPI has started them, else started here by torchrun."""
+"""Ranks of a command: those that torchrun, Slurm or MPI started, or new ones that torchrun starts here."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dbsp_core.utils.errors import UserError, in_short
 from dbsp_core.utils.process import NOTICE, environment_number
 
 _LAUNCHERS = (
-    # rank, ranks, rank on this node, ranks on each node, nodes ("": ranks over ranks on each node)
+    # rank, world size, local rank, ranks per node, nodes ("": world size / ranks per node)
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),  # torchrun
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_NODES"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
@@ -40,7 +40,7 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if h
 
 @dataclass(frozen=True)
 class RankInfo:
-    """This process's rank in a run, one process each."""
+    """This process's rank in a run."""
 
     rank: int = 0
     world: int = 1
@@ -48,15 +48,15 @@ class RankInfo:
     local_world: int = 1
     nodes: int = 1  # The same on all ranks
     address: str = "127.0.0.1"  # Of rank 0, where ranks meet
-    port: int = 0  # 0: any free one, for one rank alone
+    port: int = 0  # 0: any free port, for a single rank
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RankInfo | None:
-        """Returns what the environment says, or None if it names no other rank.
+        """Reads the variables of a launcher, or returns None if they name fewer than two ranks.
 
         Raises:
-            UserError: A variable that ranks need is missing or not a number, nothing says where ranks of several
-                nodes meet, or MASTER_PORT is not a port.
+            UserError: A variable is missing or not a number, MASTER_ADDR is missing with several nodes, or
+                MASTER_PORT is not a port.
         """
         incomplete = None
         for *names, per_node, nodes in _LAUNCHERS:
@@ -73,7 +73,7 @@ class RankInfo:
             address = environment.get("MASTER_ADDR") or ("127.0.0.1" if node_count == 1 else "")
             if not address:
                 raise UserError(
-                    "ranks were started on several nodes, and nothing says where they meet; set MASTER_ADDR to rank "
+                    "ranks were started on several nodes, but MASTER_ADDR is not set; set MASTER_ADDR to rank "
                     '0\'s host, with Slurm: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | '
                     "head -n 1)"
                 )
@@ -86,9 +86,9 @@ class RankInfo:
         values = ", ".join(f"{name}={in_short(environment[name])}" for name in incomplete if name in environment)
         lacking = next(name for name in incomplete if environment_number(name, environment) is None)
         raise UserError(
-            f"{values} name one of several ranks, but {lacking} is missing or not a number; start the command by "
-            f"torchrun, or set {lacking} (and LOCAL_WORLD_SIZE, with RANK), or unset {incomplete[0]} and "
-            f"{incomplete[1]} for a run of this machine alone"
+            f"{values} say that there are several ranks, but {lacking} is missing or not a number; start the command "
+            f"with torchrun, or set {lacking} (and LOCAL_WORLD_SIZE, with RANK), or unset {incomplete[0]} and "
+            f"{incomplete[1]} to run on this machine alone"
         )
 
     def export(self) -> None:
@@ -104,24 +104,24 @@ class RankInfo:
 
 
 def processes_here(requested: int | None) -> int:
-    """Returns how many ranks to start: as many as requested, or one for each GPU, or one.
+    """Returns how many ranks to start: `requested`, or one for each GPU, or one without GPUs.
 
     Raises:
-        UserError: There are fewer GPUs than that.
+        UserError: `requested` exceeds the number of GPUs.
     """
     gpus = torch.cuda.device_count()
     count = max(1, gpus) if requested is None else requested
     if 0 < gpus < count:
         raise UserError(
-            f"--nproc {count} is more than the {gpus} GPUs of this computer; a GPU runs one process "
-            "(CUDA_VISIBLE_DEVICES= runs them on the CPU)"
+            f"--nproc {count} exceeds the {gpus} GPUs of this machine, each of which runs one process; lower --nproc, "
+            "or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return count
 
 
 @contextmanager
 def ending_in_order() -> Iterator[None]:
-    """Lets signals that end this process raise SystemExit, so that nothing half-written is left."""
+    """Raises SystemExit on signals that end this process, so that no half-written file remains."""
 
     def end(number: int, _: object) -> NoReturn:
         raise SystemExit(128 + number)
@@ -138,15 +138,15 @@ def ending_in_order() -> Iterator[None]:
 
 
 def run_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Runs `dbsp ARGUMENTS` in two ranks or more by torchrun, and returns the exit code: 0, or a failed rank's."""
+    """Runs `dbsp ARGUMENTS` in several ranks with torchrun; returns the exit code: 0, or a failed rank's."""
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks say what is wrong themselves
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks print their own errors
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="dbsp-ranks-") as folder:
-        os.environ["TMPDIR"] = folder  # for ranks, which may be ended before they have tidied up
+        os.environ["TMPDIR"] = folder  # for ranks, which may be killed before they delete their files
         launch = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -157,7 +157,7 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )
-        if hasattr(launch, "signals_to_handle"):  # of newer torch; nohup has SIGHUP ignored
+        if hasattr(launch, "signals_to_handle"):  # newer torch; nohup ignores SIGHUP
             heard = [number.name for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
             launch.signals_to_handle = ",".join(heard)
         try:
@@ -170,9 +170,9 @@ def run_ranks(count: int, arguments: Sequence[str]) -> int:
 
 
 def _explain(codes: Mapping[int, int]) -> int:
-    """Names the rank that failed first where it could not do so itself; returns the command's exit code.
+    """Names the rank that failed first if a signal killed it; returns the command's exit code.
 
-    torchrun ends the others with SIGTERM, and a rank whose neighbour was killed fails for want of its messages.
+    torchrun ends the other ranks with SIGTERM, and ranks that lose the connection to a killed rank fail.
     """
     rank = min(codes, key=lambda rank: (codes[rank] == -signal.SIGTERM, codes[rank] > 0, rank))
     code = codes[rank]

@@ -1,4 +1,4 @@
-"""Decides everything about the videos that are asked for, and checks what can be checked before weights are loaded."""
+"""Resolves the options of `dbsp generate` to settings, inputs and outputs, and checks them before weights load."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ from dbsp_kernels.errors import install_command, page
 from dbsp_kernels.kernel import supports
 
 _OPTIONS = ("negative_prompt", "height", "width", "num_frames", "steps", "seed")
-"""Settings of `generate` that are options of the command, too."""
+"""Settings of `generate` that are also options of the command."""
 _NEEDS = ("diffusers", "transformers", "imageio_ffmpeg")
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """The options of `dbsp generate`, whose help says what they are; None and empty mean the usual."""
+    """The options of `dbsp generate`, described in its help; None or empty: the default."""
 
     config: str | None = None
     model: str | None = None
@@ -88,14 +88,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """Videos to make, with everything decided.
+    """Videos to make, with all settings resolved.
 
     Attributes:
-        config: The settings, with the model's usual video filled in.
+        config: The settings, with the model's defaults for the video filled in.
         settings: The settings as the user gave them, with the location of each.
-        model: Repository or folder that ranks load, or the name of a tiny checkpoint, which they make first.
-        frames: The first frame and the last, or those of the video that it starts from, in the new video's size.
-        report: Folder for reports; with several videos, each has a folder in it, named as its file.
+        model: Repository or folder that ranks load, or the name of a tiny checkpoint, which ranks create first.
+        frames: The first and last frame, or the frames of the source video, in the new video's size.
+        report: Folder for reports; with several videos, each has a subfolder named after its file.
     """
 
     request: GenerationRequest
@@ -110,7 +110,7 @@ class Generation:
 
     @property
     def left(self) -> tuple[Output, ...]:
-        """The videos to make, by the files on this node: rank 0's count, see `outputs_left`."""
+        """The videos still to make, judged by the files on this node; rank 0 decides, see `outputs_left`."""
         return tuple(output for output in self.outputs if not (self.request.resume and output.path.is_file()))
 
     def report_of(self, output: Output) -> Path | None:
@@ -122,7 +122,7 @@ class Generation:
 
     @property
     def effective(self) -> dict[str, Any]:
-        """Every setting, with "auto" and defaults replaced by what they mean here."""
+        """All settings, with "auto" and defaults resolved for this machine."""
         config = self.config
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         order = kernel_order(config.kernel, config.machine, device)
@@ -134,22 +134,19 @@ class Generation:
 
 
 def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
-    """Decides and checks for a rank all that can be known before weights are loaded.
-
-    Raises UserError for what the user must change.
-    """
+    """Resolves and checks a request on one rank, before weights load. Raises UserError for the user's mistakes."""
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"{', '.join(missing)} is not installed; {install_command('diffusers')}")
     if request.model is not None:
         request = replace(request, model=expand_path(request.model))
-    # 1. The settings: a file's, the options' over them, the model's usual ones for what neither says
+    # 1. Settings: options over the file's, and the model's defaults for the rest
     prompts = prompts_of(request.prompt)
     settings = _settings(request, prompts)
     config = DbspConfig.load(settings)
     model, identity = _model(request, config, settings)
     video = _video(config, model, identity, settings)
-    # 2. What the model takes, and this machine can do
+    # 2. Check the inputs against the model and this machine
     loaded = _require_loadable(request, config, model, identity, video, settings)
     if request.video is None:
         frames = _images(video, settings)
@@ -160,7 +157,7 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     strategy = config.strategy or _default_strategy(rank_info, config)
     if isinstance(strategy, Strategy):
         strategy.require_world(rank_info.world)
-    # 3. What is written, and where: rank 0 does it
+    # 3. Files to write; rank 0 writes them
     report = request.report or (Path(config.report) if config.report else None)
     generation = Generation(
         request=request,
@@ -178,14 +175,14 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     slow = is_large and not torch.accelerator.is_available()
     warnings = (
         *(config.for_transformer(name).dense_schedule.message(video.steps) for name in TRANSFORMERS),
-        f"there is no GPU, and {model} can take days on CPUs; --config tiny-wan is for trying out" if slow else None,
+        f"there is no GPU, and {model} can take days on CPUs; try --config tiny-wan instead" if slow else None,
         replaced_message(generation.left) if rank_info.rank == 0 else None,
     )
     return replace(generation, warnings=tuple(dict.fromkeys(filter(None, warnings))))
 
 
 def _video(config: DbspConfig, model: str, identity: ModelSignature, settings: Settings) -> GenerateSettings:
-    """Returns the video to make, with the model's usual settings for what is not given."""
+    """Returns the video's settings, with the model's defaults for those not set."""
     spec = find_model_spec(model) or published_model(identity)
     shipped = None if spec else _shipped_for(model) or (_shipped_for("tiny-wan") if tiny_architecture(model) else None)
     usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
@@ -207,7 +204,7 @@ def _require_loadable(
     video: GenerateSettings,
     settings: Settings,
 ) -> str:
-    """Checks what the model takes, what this machine can do, and files of weights; returns what ranks load."""
+    """Checks the request against the model, this machine and the weight files; returns what ranks load."""
     from dbsp_diffusers.checkpoint import require_checkpoint  # here: it takes seconds to import
     from dbsp_diffusers.resolve import require_possible
 
@@ -217,11 +214,11 @@ def _require_loadable(
     request.features.require_possible()
     pipeline = PIPELINES[identity.pipeline]
     if pipeline.sound and importlib.util.find_spec("av") is None:
-        raise UserError(f"av is not installed, which writes {pipeline.title}'s sound; pip install av")
+        raise UserError(f"av, which writes {pipeline.title}'s sound, is not installed; pip install av")
     tiny, named = tiny_architecture(model), find_model_spec(model)
     loaded = f"{TINY}{tiny}" if tiny else named.hub if named else os.path.abspath(model)
     if tiny == "wan-trained":
-        trained_weights()  # raises where they are not
+        trained_weights()  # raises if they are missing
     if not tiny:
         require_checkpoint(loaded, ask_hub=False)
     threshold = request.features.cache_threshold()
@@ -233,7 +230,7 @@ def _require_loadable(
 
 
 def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
-    """Raises SettingError for what the pipeline would change or reject: frames, a size, or a last image alone."""
+    """Raises SettingError for values that the pipeline would change or reject: frames, size, a last image alone."""
     spec, title = published_model(signature), model_title(signature)
     pipeline = PIPELINES.get(signature.pipeline)
     if pipeline is not None and video.num_frames is not None:
@@ -245,19 +242,19 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
         message = None if value is None or sized is None else side_message(value, sized.token_pixels)
         require_value(video, side, message is None, str(message), "generate.")
     has_effect = pipeline is None or pipeline.passes > 1 or not video.negative_prompt
-    message = f"has no effect: {title} has no unconditional pass; leave it out"
+    message = f"has no effect: {title} has no unconditional pass; remove negative_prompt"
     require_value(video, "negative_prompt", has_effect, message, "generate.")
     one_alone = video.guidance_scale_2 is None or signature.variant == "two"
-    message = f"is for models with two transformers, and {title} has one; leave it out"
+    message = f"is for models with two transformers, but {title} has one; remove guidance_scale_2"
     require_value(video, "guidance_scale_2", one_alone, message, "generate.")
     if video.last_image is not None and video.image is None:
         raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
 
 
 def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video: GenerateSettings) -> None:
-    """Raises UserError for masks of another model or size of video, and for blocks that the kernel does not support.
+    """Raises UserError if masks do not fit the model or video size, or the kernel does not support their blocks.
 
-    Models of unknown sizes pass, and those whose text is counted once the prompt is encoded.
+    Skips models of unknown sizes, and models whose text length is known only after encoding the prompt.
     """
     pipeline, spec = PIPELINES[signature.pipeline], published_model(signature)
     if pipeline.text_varies or (spec is None and signature not in TINY_MODELS.values()):
@@ -294,7 +291,7 @@ def _images(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
 def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
     if request.config is None and request.model is None:
         names = ", ".join(GENERATED)
-        raise UserError(f"nothing says which model; give --model ({names}, or a folder) or --config")
+        raise UserError(f"no model is given; add --model ({names}, or a folder) or --config")
     config = request.config or _shipped_for(request.model)
     if config is not None:
         settings = read_settings(find_config(config), "configuration file")
@@ -308,11 +305,11 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
         if not equals or not all(key.split(".")):
             raise UserError(f"--set {change} is not of the form KEY=VALUE, for example --set mask.cdf=0.9")
         keys, value = key.split("."), parse_value(text, f"--set {key}")
-        if keys[1:] and keys[-1] == "source":  # another source has none of the settings of the one before
+        if keys[1:] and keys[-1] == "source":  # the previous source's settings do not apply to another
             keys, value = keys[:-1], {"source": value}
         settings = settings.changed(keys, value, f"--set {key}")
     if len(request.images) > 2:
-        raise UserError(f"--image is given {len(request.images)} times; give the first frame, and maybe the last")
+        raise UserError(f"expected at most 2 --image options, got {len(request.images)}; give first and last frame")
     options = {name: getattr(request, name) for name in _OPTIONS} | {"prompt": prompts[0] if prompts else None}
     options |= dict(zip(("image", "last_image"), map(str, request.images), strict=False))
     for name, value in options.items():
@@ -323,12 +320,12 @@ def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
 
 
 def _shipped_for(model: str | None) -> Path | None:
-    """Returns the shipped configuration of a tiny model's name, which has its video's size; None for other models."""
+    """Returns the shipped configuration of a tiny model, which sets its video size; None for other models."""
     return next((path for path in shipped_configs().glob(f"{TINY}*.yaml") if path.stem == model), None)
 
 
 def _require_results(generation: Generation, is_written_here: bool) -> None:
-    """Raises UserError for results over one another or over an input; and where they are written but cannot be."""
+    """Raises UserError if outputs would overwrite an input or each other, or cannot be written here."""
     config, origin, request = generation.config, generation.settings.origin, generation.request
     report = "--report" if request.report else "report"
     for output in generation.outputs if is_written_here else ():
@@ -352,19 +349,19 @@ def _require_results(generation: Generation, is_written_here: bool) -> None:
 
 
 def _origin(config: DbspConfig, changes: Sequence[str]) -> str | None:
-    """Returns where the settings come from: their file, and what was changed of it."""
+    """Returns the origin of the settings: their file, and the keys that --set changed."""
     if config.origin is None or not changes:
         return config.origin
     keys = ", ".join(change.partition("=")[0] for change in changes)
     if config.origin == DEFAULT_ORIGIN:
         return f"--set {keys}" if config.mask_is_named else DEFAULT_ORIGIN
-    return f"{shown_config(config.origin)}, but for {keys}"
+    return f"{shown_config(config.origin)}, except {keys}"
 
 
 def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -> tuple[str, ModelSignature]:
     model = request.model or config.model
     if model is None:
-        raise UserError(f"{request.config} does not say which model it is for; add --model")
+        raise UserError(f"{request.config} does not set model; add --model")
     identity = signature_of_model(model)
     if identity is None:
         names = [*GENERATED, *(f"{TINY}{name}" for name in TINY_MODELS)]
@@ -372,27 +369,27 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
         raise UserError(
             f"{option} {model}: neither a model that dbsp generate knows ({', '.join(names)}) nor a folder with "
             "model_index.json and transformer/config.json, as save_pretrained writes it"
-            f"{did_you_mean(Path(model).name.casefold(), names)}; other families run in a script, by "
-            f"dbsp_diffusers.enable: {page('diffusers')}"
+            f"{did_you_mean(Path(model).name.casefold(), names)}; for other models, call dbsp_diffusers.enable in a "
+            f"script: {page('diffusers')}"
         )
     require_same_model(config, identity)
     if identity.pipeline not in PIPELINES:
         raise UserError(
-            f"--model {model} is a {identity.pipeline}; db-SP generates with {', '.join(PIPELINES)}; others run in a "
-            f"script, by dbsp_diffusers.enable: {page('diffusers')}"
+            f"--model {model} is a {identity.pipeline}; dbsp generate supports {', '.join(PIPELINES)}; for others, "
+            f"call dbsp_diffusers.enable in a script: {page('diffusers')}"
         )
     spec = find_model_spec(model)
     other = published_model(identity)
     if spec is not None and other not in (None, spec) and other.hub == spec.hub:
         raise UserError(
-            f"--model {model}: its weights are in files next to {spec.hub}; merge them into a folder and give that as "
-            f"--model, with --config {spec.name}-{spec.mask}"
+            f"--model {model}: its weights are separate files beside {spec.hub}; merge them into a folder and give "
+            f"that folder as --model, with --config {spec.name}-{spec.mask}"
         )
     return model, identity
 
 
 def _default_strategy(rank_info: RankInfo, config: DbspConfig) -> Strategy:
-    """Divides heads within a node, and blocks between nodes where these have equally many ranks and the kernel can."""
+    """Splits heads within a node, and blocks between nodes if they have equally many ranks and the kernel can."""
     equal = rank_info.world % rank_info.nodes == 0
     ring = rank_info.nodes if equal and supports(config.kernel, KernelRequirements(lse=True)) else 1
     return Strategy(rank_info.world // ring, ring)

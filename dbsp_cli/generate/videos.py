@@ -1,4 +1,4 @@
-"""Makes the videos of `dbsp generate` on each rank: one pipeline as a user asks for it, one video after another."""
+"""Makes the videos of `dbsp generate` on each rank: loads one pipeline, and calls it for each video."""
 
 from __future__ import annotations
 
@@ -34,20 +34,19 @@ from dbsp_core.utils.files import TEMPORARY, write_atomically
 from dbsp_core.utils.process import log
 
 _FRAME = 480
-"""Pixels of a report's picture on its longer side."""
+"""Longer side of a report's picture, in pixels."""
 
 
 def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
-    """Makes the videos on this rank, together with the others; the environment has their ranks. Rank 0 writes.
+    """Makes the videos. Collective over the ranks named by the environment; rank 0 writes the files.
 
-    Each video's file appears when it is complete; an older one stays until then, and after a failure.
+    Each file appears when its video is complete; an older file stays until then, and after a failure.
 
     Returns:
-        On rank 0 what the attention of each video that was made did, None where no report could be made; nothing on
-        others.
+        On rank 0 each new video's report, None if the report failed; empty on other ranks.
 
     Raises:
-        UserError: The checkpoint is not whole.
+        UserError: The checkpoint is incomplete.
         OSError: A video could not be written.
     """
     from dbsp_diffusers.checkpoint import require_checkpoint
@@ -57,10 +56,10 @@ def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
     if tiny_architecture(generation.model) is None:
         require_checkpoint(generation.model)
     silence_libraries()
-    alone = os.environ["WORLD_SIZE"] == "1"  # a rank that waits for others in a collective would end too late
+    alone = os.environ["WORLD_SIZE"] == "1"  # a rank blocked in a collective would end too late
     with ending_in_order() if alone else nullcontext(), tempfile.TemporaryDirectory(prefix="dbsp-") as folder:
         model, tiny = generation.model, tiny_architecture(generation.model)
-        if tiny:  # by each rank, before it joins the others: transformers lets only the first of them save
+        if tiny:  # before ranks join: transformers would let only the first rank save
             model = str(make_tiny(tiny, Path(folder) / model))
         with process_group(device):
             outputs = outputs_left(generation, device)
@@ -68,7 +67,7 @@ def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
 
 
 def outputs_left(generation: Generation, device: torch.device) -> tuple[Output, ...]:
-    """Returns the videos to make, by rank 0's prompts and files: other nodes may have others. Collective."""
+    """Returns the videos to make, by rank 0's prompts and files: other nodes' may differ. Collective."""
     outputs = [generation.left]
     dist.broadcast_object_list(outputs, src=0, device=device)
     return outputs[0]
@@ -77,11 +76,11 @@ def outputs_left(generation: Generation, device: torch.device) -> tuple[Output, 
 def _make_videos(
     generation: Generation, outputs: tuple[Output, ...], model: str, device: torch.device, unwanted: Path
 ) -> dict[Output, RunReport | None]:
-    """Makes the videos; `unwanted` is the folder for reports that nobody asked for."""
+    """Makes the videos; `unwanted` is the folder for reports that were not requested."""
     from dbsp_diffusers import enable
     from dbsp_diffusers.models.transformers import transformers_in
 
-    # 1. The pipeline: db-SP comes after LoRA weights and offloading, and before compilation.
+    # 1. Load the pipeline; enable db-SP after LoRA weights and offloading, but before compilation
     settings = generation.config.generate
     features, from_video = generation.request.features, generation.request.video is not None
     pipe = load_pipeline(model, generation.identity, settings, features, device, from_video=from_video)
@@ -90,7 +89,7 @@ def _make_videos(
     counts = quantized_weights(transformers_in(pipe))
     session = enable(pipe, config)
     speed_up(transformers_in(pipe), features)
-    # 2. One video after another.
+    # 2. Make one video after another
     of_pipeline = arguments_of(pipe, settings, generation.frames, from_video=from_video)
     reports: dict[Output, RunReport | None] = {}
     observer = run_observer(session)
@@ -116,9 +115,9 @@ def _make_videos(
 
 
 def quantized_weights(transformers: Mapping[str, torch.nn.Module]) -> dict[str, tuple[int, int, int]]:
-    """Returns the number of each transformer's quantized linear layers, and bytes of their weights before and after.
+    """Returns each transformer's number of quantized linear layers, and bytes of their weights before and after.
 
-    Transformers without any are left out.
+    Omits transformers without quantized layers.
     """
     counts = {}
     for name, transformer in transformers.items():
@@ -128,7 +127,7 @@ def quantized_weights(transformers: Mapping[str, torch.nn.Module]) -> dict[str, 
             state = getattr(weight, "quant_state", None)
             if state is not None:  # bitsandbytes: packed numbers, with a scale for each group
                 sizes.append((state.shape.numel() * state.dtype.itemsize, weight.nbytes + state.absmax.nbytes))
-            elif hasattr(weight, "__tensor_flatten__"):  # torchao: one tensor of several, which looks as before
+            elif hasattr(weight, "__tensor_flatten__"):  # torchao: a tensor that wraps several
                 parts = [getattr(weight, part) for part in weight.__tensor_flatten__()[0]]
                 sizes.append((weight.numel() * weight.dtype.itemsize, sum(part.nbytes for part in parts)))
         if sizes:
@@ -138,7 +137,7 @@ def quantized_weights(transformers: Mapping[str, torch.nn.Module]) -> dict[str, 
 
 
 def _compile_seconds(features: Features) -> float:
-    """Returns the seconds that torch.compile has taken in this process, by its own count; 0 where it is not used."""
+    """Returns the seconds that torch.compile reports for this process; 0 if it is not used."""
     if not features.compile:
         return 0.0
     from torch._dynamo.utils import calculate_time_spent
@@ -160,16 +159,16 @@ def _first_frame(pictures: Any) -> str:
 
 
 def _sound(pipe: Any, made: Any) -> tuple[torch.Tensor, int] | None:
-    """Returns the sound that a pipeline made with its first video, [channels, samples], and its samples a second."""
+    """Returns the sound of a pipeline's first video, float32[channels, samples], and its sampling rate in Hz."""
     sound = getattr(made, "audio", None)
     return None if sound is None else (sound[0].float().cpu(), pipe.vocoder.config.output_sampling_rate)
 
 
 def _write(pictures: Any, path: Path, fps: int, sound: tuple[torch.Tensor, int] | None = None) -> None:
-    """Writes an mp4, which appears when it is complete; one that cannot be moved to its path is kept next to it.
+    """Writes an mp4 to a temporary folder next to `path`, then moves it there; keeps it if the move fails.
 
     Raises:
-        OSError: ffmpeg did not come to its end, or the path has been taken by something else.
+        OSError: ffmpeg did not finish the file, or something else took the path.
     """
     from diffusers.utils import encode_video, export_to_video
 
@@ -184,20 +183,20 @@ def _write(pictures: Any, path: Path, fps: int, sound: tuple[torch.Tensor, int] 
             else:
                 encode_video(pictures, fps, str(made), *sound)
         if not _whole(made):
-            raise OSError(f"{path} could not be written whole; ffmpeg says why above (is the disk full?)")
+            raise OSError(f"{path} could not be written completely; see ffmpeg's error above (is the disk full?)")
     except BaseException:
-        for _ in range(2):  # ffmpeg may have begun to write after an error
+        for _ in range(2):  # ffmpeg may still write after an error
             shutil.rmtree(folder, ignore_errors=True)
         raise
     try:
         made.replace(path)
     except OSError as error:
-        raise OSError(f"the video cannot be moved to its path ({error}); it is kept: {made}") from error
+        raise OSError(f"the video cannot be moved to its path ({error}); it is kept at {made}") from error
     folder.rmdir()
 
 
 def _whole(video: Path) -> bool:
-    """Returns True if ffmpeg came to the file's end, where it writes the index. diffusers does not ask it."""
+    """Returns True if ffmpeg wrote the file's end, which has the index. diffusers does not check this."""
     import imageio_ffmpeg
 
     try:
@@ -217,9 +216,9 @@ def load_pipeline(
     *,
     from_video: bool = False,
 ) -> Any:
-    """Loads a folder or repository on a device, with LoRA weights, quantized, or offloaded to the host.
+    """Loads a pipeline from a folder or repository, with LoRA weights, quantization and offloading.
 
-    Wan's VAE has float32 at least, as in diffusers' examples.
+    Wan's VAE is at least float32, as in diffusers' examples.
     """
     from dbsp_diffusers.checkpoint import load_stock_pipeline
 
@@ -250,7 +249,7 @@ def load_pipeline(
 
 
 def _quantization(name: str, identity: ModelSignature) -> Any:
-    """Returns diffusers' settings for weights of the transformers in this format."""
+    """Returns diffusers' configuration that quantizes the transformers to this format."""
     import diffusers
 
     parts = TRANSFORMERS if identity.variant == "two" else TRANSFORMERS[:1]
@@ -265,23 +264,23 @@ def _quantization(name: str, identity: ModelSignature) -> Any:
 
 
 def speed_up(transformers: Mapping[str, torch.nn.Module], features: Features) -> None:
-    """Gives transformers a cache, and compiles their blocks, after db-SP is enabled on them."""
+    """Enables the step cache and compiles the transformers' blocks; call it after db-SP is enabled."""
     from dbsp_diffusers.models import architecture_of
 
     threshold = features.cache_threshold()
     for transformer in transformers.values():
         if threshold is not None:
             cache_first_block(transformer, threshold)
-        if features.compile:  # not compile_repeated_blocks, which knows no blocks of CogVideoX
+        if features.compile:  # compile_repeated_blocks does not know CogVideoX's blocks
             for block in architecture_of(transformer).blocks_of(transformer):
                 block.compile()
 
 
 def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *, from_video: bool) -> dict[str, Any]:
-    """Returns the arguments of a pipeline's call but for the prompt and the noise.
+    """Returns the arguments of a pipeline's call except the prompt and the generator.
 
     Args:
-        frames: Images of the first frame and of the last, or of the video to start from, in the video's size.
+        frames: The first and last frame, or the frames of the source video, in the new video's size.
     """
     from PIL import Image
 
@@ -302,7 +301,7 @@ def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *
     arguments["num_frames"] = settings.num_frames
     if "reference_images" not in parameters:
         return arguments | dict(zip(("image", "last_image"), frames, strict=False))
-    # VACE invents the frames between, as in xDiT
+    # VACE generates the frames between, as in xDiT
     first, last = frames
     between, size = (settings.num_frames or 0) - 2, first.size
     arguments["video"] = [first, *[Image.new("RGB", size, (128, 128, 128))] * between, last]

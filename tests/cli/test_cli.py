@@ -180,15 +180,15 @@ MISTAKES = [
     (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
     (
         ["generate", "--model", "qwen-image", "--prompt", "x"],
-        "other families run in a script, by dbsp_diffusers.enable",
+        "for other models, call dbsp_diffusers.enable in a script",
     ),
     (
         ["generate", "--model", "minimax-h3", "--prompt", "x"],
-        "--model minimax-h3 is a MiniMaxH3ModularPipeline; db-SP generates with WanPipeline",
+        "--model minimax-h3 is a MiniMaxH3ModularPipeline; dbsp generate supports WanPipeline",
     ),
     (
         ["generate", "--model", "hunyuanvideo", "--prompt", "x", "--negative-prompt", "y"],
-        "negative_prompt=y has no effect: hunyuanvideo has no unconditional pass; leave it out",
+        "negative_prompt=y has no effect: hunyuanvideo has no unconditional pass; remove negative_prompt",
     ),
     (["generate", "--model", "ltx-2", "--prompt", "x", "--num-frames", "240"], "must be 8k + 1 for LTX-2"),
     (["plan", "MASK"], "--gpus"),

@@ -75,7 +75,7 @@ def test_configuration_of_another_model_is_rejected():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--prompt x", "nothing says which model; give --model"),
+        ("--prompt x", "no model is given; add --model"),
         ("--config tiny-wan --prompt x --model wan2.1-t2v-14b", "is for tiny-wan, the model is wan2.1-t2v-14b"),
         ("--config tiny-wan --prompt x --set mask.density=2", "--set mask.density: density=2.0 must lie between"),
         ("--config tiny-wan --prompt x --set model.x=1", "--set model.x: 'model' is 'tiny-wan', not a mapping"),

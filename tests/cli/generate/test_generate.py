@@ -113,7 +113,7 @@ def test_a_rank_that_dies_is_named_and_leaves_nothing_half_written(tmp_path):
     done = run(line)
     assert done.returncode == 1, done.stderr
     assert "dbsp: rank 1 was killed by signal 9; out of memory? see dmesg" in done.stderr
-    assert done.stderr.count(f"dbsp: --out {out} exists and is replaced") == 1
+    assert done.stderr.count(f"dbsp: --out {out} already exists and will be replaced") == 1
     assert "the memory ran out" in done.stderr
     assert out.read_text() == "an older video"
     assert {path.name for path in tmp_path.iterdir()} == {"ball.mp4"}

@@ -50,8 +50,8 @@ def transparent(mode):
 @pytest.mark.parametrize(
     ("image", "options", "message"),
     [
-        (Image.fromarray(GREY.astype(np.uint16) * 257), {}, "has values of more than 8 bits, .*; save 8 bits"),
-        (Image.fromarray(GREY.astype(np.float32)), {}, "has values of more than 8 bits, .*; save 8 bits"),
+        (Image.fromarray(GREY.astype(np.uint16) * 257), {}, "has values of more than 8 bits, .*; save it with 8 bits"),
+        (Image.fromarray(GREY.astype(np.float32)), {}, "has values of more than 8 bits, .*; save it with 8 bits"),
         (transparent("RGB"), {}, "has transparent parts, .*; save it on a background"),
         (transparent("L"), {}, "has transparent parts, .*; save it on a background"),
         (Image.fromarray(GREY).convert("P"), {"transparency": 0}, "has transparent parts"),
@@ -95,7 +95,7 @@ class TestLora:
         ("weights", "message"),
         [
             (lora("base_model.model.blocks.{}.attn1.to_q.lora_{}.weight"), "as pipe.save_lora_weights writes them$"),
-            (lora("text_encoder.block.{}.q.lora_{}.weight"), "none of its 4 weights is of a transformer"),
+            (lora("text_encoder.block.{}.q.lora_{}.weight"), "none of its 4 weights belongs to a transformer"),
             (
                 lora("transformer.layers.{}.attn.q.lora_{}.weight"),
                 r"modules \(layers.0.attn.q, …\) are not in the model",
@@ -137,10 +137,10 @@ class TestLora:
         save_file(lora("diffusion_model.blocks.{}.self_attn.q.lora_{}.weight"), "a.safetensors")
         save_file(lora() | lora("transformer.blocks.{}.attn2.add_k_proj.lora_{}.weight"), "b.safetensors")
         with_lora(tmp_path, "a.safetensors:transformer", "b.safetensors:transformer_2=0.5", model="tiny-wan2.2")
-        with pytest.raises(UserError, match=r"^--lora a.safetensors: tiny-wan2.2 has two transformers; name the one"):
+        with pytest.raises(UserError, match=r"^--lora a.safetensors: tiny-wan2.2 has two transformers; name one of"):
             with_lora(tmp_path, "a.safetensors", model="tiny-wan2.2")
         with_lora(tmp_path, "a.safetensors:transformer=0.5")
-        with pytest.raises(UserError, match=r"^--lora a.safetensors: tiny-wan has one transformer; leave out :trans"):
+        with pytest.raises(UserError, match=r"^--lora a.safetensors: tiny-wan has one transformer; remove :trans"):
             with_lora(tmp_path, "a.safetensors:transformer_2")
 
 
@@ -168,9 +168,9 @@ class TestSourceVideo:
         ("video", "message"),
         [
             ({"width": 64, "height": 128}, "is 64×128: more than half of it would be cut off in a video of 96×64"),
-            ({"frames": 6}, "too few frames: 6 frames at 16 a second, and the video has 9; set generate.num_frames=5"),
-            ({"frames": 9, "fps": 32}, "too few frames: 5 frames at 16 a second, .*; set generate.num_frames=5"),
-            (bytes(range(256)), "has no pictures"),
+            ({"frames": 6}, "too few frames: got 6 frames at 16 a second, expected 9; set generate.num_frames=5"),
+            ({"frames": 9, "fps": 32}, "too few frames: got 5 frames at 16 a second, .*; set generate.num_frames=5"),
+            (bytes(range(256)), "has no frames that ffmpeg can read"),
             (POINTER.encode(), "is a pointer of Git LFS"),
         ],
     )
@@ -206,7 +206,7 @@ class TestCheckpoint:
         with pytest.raises(UserError, match=r"^checkpoint .*/tiny cannot be loaded: "):
             load_stock_pipeline(str(tiny), None, from_image=False, flow_shift=None)
         (tiny / "model_index.json").write_text(json.dumps(index | {"_class_name": ["my_pipeline", "Mine"]}))
-        with pytest.raises(UserError, match=r"^--model .*/tiny is .*; db-SP generates with WanPipeline"):
+        with pytest.raises(UserError, match=r"^--model .*/tiny is .*; dbsp generate supports WanPipeline"):
             decided(tmp_path, config=None, model=str(tiny))
 
     @pytest.mark.parametrize(

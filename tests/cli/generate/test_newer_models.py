@@ -144,7 +144,7 @@ def test_a_size_that_ltx2_would_reject_is_rejected_before_weights_are_loaded(tmp
 def test_a_cache_that_diffusers_lacks_is_rejected_before_weights_are_loaded(tmp_path, model):
     folder = make_checkpoint(model, tmp_path / "checkpoint")
     request = GenerationRequest(model=folder, prompt=PROMPT, features=Features(cache="first-block"), **SIZE)
-    with pytest.raises(UserError, match=r"^--cache: diffusers does not cache a .* leave it out$"):
+    with pytest.raises(UserError, match=r"^--cache: diffusers cannot cache a .* remove --cache$"):
         resolve(request, RankInfo())
 
 

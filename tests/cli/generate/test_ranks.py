@@ -82,11 +82,11 @@ class TestJoining:
         [
             (
                 PYTORCH_JOB,
-                "^RANK='1', WORLD_SIZE='2' name one of several ranks, but LOCAL_RANK is missing or not a number; s",
+                "^RANK='1', WORLD_SIZE='2' say that there are several ranks, but LOCAL_RANK is missing or not a n",
             ),
             (TORCHRUN | {"WORLD_SIZE": "²"}, "but WORLD_SIZE is missing or not a number"),
             (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "but WORLD_SIZE is missing"),  # more digits than Python reads
-            ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "but MPI_LOCALRANKID is missing .* unset PMI_RANK and PMI_SIZE for"),
+            ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "but MPI_LOCALRANKID is missing .* unset PMI_RANK and PMI_SIZE to"),
             (MPICH, "set MASTER_ADDR to rank 0's host, with Slurm: export"),
             (TORCHRUN | MEETING | {"MASTER_PORT": "http"}, "^MASTER_PORT must be 1 to 65535, got 'http'"),
             (TORCHRUN | MEETING | {"MASTER_PORT": "65536"}, "^MASTER_PORT must be 1 to 65535, got '65536'"),
@@ -112,9 +112,7 @@ def test_there_is_a_rank_for_each_gpu(monkeypatch, gpus, nproc, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert processes_here(nproc) == count
     if gpus:
-        with pytest.raises(
-            UserError, match=f"--nproc {gpus + 1} is more than the {gpus} GPUs of this computer; a GPU"
-        ):
+        with pytest.raises(UserError, match=f"--nproc {gpus + 1} exceeds the {gpus} GPUs of this machine, each"):
             processes_here(gpus + 1)
 
 

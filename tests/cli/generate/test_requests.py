@@ -130,28 +130,28 @@ class TestVideos:
         for name in ("0.mp4", "1.mp4"):
             (tmp_path / name).write_text("somebody's")
         (said,) = decided(tmp_path, out=str(tmp_path / "1.mp4")).warnings
-        assert re.match(r"--out .*/1.mp4 exists and is replaced when the video is complete; give another --out", said)
+        assert re.match(r"--out .*/1.mp4 already exists and will be replaced on completion; change --out", said)
         several = {"videos": 3, "out": str(tmp_path / "{index}.mp4")}
         (said,) = decided(tmp_path, **several).warnings
-        assert re.match(r"--out .*/0.mp4 and 1 more exist and are replaced", said)
+        assert re.match(r"--out .*/0.mp4 and 1 more already exist and will be replaced", said)
         assert decided(tmp_path, resume=True, **several).warnings == ()
 
 
 PATTERNS = {
     "v.mp4": "names one file for several of 3 videos; put {index} in the name",
-    "{number}.mp4": "use the fields {index}, {seed}, or double the braces of a name",
-    "{.mp4": "use the fields {index}, {seed}",
-    "{index.unreal}.mp4": "use the fields {index}, {seed}",
+    "{number}.mp4": "has an unknown field; use {index} or {seed}, and double all other braces",
+    "{.mp4": "has an unknown field; use {index} or {seed}",
+    "{index.unreal}.mp4": "has an unknown field; use {index} or {seed}",
     "{index}.avi": "must end in .mp4",
 }
 FEATURES = [
-    ({"offload": "disk"}, "--offload disk: use model, sequential"),
-    ({"offload": "model"}, "--offload needs a GPU; without one, weights are in the host's memory already"),
-    ({"quantize": "int3"}, "--quantize int3: use int8, fp8, nf4"),
-    ({"quantize": "nf4"}, "--quantize nf4 needs a GPU, which bitsandbytes computes on; without one, use int8 or fp8"),
+    ({"offload": "disk"}, "--offload disk is unknown; use one of model, sequential"),
+    ({"offload": "model"}, "--offload needs a GPU: on CPUs, weights are in host memory already; remove --offload"),
+    ({"quantize": "int3"}, "--quantize int3 is unknown; use one of int8, fp8, nf4"),
+    ({"quantize": "nf4"}, "--quantize nf4 needs a GPU for bitsandbytes; on CPUs, use int8 or fp8"),
     ({"quantize": "int8"}, "torchao is not installed; pip install torchao"),
-    ({"cache": "teacache"}, "--cache teacache: use first-block, or first-block=0.1 with a threshold above 0"),
-    ({"cache": "first-block=much"}, "--cache first-block=much: use first-block, or first-block=0.1"),
+    ({"cache": "teacache"}, "--cache teacache is invalid; use first-block, or first-block=0.1 with a threshold"),
+    ({"cache": "first-block=much"}, "--cache first-block=much is invalid; use first-block, or first-block=0.1"),
     ({"lora": ("a=b",)}, "--lora a=b: 'b' is not a number"),
 ]
 IMAGES = [
@@ -168,20 +168,20 @@ IMAGES = [
         ["wide.png"],
         "takes 2 images, the first frame and then the last, got 1; give",
     ),
-    ("tiny-wan-vace", ["wide.png"] * 3, "^--image is given 3 times; give the first frame, and maybe the last$"),
+    ("tiny-wan-vace", ["wide.png"] * 3, "^expected at most 2 --image options, got 3; give first and last frame$"),
 ]
 REJECTED = [
     ({"prompt": None}, "there is no prompt; give one with --prompt"),
-    ({"prompt": "@empty.txt"}, "^--prompt: .*has no prompts; write one a line$"),
+    ({"prompt": "@empty.txt"}, "^--prompt: .*has no prompts; write one per line$"),
     ({"prompt": "@binary.txt"}, "^--prompt: .*is not text in UTF-8$"),
     ({"prompt": "@large.txt"}, "^large.txt has 1 TiB, too much for text; give the path of a text file$"),
     ({"prompt": "@pointer.txt"}, "^--prompt: file pointer.txt is a pointer of Git LFS, not the file itself; fetch"),
-    ({"prompt": "@gone.txt"}, "^--prompt: .*gone.txt does not exist; give a text, or @FILE with one prompt a line$"),
+    ({"prompt": "@gone.txt"}, "^--prompt: .*gone.txt does not exist; give a text, or @FILE with one prompt per line$"),
     ({"changes": ["source=dense"]}, "unknown key 'source'"),
     ({"changes": ["machine=h300"]}, "--set machine: no hardware 'h300'; use a800"),
     *(({"videos": 3, "out": out}, re.escape(said)) for out, said in PATTERNS.items()),
     *(
-        ({"videos": videos}, f"--videos {videos} must be at least 1, and all videos at most 100,000")
+        ({"videos": videos}, f"--videos {videos} is out of range; use at least 1 a prompt, 100,000 in all at most")
         for videos in (0, -1, 100_001)
     ),
     ({"video": Path("gone.mp4")}, "--video gone.mp4 does not exist; give a video file, such as an mp4"),
@@ -295,7 +295,7 @@ class TestPaths:
         decided(tmp_path, config=None, model="tiny-wan2.2")
         (tmp_path / "masks" / "transformer_2").mkdir(parents=True)
         (tmp_path / "masks" / "transformer_2" / "index.json").touch()
-        with pytest.raises(UserError, match=r"^\$DBSP_RECORD .*/masks has a recording already"):
+        with pytest.raises(UserError, match=r"^\$DBSP_RECORD .*/masks already has a recording"):
             decided(tmp_path, config=None, model="tiny-wan2.2")
 
     @pytest.mark.parametrize("name", ["report.json", "latents.safetensors"])
@@ -303,7 +303,7 @@ class TestPaths:
         asked = {"videos": 2, "out": str(tmp_path / "{index}.mp4"), "report": tmp_path / "r"}
         decided(tmp_path, **asked)
         (tmp_path / "r" / "1" / name).mkdir(parents=True)
-        with pytest.raises(UserError, match=rf"^--report .*/r/1: {name} there is a folder; remove it"):
+        with pytest.raises(UserError, match=rf"^--report .*/r/1: its {name} is a folder; remove it"):
             decided(tmp_path, **asked)
         (tmp_path / "r2").mkdir()
         (tmp_path / "r2" / "0").touch()

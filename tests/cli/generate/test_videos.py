@@ -224,7 +224,7 @@ class TestPaths:
 
         monkeypatch.setattr(diffusers.utils, "export_to_video", cut_short)
         (tmp_path / "ball.mp4").write_bytes(b"an older video")
-        with pytest.raises(OSError, match=r"ball.mp4 could not be written whole; ffmpeg says why above"):
+        with pytest.raises(OSError, match=r"ball.mp4 could not be written completely; see ffmpeg's error above"):
             videos._write(pictures, tmp_path / "ball.mp4", 16)
         assert (tmp_path / "ball.mp4").read_bytes() == b"an older video"
         assert names(tmp_path) == {"ball.mp4"}
