@@ -1,4 +1,4 @@
-"""How far two videos, or the latents of two runs, are apart: PSNR and SSIM. Needs imageio."""
+"""Compares the videos and latents of two runs: PSNR and SSIM. Needs imageio."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dbsp_core.utils.errors import UserError
 from dbsp_kernels.errors import install_command
 
 VIDEO, LATENTS = "video.mp4", "latents.safetensors"
-"""The files of a report's folder that are compared."""
+"""The files in a report's folder to compare."""
 _SIGMA, _RADIUS = 1.5, 5
-"""Of the Gaussian window of SSIM, in pixels."""
+"""Standard deviation and radius of SSIM's Gaussian window, in pixels."""
 
 
 def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
-    """Compares the videos of two report folders, each of which has one mp4.
+    """Compares the videos of two report folders, which have one mp4 each.
 
     Returns:
         psnr: In dB over all frames, infinite for equal videos.
         ssim: Mean over frames.
 
     Raises:
-        UserError: A folder has no video or several, one cannot be read, or sizes or numbers of frames differ.
+        UserError: A folder has no video or several, a video cannot be read, or frame sizes or counts differ.
     """
     squared_error, values, similarities = 0.0, 0, []
     for frame, other in zip_longest(_frames(a), _frames(b)):
@@ -38,9 +38,9 @@ def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
             raise UserError(f"the video of {a if frame is None else b} has fewer frames than the other")
         if frame.shape != other.shape:
             sizes = " and ".join(f"{image.shape[1]}×{image.shape[0]}" for image in (frame, other))
-            raise UserError(f"the videos have frames of {sizes}")
+            raise UserError(f"the videos have different frame sizes, {sizes}")
         if min(frame.shape[:2]) <= 2 * _RADIUS:
-            raise UserError(f"frames of {frame.shape[1]}×{frame.shape[0]} are smaller than the window of SSIM, 11×11")
+            raise UserError(f"frames of {frame.shape[1]}×{frame.shape[0]} are smaller than SSIM's window of 11×11")
         squared_error += float(((frame - other) ** 2).sum())
         values += frame.size
         similarities.append(structural_similarity(frame, other))
@@ -51,7 +51,7 @@ def compare_latents(a: Path, b: Path) -> dict[str, float | None]:
     """Compares the final latents of two report folders.
 
     Returns:
-        latents_psnr: In dB, against the range of those in folder a.
+        latents_psnr: In dB, relative to the value range in folder a.
 
     Raises:
         UserError: A folder has no latents, they cannot be read, or shapes differ.
@@ -61,23 +61,23 @@ def compare_latents(a: Path, b: Path) -> dict[str, float | None]:
         try:
             both.append(load_file(folder / LATENTS)["latents"].double())
         except (OSError, SafetensorError, KeyError) as error:
-            raise UserError(f"{folder} has no {LATENTS} that can be read") from error
+            raise UserError(f"{folder} has no readable {LATENTS}") from error
     expected, latents = both
     if expected.shape != latents.shape:
-        raise UserError(f"the latents have shapes {list(expected.shape)} and {list(latents.shape)}")
+        raise UserError(f"the latents have different shapes, {list(expected.shape)} and {list(latents.shape)}")
     value_range = float(expected.max() - expected.min())
     return {"latents_psnr": _psnr(float((expected - latents).square().mean()), value_range)}
 
 
 def _frames(folder: Path) -> Iterator[np.ndarray]:
-    """Yields frames, float64[H, W, 3] in [0, 1]. Raises UserError where there is no one video."""
+    """Yields frames, float64[H, W, 3] in [0, 1]. Raises UserError unless exactly one mp4 can be read."""
     try:
         import imageio.v3 as imageio
     except ImportError as error:
         raise UserError(f"{error.name} is needed to compare videos; {install_command('diffusers')}") from error
     videos = list(folder.glob("*.mp4"))
     if len(videos) != 1:
-        raise UserError(f"{folder} has {len(videos) or 'no'} videos; put one mp4 there")
+        raise UserError(f"{folder} has {len(videos) or 'no'} videos, expected one; put exactly one mp4 there")
     try:
         for frame in imageio.imiter(videos[0], plugin="FFMPEG"):
             yield np.asarray(frame, dtype=np.float64) / 255
@@ -86,7 +86,7 @@ def _frames(folder: Path) -> Iterator[np.ndarray]:
 
 
 def structural_similarity(frame: np.ndarray, other: np.ndarray) -> float:
-    """Returns the SSIM of two frames (Wang et al., 2004, §III.B), mean over pixels and colours.
+    """Returns the SSIM of two frames (Wang et al., 2004, §III.B), mean over pixels and colors.
 
     Args:
         frame, other: float64[H, W, 3] in [0, 1], of at least 11 × 11 pixels.

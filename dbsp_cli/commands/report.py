@@ -1,4 +1,4 @@
-"""`dbsp report`: what a run did, or how two runs differ."""
+"""`dbsp report`: shows the report of a run, or compares two runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ from dbsp_core.utils.files import in_bytes
 
 
 def report_command(
-    runs: Annotated[
-        list[Path], typer.Argument(help="One run, or two to compare: report folders or report.json files.", **PATH)
-    ],
+    runs: Annotated[list[Path], typer.Argument(help="One or two runs: report folders or report.json files.", **PATH)],
     as_json: JsonFlag = False,
 ) -> None:
-    """Show the report of a run, or compare two: settings, density, ρ_s, seconds, and their videos."""
+    """Show the report of a run, or compare two runs: settings, density, ρ_s, seconds and videos."""
     if len(runs) > 2:
-        raise UserError(f"dbsp report takes one run or two, got {len(runs)}")
+        raise UserError(f"dbsp report takes one or two runs, got {len(runs)}")
     tables, values = show_run(RunReport.read(runs[0])) if len(runs) == 1 else compare_runs(*runs)
     if as_json:
         print_json(**values)
@@ -35,7 +33,7 @@ def report_command(
 
 
 def show_run(report: RunReport) -> tuple[list[TextTable], dict[str, Any]]:
-    """Returns the tables of one run, its main numbers and its layers, and what --json prints."""
+    """Returns the tables of one run (main numbers, layers) and the values for --json."""
     names = ("model", "framework", "world_size", "strategy", "planner", "seconds")
     layers = [
         {"layer": layer, "seconds": totals.attention_s, **asdict(totals)} for layer, totals in report.layers().items()
@@ -44,7 +42,7 @@ def show_run(report: RunReport) -> tuple[list[TextTable], dict[str, Any]]:
     values |= {name: getattr(report, name) for name in ("skipped", "quantized", "compile_s", "video")}
     compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
     title = f"{report.model}, db-SP in {report.framework} on {report.world_size} ranks"
-    caption = f"{in_seconds(report.seconds)}; final latents against one process: {compared}"
+    caption = f"{in_seconds(report.seconds)}; final latents against a single process: {compared}"
     words = ("what", "value", "note")
     tables = [
         TextTable(title, words, headline(report), left=words),
@@ -63,14 +61,14 @@ _NUMBERS = (
     ("attention, slowest rank", "attention_s", "s"),
     ("sent, sum", "bytes_sent", "bytes"),
 )
-"""Totals of a run that are compared: name, field of `Totals`, unit."""
+"""Totals to compare: name, field of `Totals`, unit."""
 
 
 def compare_runs(a: Path, b: Path) -> tuple[list[TextTable], dict[str, Any]]:
-    """Compares settings, numbers, videos and latents of two runs; returns the table, and what --json prints."""
+    """Compares settings, numbers, videos and latents of two runs; returns the table and the values for --json."""
     reports = [RunReport.read(path) for path in (a, b)]
     rows: list[tuple[str, str, str, str]] = []
-    # 1. Settings that differ, with None where a run lacks one
+    # 1. Settings that differ; None if a run lacks the setting
     before, after = map(_context, reports)
     settings = [{"what": key, "a": before.get(key), "b": after.get(key)} for key in before | after]
     settings = [setting for setting in settings if setting["a"] != setting["b"]]
@@ -105,7 +103,7 @@ def compare_runs(a: Path, b: Path) -> tuple[list[TextTable], dict[str, Any]]:
 
 
 def _context(report: RunReport) -> dict[str, Any]:
-    """Returns everything that was known before the run began, and the strategies used."""
+    """Returns a run's model, framework, settings, software and hardware, and the strategies used."""
     environment = report.environment
     settings = {key: value for key, value in environment.settings.items() if key not in ("report", "record")}
     return {

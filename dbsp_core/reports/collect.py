@@ -1,4 +1,4 @@
-"""Makes one report, and its files, from the records of all ranks, which synchronise once after a run."""
+"""Makes a report and its files from all ranks' records, in one synchronization after a run."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def require_report_folder(folder: Path, what: str) -> None:
     require_folder_path(folder, what)
     for name in (REPORT, PAGE, PICTURE, LATENTS):
         if os.path.isdir(folder / name):
-            raise UserError(f"{what} {folder}: {name} there is a folder; remove it, or give another path")
+            raise UserError(f"{what} {folder}: its {name} is a folder; remove it, or give another path")
 
 
 def is_writer(group: SequenceGroup) -> bool:
-    """Returns True if this rank writes the files: the first of all groups that share prompts or CFG passes."""
+    """Returns True if this rank writes the files: rank 0 of its sequence group and of all ranks."""
     return group.rank == 0 and SequenceGroup.from_group().rank == 0
 
 
 def make_report(session: AttentionSession, model: str, framework: str) -> RunReport:
-    """Makes the report of the session's observer on every rank. Collective, after a run that succeeded.
+    """Makes the report from the session's observer, on every rank. Collective; call it after a successful run.
 
     Raises:
-        UserError: If nothing was collected, or a rank does not take part or had other plans.
+        UserError: Nothing was collected, or a rank does not take part or had other plans.
     """
     observer = run_observer(session)
     if observer is None:
@@ -62,10 +62,10 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
     calls, group = list(observer.calls), session.group.auxiliary(REPORTS)
     group.barrier()
     shared = [(c.layer, c.forward, c.strategy, c.replanned, c.numbers, c.work.tolist()) for c in calls]
-    message = "what was collected for the report differs on rank(s) {}; all ranks must take part in the same runs"
+    message = "the attentions collected for the report differ on rank(s) {}; run the same calls on all ranks"
     agree(group, {message: fingerprint_of(shared)})
     if not calls:
-        raise UserError("there is nothing to report: no attention of db-SP has run; run the model first")
+        raise UserError("nothing to report: no attention has run with db-SP; run the model first")
     # 2. Seconds and bytes of every rank, float64[P, calls, 4], exact to 2^53 bytes
     measured = [(seconds_between(c.started, c.ended), *c.sent[:3]) for c in calls]
     of_ranks = group.all_gather(torch.tensor(measured, device="cpu").double())
@@ -77,7 +77,7 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
         of_layer = [call for call in calls if call.layer == layer]
         work[str(layer)] = np.sum([call.work for call in of_layer], axis=0).tolist()
         before[str(layer)] = np.sum([call.work_before for call in of_layer], axis=0).tolist()
-    # 4. The strategy in words, such as "auto: 30 U4R2, 10 U8R1" if it was chosen by call
+    # 4. The strategy in words, such as "auto: 30 U4R2, 10 U8R1" if it was chosen per call
     used = [call.strategy for call in calls]
     chosen = ", ".join(f"{used.count(name)} {name}" for name in sorted(set(used)))
     return RunReport(
@@ -102,12 +102,12 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
 def write_report_files(
     report: RunReport, session: AttentionSession, folder: Path, records: Mapping[int, Plan] | None = None
 ) -> None:
-    """Writes report.json, report.html, balance.png and a pipeline's final latents, each whole or not at all.
+    """Writes report.json, report.html, balance.png and a pipeline's final latents, each atomically.
 
-    `records` are the plans in balance.png by layer, by default the session's. It is left out without matplotlib.
+    `records` (plans by layer, default: the session's) are drawn in balance.png, which needs matplotlib.
     """
     folder = user_path(folder)
-    with contextlib.suppress(ImportError):  # the page has it too
+    with contextlib.suppress(ImportError):  # no picture without matplotlib
         write_atomically(folder / PICTURE, balance_picture(session.records if records is None else records))
     observer = run_observer(session)
     latents = None if observer is None else observer.latents
@@ -117,7 +117,7 @@ def write_report_files(
 
 
 def write_page(report: RunReport, folder: Path, frame: str = "") -> None:
-    """Writes report.html and report.json, over those without the video; `frame` as in `report_page`."""
+    """Writes report.html and report.json, replacing those without the video; `frame` as in `report_page`."""
     write_atomically(folder / PAGE, report_page(report, frame))
     report.write(folder / REPORT)
 

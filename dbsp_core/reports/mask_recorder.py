@@ -1,4 +1,4 @@
-"""Records the masks of a run in a folder, as mask files. The run goes on if this fails."""
+"""Records a run's masks as mask files in a folder. An error stops the recording, not the run."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dbsp_core.utils.files import parse_size, require_folder_path, write_atomica
 from dbsp_core.utils.process import RECORD, RECORD_EVERY, RECORD_LAYERS, RECORD_LIMIT, environment_value, log
 
 INDEX = "index.json"
-_TAKEN = "has a recording already, maybe of another run at this time; give another folder, or remove it"
+_TAKEN = "already has a recording, maybe of a run in progress; give another folder, or remove it"
 
 
 def require_new_recording(folder: Path, what: str) -> None:
-    """Raises UserError unless masks can be recorded to the folder, which has no recording yet, of one model or two."""
+    """Raises UserError if masks cannot be recorded to the folder, or it has a recording, of one transformer or two."""
     require_folder_path(folder, what)
     if any(os.path.lexists(recording / INDEX) for recording in (folder, *folder.glob("transformer*"))):
         raise UserError(f"{what} {folder} {_TAKEN}")
@@ -36,21 +36,21 @@ def require_new_recording(folder: Path, what: str) -> None:
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Settings of a `MaskRecorder`; it writes nothing without a folder."""
+    """Settings of a `MaskRecorder`; without a folder, nothing is recorded."""
 
     folder: str | None = None
-    every: int = 1  # distance of the recorded steps
-    layers: frozenset[int] | None = None  # the recorded layers; None: all
-    limit: int = 2 * 2**30  # most bytes on disk
+    every: int = 1  # record steps that are multiples of this
+    layers: frozenset[int] | None = None  # layers to record; None: all
+    limit: int = 2 * 2**30  # maximum bytes on disk
 
     @classmethod
     def from_environment(cls, folder: str | None) -> RecordSettings:
-        """Settings for a folder, from the environment; None: nothing is recorded."""
+        """Reads the settings from the environment, if there is a folder."""
         if folder is None:
             return cls()
         every = environment_value(RECORD_EVERY) or "1"
         if not re.fullmatch(r"\d{1,9}", every.strip()):
-            raise UserError(f"{RECORD_EVERY} must be a number of steps, got {every!r}; 1 keeps every step")
+            raise UserError(f"{RECORD_EVERY} must be a number of steps, got {every!r}; 1 records every step")
         layers, limit = environment_value(RECORD_LAYERS), environment_value(RECORD_LIMIT) or "2GiB"
         return cls(folder, max(1, int(every)), parse_layers(layers) if layers else None, parse_size(limit))
 
@@ -61,13 +61,13 @@ def parse_layers(text: str) -> frozenset[int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,5})(?:-(\d{1,5}))?\s*", part)
         if match is None:
-            raise UserError(f"layers {text!r} are not of the form '0,5,10-12'")
+            raise UserError(f"layers {text!r} must have the form '0,5,10-12'")
         layers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return frozenset(layers)
 
 
 def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
-    """Makes a method of the recorder stop the recording with a notice where it would raise."""
+    """Wraps a method of the recorder: an error stops the recording with a warning."""
 
     @functools.wraps(method)
     def guarded(self: MaskRecorder, *args: Any, **options: Any) -> None:
@@ -84,8 +84,8 @@ def _never_raises(method: Callable[..., None]) -> Callable[..., None]:
 class MaskRecorder(SessionObserver):
     """Writes the masks of one session to a folder.
 
-    A mask is written once for all layers and steps that have it, as a mask file named by its fingerprint. Memory holds
-    the packed masks of one forward pass. index.json has the mask of each layer in each finished pass.
+    Each distinct mask is written once, to a mask file named by its fingerprint; index.json lists the mask of each
+    layer in each finished pass. Memory holds the packed masks of one forward pass.
     """
 
     settings: RecordSettings
@@ -93,18 +93,18 @@ class MaskRecorder(SessionObserver):
     active: bool = True  # False on all ranks but the first, and after `stop`
     bytes_written: int = 0
     stopped: str | None = None
-    _names: dict[Hashable, str] = field(default_factory=dict)  # of masks, by the session's key
-    _pending: dict[str, bytes] = field(default_factory=dict)  # mask files that may have to be written
+    _names: dict[Hashable, str] = field(default_factory=dict)  # masks' names by the session's key
+    _pending: dict[str, bytes] = field(default_factory=dict)  # contents of masks not written yet
     _written: set[str] = field(default_factory=set)
-    _moment: DenoisingStep | None = None  # of the pass that runs
-    _of_layers: dict[int, str] = field(default_factory=dict)  # the pass's masks of recorded layers
-    _used: set[str] = field(default_factory=set)  # all masks of the pass
+    _moment: DenoisingStep | None = None  # of the current pass
+    _of_layers: dict[int, str] = field(default_factory=dict)  # names of the pass's masks by recorded layer
+    _used: set[str] = field(default_factory=set)  # names of all masks in the pass
     _passes: list[dict[str, Any]] = field(default_factory=list)
     _claimed: bool = False
 
     @classmethod
     def from_environment(cls, folder: str | None, group: SequenceGroup, layers: int) -> MaskRecorder:
-        """Creates the recorder that writes to `folder`, or none; see `RecordSettings.from_environment`."""
+        """Creates a recorder that writes to `folder`, if any; see `RecordSettings.from_environment`."""
         single = not (dist.is_available() and dist.is_initialized())
         first, settings = group.rank == 0 and (single or dist.get_rank() == 0), RecordSettings()
         try:
@@ -145,11 +145,11 @@ class MaskRecorder(SessionObserver):
             self._finish()
 
     def stop(self, why: str) -> None:
-        """Ends the recording, with a notice and an entry in the index."""
+        """Stops the recording with a warning and an entry in the index."""
         self.active, self.stopped, self._moment = False, why, None
         self._pending.clear()
-        log.warning("stopped recording masks to %s: %s; the run goes on", self.settings.folder, why)
-        with suppress(OSError):  # the notice has been given
+        log.warning("stopped recording masks to %s: %s; the run continues", self.settings.folder, why)
+        with suppress(OSError):  # the warning is logged already
             if self._passes:
                 self._write_index()
             elif self._claimed:
@@ -162,7 +162,7 @@ class MaskRecorder(SessionObserver):
         return self.settings.layers is None or layer in self.settings.layers
 
     def _finish(self) -> None:
-        """Writes the pass that ended, if it is recorded and had masks; other masks it used may be recorded later."""
+        """Writes the finished pass if it is recorded and had masks; keeps its other masks for later steps."""
         moment, recorded, masks, used = self._moment, self._records_step(), self._of_layers, self._used
         self._moment, self._of_layers, self._used = None, {}, set()
         if moment is None:
@@ -177,7 +177,7 @@ class MaskRecorder(SessionObserver):
         if self.bytes_written + size > self.settings.limit:
             self.stop(f"the limit of {self.settings.limit} bytes was reached at step {moment.step}")
             return
-        # 1. An empty index claims the folder: of several runs that record to it, only the first does
+        # 1. Claim the folder with an empty index: of several runs, only the first records to it
         folder = Path(self.settings.folder or ".")
         if not self._claimed:
             folder.mkdir(parents=True, exist_ok=True)
@@ -186,12 +186,12 @@ class MaskRecorder(SessionObserver):
             except FileExistsError:
                 raise FileExistsError(f"{folder} {_TAKEN}") from None
             self._claimed = True
-        # 2. Masks that no earlier pass had
+        # 2. Write masks that no earlier pass had
         for name, content in new_files.items():
             write_atomically(folder / f"{name}.safetensors", content)
         self.bytes_written += size
         self._written.update(new_files)
-        # 3. The pass; a generation begins where steps begin again
+        # 3. Add the pass to the index; a new generation begins when steps start over
         position, generation = (moment.step, moment.cfg_branch), 0
         if self._passes:
             last = self._passes[-1]

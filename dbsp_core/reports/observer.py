@@ -1,4 +1,4 @@
-"""Makes sessions with the observers that a configuration asks for: a recording of masks, a report of the run."""
+"""Creates sessions with the observers that the settings ask for: mask recording and run report."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def observed_session(
     clock: StepClock | None = None,
     check: bool = True,
 ) -> AttentionSession:
-    """Creates an `AttentionSession` with observers. Collective: if one rank wants a report, all take part in it.
+    """Creates an `AttentionSession` with observers. Collective: if one rank wants a report, all ranks take part.
 
     Args:
-        check: False if the caller calls `check_settings` and `observe_run` later; it is not collective then.
+        check: False: not collective; the caller calls `check_settings` and `observe_run` later.
     """
     recorder = MaskRecorder.from_environment(config.record, group, layers)
     observers: list[SessionObserver] = [recorder] if recorder.counts_steps else []
@@ -52,35 +52,35 @@ def observed_session(
 
 
 def observe_run(sessions: Sequence[AttentionSession]) -> None:
-    """Adds one observer of the run to sessions that take turns, if any rank wants a report. Collective then.
+    """Adds one shared observer to sessions that take turns, if any rank wants a report. Collective in that case.
 
-    Layers are numbered on from one session to the next.
+    Layer numbers continue from one session to the next.
     """
     if not sessions[0].report:
         return
     group, folder = sessions[0].group, sessions[0].config.report or ""
-    group.auxiliary(REPORTS)  # collective at the first call: now, before a rank can have failed
+    group.auxiliary(REPORTS)  # its first call is collective: make it before a rank can fail
     folders = [folder] if group.alone else gather_texts(group.control(), folder)
-    observer, layers = RunObserver(next(filter(None, folders), "")), 0  # "": the report is wanted in another half
+    observer, layers = RunObserver(next(filter(None, folders), "")), 0  # "": only another half wants a report
     for session in sessions:
         session.observers.append(observer)
         session.first_layer = layers
         layers += session.layers
 
 
-REPORTS = "reports"  # purpose of the auxiliary group for reports: a rank that misses a report disturbs no attention
+REPORTS = "reports"  # purpose of an auxiliary group: a rank that misses a report must not disturb attention
 MOST_CALLS = 200_000
-"""Number of latest attentions that are kept: 50 generations of 50 steps, 40 layers and 2 CFG passes."""
+"""Number of attentions kept, the latest: 50 generations of 50 steps, 40 layers and 2 CFG passes."""
 
 Timestamp = torch.cuda.Event | float  # A point in time: an event on the device's stream, or seconds
 
 
 def bytes_sent(prepared: PreparedAttention, q: torch.Tensor) -> tuple[int, int, int, int]:
-    """Counts the bytes that this rank sends to others in an attention of q [B, H, n_local, D].
+    """Counts the bytes that this rank sends to other ranks in an attention of q [B, H, n_local, D].
 
     Returns:
-        Queries, with the keys and values of the first chunk and the sums for the mean that keys are sent less of; keys
-        and values of later chunks; outputs; and what plain USP would send: equal shards, whole heads, same strategy.
+        Bytes of queries with the first chunk's keys and values (and the sums for the mean that int8 keys lack); of
+        later chunks' keys and values; of outputs; and of plain USP: equal shards, whole heads, same strategy.
     """
     plan = prepared.plan
     x, y = plan.strategy.ulysses, plan.strategy.ring
@@ -93,31 +93,31 @@ def bytes_sent(prepared: PreparedAttention, q: torch.Tensor) -> tuple[int, int, 
     return dispatched * sent_bytes + means, fetched * sent_bytes, combined * shape.out_bytes(comm_dtype), usp
 
 
-NUMBERS = ("density", "rho_before", "rho", "rho_bound")  # of a `Plan` for the mask of one call, in reports
+NUMBERS = ("density", "rho_before", "rho", "rho_bound")  # fields of a call's `Plan` in reports
 
 
 @dataclass(slots=True)
 class ObservedCall:
-    """One attention."""
+    """Record of one attention."""
 
     layer: int
-    forward: int  # number of its forward pass since the observer's start
+    forward: int  # index of its forward pass since the observer's start
     strategy: str
-    replanned: bool  # True if it was the first to use its plan
-    plan_ms: float  # milliseconds of planning if it was the first, otherwise 0
+    replanned: bool  # True for the first call with its plan
+    plan_ms: float  # milliseconds of planning for the first call with its plan, otherwise 0
     sent: tuple[int, int, int, int]  # see `bytes_sent`
     started: Timestamp
     ended: Timestamp
-    use: PlanUse | None  # its plan, until the call's own mask is counted
+    use: PlanUse | None  # its plan, until the call's mask is counted
     batch: int = 1  # items that share the plan
-    slots: int = 0  # rows that the GPU computes at a time; 0: not known
+    slots: int = 0  # rows that the GPU computes at a time; 0: unknown
     row_share: float = 0.0  # see `Plan.row_share`
     numbers: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(NUMBERS, 1.0))
     work: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # int64[P], active blocks of each rank
     work_before: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # under the contiguous plan
 
     def read_counts(self) -> bool:
-        """Takes over the plan's numbers once the session has counted the mask. Returns False before that."""
+        """Copies the plan's numbers once the session has counted the mask; returns False before that."""
         plan = None if self.use is None else self.use.counted
         if plan is None:
             return False
@@ -137,20 +137,20 @@ def seconds_between(start: Timestamp, end: Timestamp) -> float:
 
 @dataclass
 class RunObserver(SessionObserver):
-    """Collects the report of one session."""
+    """Collects the data of a run's report."""
 
     compares = True
 
     folder: str  # of the report
-    calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))  # of the run, oldest first
+    calls: deque[ObservedCall] = field(default_factory=lambda: deque(maxlen=MOST_CALLS))  # oldest first
     seconds: float | None = None  # time of the last pipeline call, if there is a pipeline
-    latents: torch.Tensor | None = None  # the last result of the pipeline's scheduler
-    report: RunReport | None = None  # of the last run, on the rank that has written it
+    latents: torch.Tensor | None = None  # last output of the pipeline's scheduler
+    report: RunReport | None = None  # of the last run, on the rank that wrote it
     skipped: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By the first layer of each session with a step cache: attentions that this left out, and all."""
+    """By first layer of each session with a step cache: attentions skipped, and all attentions."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: str = ""
-    _kernels: dict[str, None] = field(default_factory=dict)  # names of those that ran, by their first run
+    _kernels: dict[str, None] = field(default_factory=dict)  # names of kernels that ran, in order
     _started: Timestamp = 0.0
     _passes: list[tuple[torch.Tensor | float | None, int | None, int | None]] = field(default_factory=list)
     """Timestep, CFG pass and index of the step of each forward pass, as far as the framework knows them."""
@@ -162,7 +162,7 @@ class RunObserver(SessionObserver):
         return ", ".join(self._kernels)
 
     def restart(self) -> None:
-        """Forgets the run so far; plans that were made in it are not counted again."""
+        """Clears the records of the run so far; its plans are not counted again."""
         self.calls.clear()
         self.skipped.clear()
         self._passes.clear()
@@ -172,7 +172,7 @@ class RunObserver(SessionObserver):
     def begin(
         self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
     ) -> None:
-        """Copies the timestep on its device; it is read when the run is over."""
+        """Copies the timestep on its device; the copy is read after the run."""
         if isinstance(timestep, torch.Tensor):
             timestep = timestep.detach().reshape(-1)[:1].clone()
         self._passes.append((timestep, cfg_branch, index))
@@ -210,7 +210,7 @@ class RunObserver(SessionObserver):
         self.skipped[first_layer] = before + skipped, all_before + attentions
 
     def read_counts(self) -> None:
-        """Takes over the numbers of calls whose masks have been counted since."""
+        """Copies the plans' numbers to calls whose masks have been counted by now."""
         self._open = [call for call in self._open if not call.read_counts()]
 
     def moments(self) -> list[DenoisingStep]:
@@ -220,7 +220,7 @@ class RunObserver(SessionObserver):
         values = iter(torch.cat([t.to(tensors[0]) for t in tensors]).tolist() if tensors else ())
         clock = StepClock(lambda: Progress(step_index=self._passes[len(steps)][2]))
         for number, (timestep, cfg_branch, _) in enumerate(self._passes):
-            if timestep is None:  # only their order is known
+            if timestep is None:  # only the order of passes is known
                 steps.append(DenoisingStep(number))
             else:
                 value = next(values) if isinstance(timestep, torch.Tensor) else timestep
@@ -229,7 +229,7 @@ class RunObserver(SessionObserver):
 
 
 def _timestamp(device: torch.device) -> Timestamp:
-    """Returns the present point in time."""
+    """Returns the current time, on CUDA as an event on the current stream."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -238,5 +238,5 @@ def _timestamp(device: torch.device) -> Timestamp:
 
 
 def run_observer(session: AttentionSession) -> RunObserver | None:
-    """Returns the session's observer, if a report is wanted."""
+    """Returns the session's `RunObserver`, or None without a report."""
     return next((observer for observer in session.observers if isinstance(observer, RunObserver)), None)

@@ -1,4 +1,4 @@
-"""A report as an HTML page and a picture, and its main numbers in words."""
+"""Renders a report as an HTML page and a picture, and its main numbers as text."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ LAYER_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("time", "attention_s", in_seconds),
     ("sent", "bytes_sent", in_bytes),
 )
-"""A layer's numbers in tables, after its own: heading, field of `Totals`, and how to write it."""
+"""Columns of tables by layer: heading, field of `Totals`, formatter."""
 SHOWN_ROW = 0.25
-"""Longest row over a slot's share from which it is shown: below, rows of one rank end at most 1.14 times its mean."""
+"""Row share from which reports show it; below, the rows of a rank end at most at 1.14 times their mean."""
 ON_CPU = "times on CPUs say nothing about GPUs"
 
 
 def headline(report: RunReport) -> list[tuple[str, str, str]]:
-    """Returns the main numbers: name, number, and note. Attention on CPUs is no measure of what a GPU would save."""
+    """Returns the main numbers: name, number and note. No saving is given for CPUs, which do not predict GPUs."""
     t = report.totals
-    share = "alone, there is nothing to send"
+    share = "a single rank sends nothing"
     if t.bytes_usp:
         more = t.bytes_sent / t.bytes_usp - 1
         share = "as much as plain USP" if abs(more) < 0.005 else f"{more:+.0%} against plain USP"
-    saved = in_seconds(t.saved_s), f"modelled from ρ_s; perfectly even would save {in_seconds(t.left_s)} more"
+    saved = in_seconds(t.saved_s), f"modelled from ρ_s; perfect balance would save {in_seconds(t.left_s)} more"
     ratios = f"{t.rho_before:.3f} → {t.rho:.3f} × the mean"
     note = f"ρ_s: equal split → db-SP; at best {t.rho_best:.3f}{_if_worse(report)}"
-    attention = f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank of each"
+    attention = f"{t.attention_share:.0%} of {in_seconds(report.seconds)}; slowest rank in each attention"
     of_slot = f"{t.row_share:.2f} of a slot's share", f"worst {t.row_share_worst:.2f}; {t.slots} slots"
     return [
         ("work of the slowest rank", ratios, note),
@@ -69,7 +69,7 @@ def headline(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def features(report: RunReport) -> list[tuple[str, str, str]]:
-    """Returns what a step cache, quantized weights and compilation did, as `headline` does."""
+    """Returns rows as in `headline` for a step cache, quantized weights and compilation."""
     rows = []
     if report.skipped:
         skipped, blocks = (sum(counts) for counts in zip(*report.skipped.values(), strict=True))
@@ -85,7 +85,7 @@ def features(report: RunReport) -> list[tuple[str, str, str]]:
 
 
 def in_a_line(report: RunReport) -> str:
-    """Returns what attention cost and what balancing saved, in a line. One process has nothing to balance."""
+    """Returns one line with the cost of attention and, with several ranks, the effect of balancing."""
     t = report.totals
     parts = [f"attention {t.attention_share:.0%} of {in_seconds(report.seconds)}", f"density {t.density:.3f}"]
     if report.world_size > 1:
@@ -98,11 +98,11 @@ def in_a_line(report: RunReport) -> str:
 
 
 def _if_worse(report: RunReport) -> str:
-    """Explains plans that were less even than an equal split; "" where they were not."""
+    """Returns a note if plans were less balanced than an equal split, else ""."""
     if report.totals.rho < report.totals.rho_before + 5e-4:
         return ""
     lagged = report.environment.settings.get("plan") == "lagged"
-    return "; worse, as plans are made from the step before: try plan: current" if lagged else "; worse"
+    return "; worse, because plans use the previous step's masks: try plan: current" if lagged else "; worse"
 
 
 def strategies_in_words(report: RunReport) -> str:
@@ -114,7 +114,7 @@ def strategies_in_words(report: RunReport) -> str:
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested settings by keys such as "mask.source"."""
+    """Flattens nested settings to keys such as "mask.source"."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():
         flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -184,7 +184,7 @@ def report_page(report: RunReport, frame: str = "") -> str:
     environment.filters |= {"seconds": in_seconds, "bytes": in_bytes}
     data = {"calls": vars(report.calls), "work": report.ranks.work, "before": report.ranks.work_before}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    for character in "&<>":  # no text in a script element may end it
+    for character in "&<>":  # so that no text ends the script element
         text = text.replace(character, f"\\u{ord(character):04x}")
     return environment.get_template("report.html").render(
         report=report,

@@ -1,4 +1,4 @@
-"""The report of a run as data: the content of report.json, and the numbers in its page and tables."""
+"""A run's report as data: the content of report.json, and the numbers on its page and in tables."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FORMAT = "db-SP report 5"
 
 @dataclass(frozen=True)
 class Environment:
-    """Settings and surroundings of a run."""
+    """Settings, software and hardware of a run."""
 
-    settings: Mapping[str, Any]  # The settings in effect as in YAML, with the choices that "auto" and defaults led to
+    settings: Mapping[str, Any]  # Settings in effect as in YAML, with "auto" and defaults resolved
     software: Mapping[str, str]  # Versions by name
     hardware: Sequence[str]  # The device of each rank
     kernel: str
     dtype: str
-    date: str = ""  # End of the run, as in ISO 8601, to the minute, in rank 0's time zone
+    date: str = ""  # End of the run in ISO 8601, to the minute, in rank 0's time zone
 
     @property
     def on_cpu(self) -> bool:
@@ -38,23 +38,23 @@ class Environment:
 
 @dataclass(frozen=True)
 class CallColumns:
-    """Every attention of the run, in order: columns of one length."""
+    """All attentions of the run in order, as columns of equal length."""
 
     layer: Sequence[int]
     step: Sequence[int]
     branch: Sequence[int]  # The CFG pass
     strategy: Sequence[str]
-    replanned: Sequence[int]  # 1 where a plan was used for the first time
-    plan_ms: Sequence[float]  # Time of making this plan on rank 0; 0 for a plan used before
+    replanned: Sequence[int]  # 1 for the first call with a plan, otherwise 0
+    plan_ms: Sequence[float]  # Planning time on rank 0; 0 for a reused plan
     density: Sequence[float]
     rho_before: Sequence[float]
     rho: Sequence[float]
-    rho_bound: Sequence[float]  # ρ_s that no plan of this granularity falls below
-    row_share: Sequence[float]  # Longest row over the share of one of `slots`, the worst rank's; see `Plan.row_share`
-    slots: Sequence[int]  # Rows that a rank's GPU computes at a time; 0 where that is not known
+    rho_bound: Sequence[float]  # Lower bound of ρ_s for plans of this granularity
+    row_share: Sequence[float]  # Longest row over a slot's share, on the worst rank; see `Plan.row_share`
+    slots: Sequence[int]  # Rows that a rank's GPU computes at a time; 0: unknown
     seconds: Sequence[float]  # From the mask to the output, on the slowest rank; `seconds_mean` is the mean over ranks
     seconds_mean: Sequence[float]
-    bytes_to_owners: Sequence[int]  # Sent to other ranks by all ranks, as in bytes_chunks and bytes_to_sources
+    bytes_to_owners: Sequence[int]  # Sent by all ranks to other ranks, like bytes_chunks and bytes_to_sources
     bytes_chunks: Sequence[int]
     bytes_to_sources: Sequence[int]
     bytes_usp: Sequence[int]  # Bytes that all ranks would send in plain USP
@@ -80,12 +80,12 @@ class RankTotals:
     def __post_init__(self) -> None:
         by_rank = (self.attention_s, self.bytes_sent, *self.work.values(), *self.work_before.values())
         if len(set(map(len, by_rank))) > 1:
-            raise ValueError("its sums by rank are of different numbers of ranks")
+            raise ValueError("its sums by rank have different numbers of ranks")
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums and means of the columns, for a run or a layer of it."""
+    """Sums and means of the columns, for a run or one layer."""
 
     calls: int  # number of attentions
     replans: int  # number of plans made
@@ -95,20 +95,20 @@ class Totals:
     rho: float  # mean for the plans in use
     rho_best: float  # mean of the bounds
     rho_worst: float  # maximum for the plans in use
-    row_share: float  # mean of the longest rows over a slot's share; 0 where no call has slots
+    row_share: float  # mean of the longest rows over a slot's share; 0 if no call has slots
     row_share_worst: float  # maximum
     slots: int  # maximum
-    attention_s: float  # seconds in attention, on the slowest rank at each
+    attention_s: float  # seconds in attention, on the slowest rank of each call
     attention_mean_s: float  # the same, mean over ranks
     attention_share: float  # share of attention_s in the run's seconds
     plan_s: float  # seconds of planning
-    bytes_to_owners: int  # sent by all ranks, as the other numbers of bytes
+    bytes_to_owners: int  # sent by all ranks, like the other byte counts
     bytes_chunks: int
     bytes_to_sources: int
     bytes_sent: int
     bytes_usp: int
-    saved_s: float  # seconds that contiguous plans would have taken more, if time went with the slowest rank's blocks
-    left_s: float  # seconds that perfectly even work would have taken less, likewise
+    saved_s: float  # extra seconds of contiguous plans if time were proportional to the slowest rank's blocks
+    left_s: float  # seconds that perfect balance would save, under the same assumption
     strategies: Mapping[str, int] = field(default_factory=dict)  # number of attentions by strategy
 
     @classmethod
@@ -147,8 +147,8 @@ class Totals:
 class RunReport:
     """The report of one run.
 
-    `seconds` is the wall time of the pipeline's call on rank 0, in which blocks may be compiled; of a transformer
-    without a pipeline, from the beginning of its first attention to the end of its last.
+    `seconds` is the wall time of the pipeline's call on rank 0, including compilation; without a pipeline, the time
+    from the start of the transformer's first attention to the end of its last.
     """
 
     model: str
@@ -156,16 +156,16 @@ class RunReport:
     world_size: int
     strategy: str
     planner: str
-    max_abs_diff: float | None  # of the final latents from those of one process; None if not compared
+    max_abs_diff: float | None  # of the final latents from a single process's; None: not compared
     seconds: float
     environment: Environment
     calls: CallColumns
     ranks: RankTotals
     skipped: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """By transformer with a step cache: attentions that it left out, and all."""
+    """By transformer with a step cache: attentions skipped, and all attentions."""
     quantized: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """By transformer: quantized linear layers, and bytes of their weights before and after."""
-    compile_s: float = 0.0  # Seconds that torch.compile counted on rank 0; they are in `seconds`
+    compile_s: float = 0.0  # Seconds that torch.compile reported on rank 0, part of `seconds`
     video: str = ""  # File name of the video in the report's folder
 
     @cached_property
@@ -175,16 +175,16 @@ class RunReport:
 
     @classmethod
     def read(cls, path: Path) -> RunReport:
-        """Reads a report.json, or the one in a folder. Raises UserError when it is no report."""
+        """Reads a report.json, or the one in a folder. Raises UserError if it is not a report."""
         path = user_path(path)
         path = path / "report.json" if os.path.isdir(path) else path
-        advice = "a run leaves one in the folder of setting `report`"
+        advice = "give the report folder of a run, which its setting `report` names"
         require_file(path, "report", advice)
         try:
             values = json.loads(read_text(path))
             if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
                 raise ValueError(f"expected format {FORMAT!r}")
-            values.pop("totals", None)  # they follow from the columns
+            values.pop("totals", None)  # computed from the columns
             parts = {"environment": Environment, "calls": CallColumns, "ranks": RankTotals}
             report = cls(**values | {name: part(**values[name]) for name, part in parts.items()})
             report.totals  # noqa: B018  raises for columns of other types
@@ -202,7 +202,7 @@ class RunReport:
         return totals
 
     def write(self, path: Path) -> None:
-        """Writes what `read` reads, with `totals` for other programs, whole or not at all."""
+        """Writes the report atomically, with `totals` for other programs."""
         content = {"format": FORMAT, **asdict(self), "totals": asdict(self.totals)}
         write_atomically(path, json.dumps(content, allow_nan=False) + "\n")
 

@@ -1,23 +1,23 @@
-"""Style of all figures: fonts, sizes and colours.
+"""Style of all figures: fonts, sizes and colors.
 
-Importing this module does not need matplotlib: `STYLE` is an argument of its `rc_context`.
+This module does not import matplotlib; pass `STYLE` to `matplotlib.rc_context`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-WIDTH = 9.0  # inches; with `figure.dpi` below 1,260 pixels, of which half are still legible
+WIDTH = 9.0  # inches: 1,260 pixels at `figure.dpi`, legible at half the size
 INK, SOFT, GRID = "#1d2330", "#5d6678", "#e3e0da"
 
 RANKS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee9944", "#88aa77")
 STYLE: dict[str, Any] = {
     "figure.dpi": 140,
     "savefig.dpi": 140,
-    "figure.facecolor": "white",  # pages are dark for some readers: figures bring their own ground
+    "figure.facecolor": "white",  # some readers' pages are dark, so figures need a background
     "savefig.facecolor": "white",
     "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # comes with matplotlib: figures are the same on every machine
+    "font.family": "DejaVu Sans",  # part of matplotlib: figures are the same on every machine
     "font.size": 11,
     "text.color": INK,
     "axes.labelcolor": INK,
@@ -45,16 +45,16 @@ STYLE: dict[str, Any] = {
 
 
 def rank_colour(rank: int) -> str:
-    """Returns a rank's colour; every eighth rank has the same."""
+    """Returns a rank's color; colors repeat after eight ranks."""
     return RANKS[rank % len(RANKS)]
 
 
 def heading(figure: Any, title: str, note: str = "") -> None:
-    """Writes a figure's title above it, and a smaller note below the title; makes room for both.
+    """Adds a title and a smaller note above a figure, and makes room for both.
 
     Args:
-        figure: Matplotlib's, with a constrained layout.
-        title: One line, or lines that are broken by hand; so is `note`.
+        figure: A matplotlib figure with a constrained layout.
+        title, note: Text; line breaks are kept, none are added.
     """
     height = figure.get_figheight()
     lines = title.count("\n") + 1

@@ -42,8 +42,8 @@ def test_measures_are_those_of_scikit_image(tmp_path):
     ("other", "message"),
     [
         ({"frames": 2}, "the video of .*b has fewer frames than the other"),
-        ({"size": (40, 48)}, "the videos have frames of 56×40 and 48×40"),
-        ((), "b has no videos; put one mp4 there"),
+        ({"size": (40, 48)}, "the videos have different frame sizes, 56×40 and 48×40"),
+        ((), "b has no videos, expected one; put exactly one mp4 there"),
         (("one.mp4", "two.mp4"), "b has 2 videos"),
         (("damaged.mp4",), "damaged.mp4 cannot be read as a video"),
     ],
@@ -68,6 +68,6 @@ def test_latents_are_compared_by_their_range(tmp_path):
         save_file({"latents": tensor}, tmp_path / name / video_quality.LATENTS)
     assert compare_latents(tmp_path / "a", tmp_path / "b")["latents_psnr"] == pytest.approx(20.0, abs=1e-5)
     assert compare_latents(tmp_path / "a", tmp_path / "a") == {"latents_psnr": math.inf}
-    for folder, message in (("c", r"shapes \[1, 3\] and \[1, 2\]"), ("gone", "gone has no latents.safetensors")):
+    for folder, message in (("c", r"shapes \[1, 3\] and \[1, 2\]"), ("gone", "gone has no readable latents")):
         with pytest.raises(UserError, match=message):
             compare_latents(tmp_path / "a", tmp_path / folder)

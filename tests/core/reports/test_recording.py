@@ -107,7 +107,7 @@ def test_older_recording_is_not_overwritten(tmp_path, capsys):
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     run(new(tmp_path), [(2, 3)], [DenoisingStep()])
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    assert "has a recording already, maybe of another run at this time; give another" in capsys.readouterr().err
+    assert "already has a recording, maybe of a run in progress; give another" in capsys.readouterr().err
 
 
 def test_failing_disk_stops_the_recording_with_one_warning(tmp_path, capsys, monkeypatch):

@@ -390,5 +390,5 @@ def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
 
 
 def test_cli_mistakes_are_one_line(mistake):
-    assert "report nowhere does not exist; a run leaves one in the folder of" in mistake("report", "nowhere")
-    assert "takes one run or two" in mistake("report", "a", "a", "a")
+    assert "report nowhere does not exist; give the report folder of a run" in mistake("report", "nowhere")
+    assert "takes one or two runs" in mistake("report", "a", "a", "a")
