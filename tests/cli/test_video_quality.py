@@ -68,6 +68,6 @@ def test_latents_are_compared_by_their_range(tmp_path):
         save_file({"latents": tensor}, tmp_path / name / video_quality.LATENTS)
     assert compare_latents(tmp_path / "a", tmp_path / "b")["latents_psnr"] == pytest.approx(20.0, abs=1e-5)
     assert compare_latents(tmp_path / "a", tmp_path / "a") == {"latents_psnr": math.inf}
-    for folder, message in (("c", r"shapes \[1, 3\] and \[1, 2\]"), ("gone", "gone has no readable latents")):
+    for folder, message in (("c", r"shapes, \[1, 3\] and \[1, 2\]"), ("gone", "gone has no readable latents")):
         with pytest.raises(UserError, match=message):
             compare_latents(tmp_path / "a", tmp_path / folder)
