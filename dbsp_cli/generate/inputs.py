@@ -134,8 +134,8 @@ class Lora:
         try:
             return cls(expand_path(source), 1.0 if weight is None else float(weight), target)
         except ValueError as error:
-            what = str(error) if isinstance(error, UserError) else f"{weight!r} is not a number"
-            raise UserError(f"--lora {text}: {what}") from error
+            problem = str(error) if isinstance(error, UserError) else f"{weight!r} is not a number"
+            raise UserError(f"--lora {text}: {problem}") from error
 
     def within(self, identity: ModelSignature) -> Lora:
         """Returns a copy with `target` filled in. Raises UserError if `target` does not fit the model."""

@@ -78,5 +78,5 @@ def replaced_message(outputs: Sequence[Output]) -> str | None:
     if not existing:
         return None
     more = f" and {len(existing) - 1} more" if existing[1:] else ""
-    are = "exist" if more else "exists"
-    return f"--out {existing[0]}{more} already {are} and will be replaced on completion; change --out, or add --resume"
+    verb = "exist" if more else "exists"
+    return f"--out {existing[0]}{more} already {verb} and will be replaced on completion; change --out or add --resume"

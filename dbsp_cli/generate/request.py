@@ -244,9 +244,9 @@ def require_video(signature: ModelSignature, video: GenerateSettings) -> None:
     has_effect = pipeline is None or pipeline.passes > 1 or not video.negative_prompt
     message = f"has no effect: {title} has no unconditional pass; remove negative_prompt"
     require_value(video, "negative_prompt", has_effect, message, "generate.")
-    one_alone = video.guidance_scale_2 is None or signature.variant == "two"
+    takes_scale = video.guidance_scale_2 is None or signature.variant == "two"
     message = f"is for models with two transformers, but {title} has one; remove guidance_scale_2"
-    require_value(video, "guidance_scale_2", one_alone, message, "generate.")
+    require_value(video, "guidance_scale_2", takes_scale, message, "generate.")
     if video.last_image is not None and video.image is None:
         raise SettingError("generate.last_image needs generate.image, the first frame", ("last_image",))
 
@@ -264,10 +264,10 @@ def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video:
     thw = token_grid(*size, signature.sizes[3], pixels, pipeline.vae_frames)
     mask_request = MaskRequest(0, signature.sizes[1], thw, pipeline.text_tokens)
     for name in TRANSFORMERS if signature.variant == "two" else TRANSFORMERS[:1]:
-        own = config.for_transformer(name)
+        sub_config = config.for_transformer(name)
         of_second = bool(config.transformer_2.get("mask")) and name == "transformer_2"
         with blame_setting(name) if of_second else nullcontext(), blame_setting("mask"):
-            grid = own.mask.grid(mask_request)
+            grid = sub_config.mask.grid(mask_request)
         needs = KernelRequirements(
             (grid.block_q, grid.block_k),
             head_dim=signature.sizes[2] or None,
@@ -275,7 +275,7 @@ def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video:
             tokens=grid.tokens,
         )
         with blame_setting("kernel"):
-            choose_kernel(own.kernel, "cuda" if torch.cuda.is_available() else "cpu", video.torch_dtype, needs)
+            choose_kernel(sub_config.kernel, "cuda" if torch.cuda.is_available() else "cpu", video.torch_dtype, needs)
 
 
 def _images(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:

@@ -99,9 +99,9 @@ def _make_videos(
         if observer is not None:
             observer.folder = str(generation.report_of(output) or unwanted)
         compiled = _compile_seconds(features)
-        made = pipe(prompt=output.prompt, generator=torch.Generator(device).manual_seed(output.seed), **of_pipeline)
+        result = pipe(prompt=output.prompt, generator=torch.Generator(device).manual_seed(output.seed), **of_pipeline)
         if dist.get_rank() == 0:
-            _write(made.frames[0], output.path, settings.fps or 16, sound=_sound(pipe, made))
+            _write(result.frames[0], output.path, settings.fps or 16, sound=_sound(pipe, result))
             report = None if observer is None else observer.report
             if report is not None:
                 report = replace(report, quantized=counts, compile_s=_compile_seconds(features) - compiled)
@@ -109,7 +109,7 @@ def _make_videos(
             if folder is not None and report is not None:
                 write_atomically(folder / VIDEO, output.path.read_bytes())  # for dbsp report A B
                 report = replace(report, video=VIDEO)
-                write_page(report, folder, _first_frame(made.frames[0]))
+                write_page(report, folder, _first_frame(result.frames[0]))
             reports[output] = report
     return reports
 
@@ -158,9 +158,9 @@ def _first_frame(pictures: Any) -> str:
     return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
 
-def _sound(pipe: Any, made: Any) -> tuple[torch.Tensor, int] | None:
+def _sound(pipe: Any, result: Any) -> tuple[torch.Tensor, int] | None:
     """Returns the sound of a pipeline's first video, float32[channels, samples], and its sampling rate in Hz."""
-    sound = getattr(made, "audio", None)
+    sound = getattr(result, "audio", None)
     return None if sound is None else (sound[0].float().cpu(), pipe.vocoder.config.output_sampling_rate)
 
 
@@ -175,23 +175,23 @@ def _write(pictures: Any, path: Path, fps: int, sound: tuple[torch.Tensor, int] 
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=path.parent, prefix=TEMPORARY))
-    made = folder / path.name
+    new_file = folder / path.name
     try:
         with ending_in_order():
             if sound is None:
-                export_to_video(pictures, str(made), fps=fps)
+                export_to_video(pictures, str(new_file), fps=fps)
             else:
-                encode_video(pictures, fps, str(made), *sound)
-        if not _whole(made):
+                encode_video(pictures, fps, str(new_file), *sound)
+        if not _whole(new_file):
             raise OSError(f"{path} could not be written completely; see ffmpeg's error above (is the disk full?)")
     except BaseException:
         for _ in range(2):  # ffmpeg may still write after an error
             shutil.rmtree(folder, ignore_errors=True)
         raise
     try:
-        made.replace(path)
+        new_file.replace(path)
     except OSError as error:
-        raise OSError(f"the video cannot be moved to its path ({error}); it is kept at {made}") from error
+        raise OSError(f"the video cannot be moved to its path ({error}); it is kept at {new_file}") from error
     folder.rmdir()
 
 
@@ -258,8 +258,8 @@ def _quantization(name: str, identity: ModelSignature) -> Any:
     else:
         from torchao import quantization
 
-        of = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}
-        kind = diffusers.TorchAoConfig(of[name]())
+        configs = {"int8": quantization.Int8WeightOnlyConfig, "fp8": quantization.Float8WeightOnlyConfig}
+        kind = diffusers.TorchAoConfig(configs[name]())
     return diffusers.PipelineQuantizationConfig(quant_mapping=dict.fromkeys(parts, kind))
 
 

@@ -196,8 +196,8 @@ class RunReport:
         """Returns the totals of each layer."""
         columns, totals = vars(self.calls), {}
         for layer in sorted(set(self.calls.layer)):
-            here = [index for index, of_call in enumerate(self.calls.layer) if of_call == layer]
-            of_layer = {name: [column[index] for index in here] for name, column in columns.items()}
+            indices = [index for index, of_call in enumerate(self.calls.layer) if of_call == layer]
+            of_layer = {name: [column[index] for index in indices] for name, column in columns.items()}
             totals[layer] = Totals.from_calls(CallColumns(**of_layer), self.seconds)
         return totals
 
