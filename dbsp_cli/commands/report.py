@@ -34,12 +34,12 @@ def report_command(
 
 def show_run(report: RunReport) -> tuple[list[TextTable], dict[str, Any]]:
     """Returns the tables of one run (main numbers, layers) and the values for --json."""
-    names = ("model", "framework", "world_size", "strategy", "planner", "seconds")
+    names = ["model", "framework", "world_size", "strategy", "planner", "seconds"]
+    names += ["skipped", "quantized", "compile_s", "video"]
     layers = [
         {"layer": layer, "seconds": totals.attention_s, **asdict(totals)} for layer, totals in report.layers().items()
     ]
     values = {name: getattr(report, name) for name in names} | {"totals": asdict(report.totals), "layers": layers}
-    values |= {name: getattr(report, name) for name in ("skipped", "quantized", "compile_s", "video")}
     compared = "not compared" if report.max_abs_diff is None else f"differs by {report.max_abs_diff:.1e}"
     title = f"{report.model}, db-SP in {report.framework} on {report.world_size} ranks"
     caption = f"{in_seconds(report.seconds)}; final latents against a single process: {compared}"

@@ -184,7 +184,8 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
 def _video(config: DbspConfig, model: str, identity: ModelSignature, settings: Settings) -> GenerateSettings:
     """Returns the video's settings, with the model's defaults for those not set."""
     spec = find_model_spec(model) or published_model(identity)
-    shipped = None if spec else _shipped_for(model) or (_shipped_for("tiny-wan") if tiny_architecture(model) else None)
+    tiny = "tiny-wan" if tiny_architecture(model) else None  # has the size of tiny models without a configuration
+    shipped = None if spec else _shipped_for(model) or _shipped_for(tiny)
     usual = spec.video if spec else DbspConfig.load(shipped).generate.filled(None) if shipped else None
     with settings.located(), blame_setting("generate"):
         video = config.generate.filled(usual)
@@ -222,8 +223,7 @@ def _require_loadable(
     if not tiny:
         require_checkpoint(loaded, ask_hub=False)
     threshold = request.features.cache_threshold()
-    transformer = None if threshold is None else without_weights(loaded, TRANSFORMERS[0])
-    if threshold is not None and transformer is not None:
+    if threshold is not None and (transformer := without_weights(loaded, TRANSFORMERS[0])) is not None:
         cache_first_block(transformer, threshold)
     require_fitting([lora.within(identity) for lora in request.features.loras()], loaded, identity)
     return loaded
