@@ -49,7 +49,7 @@ _VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every 
 
 @dataclass(frozen=True)
 class Framework:
-    """How a framework runs a transformer.
+    """A framework's way to run a transformer.
 
     Attributes:
         name: Name of the framework, used in reports.

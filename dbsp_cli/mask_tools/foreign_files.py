@@ -149,7 +149,7 @@ def stacked(tensors: Mapping[str, StoredTensor]) -> tuple[list[StoredTensor], tu
 
 @dataclass(frozen=True)
 class ForeignBlocks:
-    """How masks count blocks.
+    """Convention by which masks divide tokens into blocks.
 
     Attributes:
         joined: True if blocks continue from text into video, so that one may hold both; False: separate blocks.

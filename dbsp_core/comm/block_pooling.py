@@ -70,7 +70,7 @@ def pool_heads(
 
 @dataclass(frozen=True, eq=False)
 class ShardedBlocks:
-    """How the blocks of several axes, such as queries and then keys, are distributed over ranks."""
+    """Distribution over ranks of the blocks of several axes, such as queries and then keys."""
 
     layout: SequenceLayout
     axes: tuple[BlockAxis, ...]

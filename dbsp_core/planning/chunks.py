@@ -1,4 +1,4 @@
-"""Which keys and values are sent to each rank, and in which chunk."""
+"""Keys and values to send to each rank, by chunk."""
 
 from __future__ import annotations
 

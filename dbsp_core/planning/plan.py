@@ -74,7 +74,7 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """How one attention is distributed over a group's ranks, and each rank's work under one mask.
+    """Distribution of one attention over a group's ranks, and each rank's work under one mask.
 
     Ranks wait for each other only at the end of an attention, so all counts are totals.
 

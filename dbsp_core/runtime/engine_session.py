@@ -39,7 +39,7 @@ CONFIG_VARIABLE = "DBSP_CONFIG"
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine distributes the tokens of a forward pass.
+    """Distribution of a forward pass's tokens over an engine's ranks.
 
     Rank r has the r-th `shard` slots of the sequence; the last slots are padding. Text outside the sequence comes
     before or after the shard, split over ranks or whole on each.

@@ -79,7 +79,7 @@ class ForwardPass:
 
     @property
     def known_size(self) -> Size:
-        """Its size. Raises RuntimeError if the pass has not begun."""
+        """The pass's size. Raises RuntimeError if the pass has not begun."""
         if self.size is None:
             raise RuntimeError(NOT_BEGUN)
         return self.size

@@ -42,7 +42,7 @@ class PackedCall:
 
 @dataclass(frozen=True)
 class Packing:
-    """How a transformer processes samples of several sizes at once.
+    """A transformer's way to process samples of several sizes at once.
 
     Attributes:
         spec: (configuration) -> `SampleSpec`.

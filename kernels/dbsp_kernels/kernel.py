@@ -23,7 +23,7 @@ FLOATS = HALVES | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """What an attention needs from its kernel, apart from device and dtype.
+    """Requirements of an attention on its kernel, apart from device and dtype.
 
     Attributes:
         blocks: (block_q, block_k); None: unknown.

@@ -1,4 +1,4 @@
-"""What plug-ins for engines do that needs no engine: shards on ranks that are threads, rejections, versions.
+"""Tests of plug-ins that need no engine: shards on ranks that are threads, rejections, versions.
 
 And what they change in an engine and undo, on stubs for the few modules of it that they import:
 test_vllm_omni.py, test_sglang.py and test_lightx2v.py run the engines themselves.
@@ -609,7 +609,7 @@ def seen_by_sglang(context: SimpleNamespace, requests: list[Passes]) -> Seen:
 
 
 def seen_by_vllm_omni(vllm_omni: ModuleType, monkeypatch: pytest.MonkeyPatch, requests: list[Passes]) -> Seen:
-    """It does not say which CFG pass calls."""
+    """Calls without the number of the CFG pass, as vLLM-Omni does."""
     experts = [torch.nn.ModuleList(Layer(vllm_omni.DbspImpl) for _ in range(LAYERS)) for _ in range(2)]
     pipeline = SimpleNamespace(transformer=experts[0], transformer_2=experts[1])
     monkeypatch.setattr(vllm_omni_plugin, "_names_dbsp", lambda config: True)

@@ -1,4 +1,4 @@
-"""What a run leaves: what cache, quantization and compiling did, and the report with its video."""
+"""Facts after a run: effects of cache, quantization and compiling, and the report with its video."""
 
 from __future__ import annotations
 
