@@ -22,13 +22,10 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="scripts/gpu_s
 
 CASES = {
     "one rank": Case("U1R1", heads=2),
-    "heads": Case("U2R1", dense_heads=1),
-    "ring": Case("U1R2", text_tokens=21),
-    "both, batch": Case("U2R2", heads=2, batch=2),
-    "three chunks": Case("U1R3", tokens=330, heads=1),
+    "heads, batch": Case("U2R1", dense_heads=1, batch=2),
+    "three chunks": Case("U1R3", tokens=330, heads=1, text_tokens=21),
     "any owner": Case("U2R2", planner="random", heads=2),
     "bfloat16": Case("U1R2", dtype=torch.bfloat16),
-    "eight ranks": Case("U4R2", heads=5, tokens=150),
 }
 
 
@@ -69,13 +66,10 @@ def test_attention_with_rows_in_parts_is_the_reference(case):
 def test_parts_that_are_not_merged_are_seen():
     """Negative control."""
     with mock.patch.object(merge, "triton_merge_parts"):
-        error, cut = run_cut(CASES["ring"])
-    assert cut > 0
-    assert not error <= 1e-3
+        error, cut = run_cut(CASES["bfloat16"])
+    assert (cut > 0, error <= 2e-2) == (True, False)
 
 
-def test_short_rows_are_not_cut():
-    """A row far below a slot's share: nothing is launched for parts."""
+def test_rows_far_below_a_slots_share_are_not_cut():
     with mock.patch.object(chunk_attention, "LONG_ROW", 100.0):
-        _, cut = run_cut(CASES["ring"])
-    assert cut == 0
+        assert run_cut(CASES["one rank"])[1] == 0

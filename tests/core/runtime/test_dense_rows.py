@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, Strategy, make_plan
 from dbsp_core.runtime.tables import build_tables, dense_spans_of, table_layout
 from dbsp_kernels import DensePart
 from tests.support.attention_cases import Case, Inputs, random_owners, with_tables
 from tests.support.dense_rows import dense_rows_on_the_cpu
-from tests.support.generators import examples, masks
 from tests.support.oracle import dense_attention, largest_difference
 
 CUDA = torch.device("cuda")
@@ -65,35 +61,6 @@ def test_equal_heads_at_equal_distance_are_one_part(heads, groups, tokens):
         assert part.tokens is None or part.tokens.tolist() == list(range(tokens))
 
 
-@given(mask=masks(heads=4, least_key_blocks=4, more_tokens=60), data=st.data())
-@examples(60)
-def test_every_dense_row_is_in_one_part_with_all_blocks_of_its_head(mask, data):
-    strategy = data.draw(st.sampled_from(["U1R1", "U2R1", "U3R1", "U1R2", "U2R2", "U1R3"]))
-    heads = data.draw(st.sets(st.integers(0, mask.heads - 1)))
-    mask = with_dense_heads(mask, tuple(sorted(heads)))
-    rank = data.draw(st.integers(0, Strategy.parse(strategy).world - 1))
-    layout = table_layout(make_plan(mask, strategy), rank)
-    tables = build_tables(layout, mask, dense_spans_of(mask, CUDA))
-    for number, (of_chunk, spans) in enumerate(zip(tables.dense, layout.spans, strict=True)):
-        dense = {s.rows: s for s in spans if s.number // len(mask.parts) in heads and s.lengths.sum() > 1}
-        parts = of_chunk.parts if of_chunk else ()
-        found = {}
-        for part in parts:
-            for row, block in zip(part.row_starts, part.block_starts, strict=True):
-                found[row, row + part.rows] = (block, block + part.blocks), part.tokens
-        assert {rows: blocks for rows, (blocks, _) in found.items()} == {r: s.blocks for r, s in dense.items()}
-        for rows, (_, tokens) in found.items():
-            real = np.flatnonzero(np.arange(layout.block_k) < dense[rows].lengths[:, None])
-            every = range(dense[rows].lengths.size * layout.block_k)
-            assert list(real) == list(every if tokens is None else tokens.tolist())
-        if of_chunk:
-            inside = np.zeros(len(layout.rows), dtype=bool)
-            for rows in dense:
-                inside[slice(*rows)] = True
-            assert of_chunk.every == inside.all()
-            assert torch.equal(tables.others[number] == 0, torch.from_numpy(inside))
-
-
 def test_single_token_stays_with_the_block_kernel():
     """cuDNN takes no single key."""
     sequences = [BlockMask.dense(2, BlockGrid.uniform(tokens, 16)) for tokens in (1, 40)]
@@ -121,10 +88,10 @@ def run(rank: int, world: int, case: Case, heads: tuple[int, ...]) -> tuple[floa
 
 
 CASES = [
-    *(Case(strategy, heads=5, batch=batch) for strategy in ("U1R1", "U2R1", "U1R2", "U2R2") for batch in (1, 2)),
+    Case("U1R1", heads=5),
+    Case("U2R1", heads=5, batch=2),
     Case("U1R3", heads=5, tokens=193, block_q=32, batch=2, seed=1),
     Case("U3R1", heads=5, tokens=224, seed=2),  # a head is split
-    Case("U4R1", heads=5, batch=2, block_k=32, seed=3),
     Case("U2R2", planner="random", heads=4, batch=2, seed=4),
     Case("U1R4", thw=(3, 5, 9), tokens=135, orders=("tile:2x2x4",), whole_tiles=True, dtype=torch.float64, seed=5),
 ]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 from unittest import mock
 
@@ -14,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from dbsp_core import BlockGrid, BlockMask
-from dbsp_core.masks.mask_counts import RowCounts
 from dbsp_core.masks.steps import DenoisingStep
-from dbsp_core.planning.plan import Plan, plan_from_counts
+from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.planning.reuse import MakePlan, PlanUse, ReuseStatistics, UsualCounts, replay
 from dbsp_core.runtime.prepared import KnownMask
 from dbsp_core.runtime.slot import Slot
 from tests.core.runtime.session_cases import PREDICTED, Session
+from tests.support.outcomes import said
 
 GRID = BlockGrid.uniform(8 * 16, 16)
 
@@ -38,31 +35,9 @@ def plans_on(grid: BlockGrid, strategy: str, planner: str = "paper") -> MakePlan
     return lambda rows, _current: plan_from_counts(rows, grid, strategy, planner)
 
 
-class LateCounts(RowCounts):
-    """Counts whose copy is there only after a while, another one for each rank and call."""
-
-    def __init__(self, *parts: torch.Tensor) -> None:
-        super().__init__(*parts)
-        self.there_at = time.monotonic() + _DELAYS.pop(0)
-
-    @cached_property
-    def rows(self) -> np.ndarray:
-        time.sleep(max(0.0, self.there_at - time.monotonic()))
-        return self._host.astype(np.int64)
-
-
-def new_slot(threshold: float = 1.25, kind: type[Slot] = Slot, lags: bool = True) -> Slot:
-    return kind(((), 0, 0), threshold, lags, compare=False, statistics=ReuseStatistics())
-
-
-class HastySlot(Slot):
-    """A slot that keeps a plan if its counts are not there yet: a negative control."""
-
-    def next_use(self, q: torch.Tensor, now: DenoisingStep, make: MakePlan) -> PlanUse | None:
-        counts = None if self.use is None else self.use.counts
-        if isinstance(counts, LateCounts) and counts.there_at > time.monotonic():
-            return self.use
-        return super().next_use(q, now, make)
+@pytest.fixture
+def slot() -> Slot:
+    return Slot(((), 0, 0), threshold=1.25, lags=True, compare=False, statistics=ReuseStatistics())
 
 
 def use_predicted(slot: Slot, mask: BlockMask, make: MakePlan, generation: int = 0, step: int = 0) -> PlanUse:
@@ -74,58 +49,38 @@ def use_predicted(slot: Slot, mask: BlockMask, make: MakePlan, generation: int =
     return use
 
 
-_DELAYS: list[float] = []
-
-
-def plans_with_late_counts(rank: int, world: int, hasty: bool) -> list[int]:
-    """Makes six calls that need new plans; counts of odd ranks are late at odd calls. Returns plans by call."""
-    draws = np.random.default_rng(0)
-    masks = [mask_of(*draws.integers(1, 60, 2 * world)) for _ in range(6)]
-    _DELAYS[:] = [0.2 * ((rank + call) % 2) for call in range(6)]
-    slot, make = new_slot(1.0, HastySlot if hasty else Slot), plans_on(GRID, f"U{world}R1", "snake")
-    with mock.patch("dbsp_core.runtime.slot.RowCounts", LateCounts):
-        return [use_predicted(slot, mask, make).plan.fingerprint for mask in masks]
-
-
-def planner_that_goes_wrong(rank: int, world: int, odd: int, fault: str) -> list[str]:
-    """Attends four times; in the third call a rank's planner raises, or makes another plan.
-
-    Returns what each call raised.
-    """
-    session = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1")
-    raised = []
+def plan_that_differs(rank: int, world: int, odd: int) -> list[str]:
+    """Attends four times, in the third with another plan on one rank. Returns what each call raised."""
+    session, raised = Session(PREDICTED | {"reuse": 1.0}, f"U{world}R1"), []
     for call in range(4):
-        patched = FAULTY_PLANNERS[fault] if (rank, call) == (odd, 2) else plan_from_counts
-        with mock.patch("dbsp_core.runtime.size.plan_from_counts", patched):
-            try:
-                session.attend(900.0 - call)
-                raised.append("")
-            except ValueError as error:
-                raised.append(f"{type(error).__name__}: {error}")
+        options = {"planner": "contiguous"} if (rank, call) == (odd, 2) else {}
+        other = lambda *args, more=options, **given: plan_from_counts(*args, **(given | more))  # noqa: E731
+        with mock.patch("dbsp_core.runtime.size.plan_from_counts", other):
+            raised.append(said(lambda call=call: session.attend(900.0 - call)))
     dist.barrier()
     return raised
 
 
-def planner_that_raises(*args: Any, **options: Any) -> Plan:
-    raise ZeroDivisionError("no planner today")
+def test_plan_that_differs_on_one_rank_raises_on_all_at_the_same_call(pool):
+    for first, second, third, last in pool(3).run(plan_that_differs, 2):
+        assert (first, second, last) == ("nothing",) * 3
+        assert "the plan differs on" in third
 
 
-FAULTY_PLANNERS: dict[str, Callable[..., Plan]] = {
-    "raises": planner_that_raises,
-    "differs": lambda *args, **options: plan_from_counts(*args, **(options | {"planner": "contiguous"})),
-}
+def two_generations(rank: int, world: int, settings: dict[str, Any]) -> list[tuple[bool, float, int]]:
+    """Runs two generations of four steps and equal masks.
 
-
-def two_generations(rank: int, world: int, steps: int, settings: dict[str, Any]) -> list[tuple[bool, float]]:
-    """Runs two generations of few steps and equal masks. Returns by call whether a plan was made, and ρ_s in use."""
-    session = Session(PREDICTED | settings, f"U{world}R1", steps=steps)
+    Returns by call whether a plan was made, ρ_s in use, and the plan's fingerprint.
+    """
+    session = Session(PREDICTED | settings, f"U{world}R1", steps=4)
     uses: list[PlanUse] = []
-    for step in range(2 * steps):
-        assert session.attend(900.0 - step % steps) <= 1e-5
+    for step in range(8):
+        assert session.attend(900.0 - step % 4) <= 1e-5
         (slot,) = session.inner.passes.last.size.slots.values()
         uses.append(slot.use)
     session.inner.flush()
-    return [(use.new, use.counted.rho) for use in uses if use.counted is not None]
+    assert session.inner.reuse.waits == (8 if settings.get("plan") == "current" else 1)
+    return [(use.new, use.counted.rho, use.plan.fingerprint) for use in uses if use.counted is not None]
 
 
 FIRST = mask_of(6, 4, 4, 2)
@@ -141,11 +96,6 @@ def plan_of(mask: BlockMask) -> int:
 
 
 OLD, NEW = plan_of(FIRST), plan_of(ABOVE)
-
-
-@pytest.fixture
-def slot():
-    return new_slot()
 
 
 def plan_known(slot, mask):
@@ -217,37 +167,27 @@ class TestPredictedMasks:
     def test_error_in_planning_keeps_the_plan_before(self, slot):
         self.plans(slot, [FIRST, ABOVE])
         with pytest.raises(ZeroDivisionError):
-            use_predicted(slot, ABOVE, planner_that_raises)
+            use_predicted(slot, ABOVE, mock.Mock(side_effect=ZeroDivisionError))
         assert self.plans(slot, [ABOVE]) == [NEW]
-
-
-def test_ranks_with_late_counts_change_plans_at_the_same_call(pool):
-    """Delays the copies of ranks differently; ranks that did not wait would part."""
-    answers = pool(3).run(plans_with_late_counts, False)
-    assert all(answer == answers[0] for answer in answers)
-    assert len(set(answers[0])) > 3, "masks must ask for new plans"
-    hasty = pool(3).run(plans_with_late_counts, True)
-    assert hasty[0] != hasty[1]
-
-
-@pytest.mark.parametrize(
-    ("world", "odd", "fault", "message"),
-    [(2, 0, "raises", "no planner today"), (3, 2, "differs", "the plan differs on")],
-)
-def test_faulty_planner_on_one_rank_raises_on_all_at_the_same_call(pool, world, odd, fault, message):
-    for raised in pool(world).run(planner_that_goes_wrong, odd, fault):
-        assert [bool(text) for text in raised] == [False, False, True, False], raised
-        assert message in raised[2]
 
 
 def test_second_generation_has_plans_for_the_masks_that_are_expected(threads):
     """The second generation's masks are those of the first: what is expected comes, and no plan lags."""
-    for seen in threads(2).run(two_generations, 4, {"reuse": 1.02}):
-        assert any(rho > 1.02 for new, rho in seen[:4] if not new), "plans lag in the first generation"
-        assert all(rho <= 1.02 or new for new, rho in seen[4:])
-        assert max(rho for _, rho in seen[4:]) < max(rho for _, rho in seen[:4])
-    for seen in threads(2).run(two_generations, 4, {"reuse": 9.0}):
-        assert [new for new, _ in seen] == [True] + [False] * 7
+    for seen in threads(2).run(two_generations, {"reuse": 1.02}):
+        lagging = [rho for new, rho, _ in seen if not new]
+        assert max(lagging) > 1.02, "plans lag in the first generation"
+        assert all(rho <= 1.02 or new for new, rho, _ in seen[4:])
+        assert max(rho for _, rho, _ in seen[4:]) < max(rho for _, rho, _ in seen[:4])
+    for seen in threads(2).run(two_generations, {"reuse": 9.0}):
+        assert [new for new, *_ in seen] == [True] + [False] * 7
+
+
+def test_current_plans_are_those_of_the_calls_own_masks(threads):
+    lagged, current = (threads(3).run(two_generations, {"reuse": 1.0, "plan": plan}) for plan in ("lagged", "current"))
+    assert all(calls == of_ranks[0] for of_ranks in (lagged, current) for calls in of_ranks)
+    pairs = [(late, own) for (_, late, _), (_, own, _) in zip(lagged[0][:4], current[0][:4], strict=True)]
+    assert all(own <= late for late, own in pairs)
+    assert sum(own < late for late, own in pairs) >= 2, "lagging must cost balance here"
 
 
 class TestUsualCounts:
@@ -288,27 +228,3 @@ class TestUsualCounts:
         for step in range(1, 10):
             usual.add(self.ROWS, step)
         assert sorted(usual.by_step) == [0, 1, 2]
-
-
-def current_plans(rank: int, world: int, plan: str) -> list[tuple[float, int]]:
-    """Runs two generations of random masks. Returns by call ρ_s in use, and the plan's fingerprint."""
-    session = Session(PREDICTED | {"reuse": 1.0, "plan": plan}, f"U{world}R1", steps=4)
-    calls = []
-    for step in range(8):
-        assert session.attend(900.0 - step % 4 - step / 8) <= 1e-5
-        session.inner.flush()
-        (slot,) = session.inner.passes.last.size.slots.values()
-        calls.append((slot.use.counted.rho, slot.use.plan.fingerprint))
-    assert session.inner.reuse.waits == (8 if plan == "current" else 1)
-    assert ("host wait" in repr(session.inner)) == (plan == "current")
-    return calls
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_current_plans_are_those_of_the_calls_own_masks(threads, world):
-    lagged, current = (threads(world).run(current_plans, plan) for plan in ("lagged", "current"))
-    for of_ranks in (lagged, current):
-        assert all(calls == of_ranks[0] for calls in of_ranks)
-    pairs = [(late, own) for (late, _), (own, _) in zip(lagged[0], current[0], strict=True)]
-    assert all(own <= late for late, own in pairs)
-    assert sum(own < late for late, own in pairs) >= 4, "lagging must cost balance here"
