@@ -148,7 +148,7 @@ tests/core/runtime/test_slot.py -k "UsualCounts or second_generation"
 masks that are too dense are looked at again: dbsp_core/runtime/size.py
 - (last.generation, last.step // LOOK_EVERY) != (now.generation, now.step // LOOK_EVERY)
 + last.generation != now.generation
-tests/core/runtime/test_break_even.py -k "U2R1 and not training"
+tests/core/runtime/test_break_even.py -k U1R2
 
 dense attention is predicted by the block kernel's rate: dbsp_core/cost/machine.py
 - constants = replace(self.constants, flops_per_s=rate, score_s=0.0, row_s=0.0)
@@ -173,7 +173,7 @@ tests/core/sources/predicted/test_sparge.py -k of_the_paper
 predicted bits of all ranks' heads in order: dbsp_core/sources/head_shares.py
 - if batch > 1 or heads % group.size:
 + if batch > 1:
-tests/core/sources/predicted/test_sol.py -k every_number
+tests/core/sources/predicted/test_ranks.py -k sol
 
 redistribution finds its way back: dbsp_core/comm/redistribution.py
 - _Way(self.put, self.received, self.take, self.sent, self.slots[::-1])
@@ -273,7 +273,7 @@ tests/core/masks/test_block_mask.py -k without_keys
 means of blocks on two ranks come from both: dbsp_core/comm/block_pooling.py
 - .index_add_(0, into, part_sums)
 + .index_copy_(0, into, part_sums)
-tests/core/sources/predicted/test_sparge.py -k every_number
+tests/core/sources/predicted/test_ranks.py -k sparge
 
 keys that differ by destination are packed again: dbsp_core/comm/exchange.py
 - if buffer is None or not again:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,20 +66,6 @@ def alone(case: SpargeCase) -> BlockMask:
     """Returns the mask of one process."""
     mask: BlockMask = case.source.mask(case.request, LocalQK.alone(*case.tensors()))
     return mask
-
-
-def assert_identical_bits(ranks: Any, case: SpargeCase, number: int) -> None:
-    """Checks that ranks predict one process's mask, and make one plan; `number` chooses a layout and a strategy."""
-    strategies = Strategy.all_for(ranks.world)
-    spread = replace(case, layout=("contiguous", "striped", "shuffled")[number % 3])
-    answers = ranks.run(predict_together, spread, str(strategies[number % len(strategies)]))
-    assert {mask for mask, _ in answers} == {alone(case).fingerprint}
-    assert len({plan for _, plan in answers}) == 1
-
-
-def every_other(names: Iterable[str], worlds: Sequence[int]) -> list[tuple[str, int]]:
-    """Returns pairs of a case's name and a number of ranks: every name with half of the numbers."""
-    return [(name, world) for index, name in enumerate(names) for world in worlds[index % 2 :: 2]]
 
 
 def local_tokens(

@@ -1,4 +1,4 @@
-"""Cube attention: its counts, tiles and shares by step written out, and identical bits on every number of ranks."""
+"""Cube attention: its counts, tiles and shares by step written out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dbsp_core.sources import CubeSource, LocalQK, MaskRequest
-from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, assert_identical_bits, every_other
+from tests.core.sources.predicted.sparge_cases import SpargeCase, alone
 from tests.core.sources.predicted.test_vsa import BLOCKS, VsaCase, tiles
 
 CubeCase = partial(VsaCase, kind=CubeSource)
@@ -55,22 +55,9 @@ def test_counts_are_those_of_float32(tiles, topk, count):
     assert bits[0, -1].nonzero().flatten().tolist() == [*range(count), tiles - 1]
 
 
-def test_a_row_keeps_the_largest_scores_its_own_tile_and_text():
-    source = CubeSource(1, 1, tile=(1, 1, 1), topk=0.25)
-    keys = torch.tensor([0.0, 0.1, 0.9, 0.4, 0.9, 0.2, 0.3, 0.8, 0.5])[None, None, :, None]
-    bits = source.mask(MaskRequest(0, 1, (8, 1, 1), 1), LocalQK.alone(torch.ones_like(keys), keys)).bits
-    assert (bits[0, 1 + 4].nonzero().flatten() - 1).tolist() == [-1, 1, 3, 4]
-    assert bits[0, 0].all()
-
-
 def test_shares_are_those_of_the_step():
     case = CASES["tiles that divide the video"]
     by_step = replace(case, settings={**case.settings, "topk": (1.0, 0.5, 0.1)}).source
     tokens = LocalQK.alone(*case.tensors())
     counts = [by_step.mask(replace(case.request, step=step), tokens).counts.rows.min() for step in range(4)]
     assert counts == [8, 4, 1, 1]
-
-
-@pytest.mark.parametrize(("name", "world"), every_other(CASES, (1, 2, 3, 4, 6)))
-def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, name, world):
-    assert_identical_bits(threads(world), CASES[name], list(CASES).index(name) + world)

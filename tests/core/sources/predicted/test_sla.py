@@ -12,7 +12,6 @@ import torch
 
 from dbsp_core import SequenceGroup, Strategy
 from dbsp_core.config import DbspConfig
-from dbsp_core.masks import branches
 from dbsp_core.masks.branches import LinearBranch
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
@@ -20,7 +19,6 @@ from dbsp_core.sources import LocalQK, MaskRequest, SlaSource, sla
 from dbsp_core.utils.errors import UserError
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 from tests.support.attention_cases import at_padding, shards
-from tests.support.long import some_long
 from tests.support.oracle import largest_difference
 from tests.support.single_process import masked_attention
 
@@ -125,8 +123,7 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
     return mask.fingerprint, error, mask.branch.sums.numpy().tobytes()
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "world", "strategy"), zip(CASES, (2, 3, 6), ("U2R1", "U1R3", "U3R2"), strict=True))
 def test_every_number_of_ranks_gives_identical_masks_and_branches(threads, world, strategy, name):
     layout = ("contiguous", "striped", "shuffled")[(list(CASES).index(name) + world) % 3]
     answers = threads(world).run(predict, replace(CASES[name], layout=layout), strategy)
@@ -151,10 +148,7 @@ def error_of(rank: int, world: int, case: SpargeCase, strategy: str) -> float:
     return largest_difference(out, whole[..., mine, :])
 
 
-WAYS = [(world, str(strategy)) for world in (1, 2, 3, 4, 6, 8) for strategy in Strategy.all_for(world)]
-
-
-@pytest.mark.parametrize(("world", "strategy"), some_long(WAYS, ("U1R1", "U3R1", "U4R1", "U2R3", "U8R1", "U4R2")))
+@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2"), (8, "U2R4")])
 def test_session_equals_one_process(threads, world, strategy):
     case = list(CASES.values())[world % 3]
     assert max(threads(world).run(error_of, replace(case, heads=5), strategy)) < 1e-5
@@ -164,13 +158,6 @@ def test_sums_of_a_rank_alone_are_found(threads):
     """Negative control: without the exchange, the branch is of a rank's own tokens."""
     with mock.patch.object(sla, "_sum_over_ranks", lambda mine, group: mine):
         assert max(threads(2).run(error_of, CASES["softmax"], "U2R1")) > 1e-3
-
-
-def test_heads_one_at_a_time_give_the_same(monkeypatch):
-    case = CASES["elu, text, batch of two"]
-    together = branch_of(alone(case).branch, case.tensors()[0])
-    monkeypatch.setattr(branches, "ELEMENTS_AT_ONCE", 1)
-    assert torch.allclose(branch_of(alone(case).branch, case.tensors()[0]), together, atol=1e-6)
 
 
 def test_without_a_projection_the_mask_is_left_and_it_is_said_once(caplog):
@@ -190,10 +177,6 @@ def test_mistakes_are_rejected():
     q, k = case.tensors()
     with pytest.raises(UserError, match=r"of shape \[16, 16\], expected \[17, 16\] for heads of 16 channels"):
         case.source.mask(case.request, LocalQK.alone(q, k, v=q, gate=torch.eye(16)))
-    with pytest.raises(UserError, match="feature"):
-        SlaSource(feature="tanh")
-    with pytest.raises(UserError, match="topk"):
-        SlaSource(topk=0)
     session = AttentionSession(DbspConfig(mask=case.source), SequenceGroup(0, 1), Strategy(1, 1), case.heads, 1)
     session.begin(Video(case.thw))
     with pytest.raises(UserError, match="a linear branch does not support gradients; set linear"):

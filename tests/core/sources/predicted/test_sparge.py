@@ -1,4 +1,4 @@
-"""SpargeAttn's predictor: against the paper written out, and identical bits on every number of ranks."""
+"""SpargeAttn's predictor against the paper written out, and its sums."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_kernels.prediction import pool_rows, sum_tokens
-from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, assert_identical_bits, every_other
+from tests.core.sources.predicted.sparge_cases import SpargeCase, alone
 from tests.core.sources.predicted.sparge_reference import predict
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
@@ -32,7 +32,6 @@ CASES = {
     "tiles": SpargeCase(settings={"cdf": 0.7, "similarity": 0.3, "token_order": "tile:2x4x4"}, thw=(4, 8, 9), heads=2),
     "everything": SpargeCase(settings={"cdf": 1.0, "similarity": -1.0}),
 }
-PARTLY_DENSE = [name for name in CASES if name != "everything"]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -46,16 +45,7 @@ def test_mask_equals_that_of_the_paper(case):
     near = (margins.chosen < 1e-9) | (margins.similar_q < 1e-5)[:, :, None] | (margins.similar_k < 1e-5)[:, None]
     assert not (different & ~near).any()
     assert different.mean() < 0.001
-
-
-def test_cases_are_partly_dense_and_have_vague_blocks():
-    """Checks that masks are neither full nor empty, with vague blocks and without."""
-    densities = {name: alone(case).density for name, case in CASES.items()}
-    assert all(0.15 < density < 0.9 for name, density in densities.items() if name != "everything"), densities
-    assert densities["everything"] == 1
-    case = CASES["cdf"]
-    unvague = alone(replace(case, settings={**case.settings, "similarity": -1.0}))
-    assert (alone(case).bits & ~unvague.bits).any()
+    assert 0.15 < mask.density < 0.9 or settings.get("cdf") == 1
 
 
 @pytest.mark.parametrize(
@@ -123,17 +113,6 @@ def test_triton_kernels_sum_and_pool_as_torch(width, dtype):
         assert same_sums(width, dtype)
 
 
-@pytest.mark.parametrize(("name", "world"), every_other(PARTLY_DENSE, (1, 2, 3, 4, 6, 8)))
-def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, name, world):
-    assert_identical_bits(threads(world), CASES[name], list(CASES).index(name) + world)
-
-
-def sums(tokens, block, blocks):
-    order = torch.argsort(block, stable=True)
-    first = torch.searchsorted(block[order], torch.arange(blocks + 1))
-    return sum_tokens(tokens, order, first)
-
-
 @examples(60)
 @given(st.integers(1, 40), st.integers(1, 33), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), SEEDS)
 def test_sums_of_distributed_tokens_are_identical(count, width, dtype, seed):
@@ -142,9 +121,14 @@ def test_sums_of_distributed_tokens_are_identical(count, width, dtype, seed):
     tokens = tokens.to(dtype)
     block = torch.randint(0, 3, (count,), generator=generator)
     owner = torch.randint(0, 4, (count,), generator=generator)
-    apart = [sums(tokens[:, :, owner == rank], block[owner == rank], 3) for rank in range(4)]
+
+    def sums(mine: torch.Tensor) -> torch.Tensor:
+        order = torch.argsort(block[mine], stable=True)
+        return sum_tokens(tokens[:, :, mine], order, torch.searchsorted(block[mine][order], torch.arange(4)))
+
+    apart = [sums(owner == rank) for rank in range(4)]
     with mock.patch("dbsp_kernels.prediction.TOKENS_AT_A_TIME", 7):  # blocks longer than that, too
-        assert torch.equal(sum(apart), sums(tokens, block, 3))
+        assert torch.equal(sum(apart), sums(owner >= 0))
 
 
 def test_values_that_are_not_finite_give_equal_masks():

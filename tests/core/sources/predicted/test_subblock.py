@@ -1,4 +1,4 @@
-"""SubBlock: its counts, its scores written out, and identical bits on every number of ranks."""
+"""SubBlock: its counts, and its scores written out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from dbsp_core.masks.grid import BlockAxis
-from dbsp_core.sources import LocalQK, MaskRequest, SubBlockSource, head_shares
+from dbsp_core.sources import SubBlockSource, head_shares
 from dbsp_core.sources.base import kept_blocks
-from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, assert_identical_bits, every_other
+from tests.core.sources.predicted.sparge_cases import SpargeCase, alone
 from tests.support.oracle import position_in_order
-from tests.support.served_masks import example
 
 SubBlockCase = partial(SpargeCase, kind=SubBlockSource)
 CASES = {
@@ -72,12 +71,6 @@ def test_mask_equals_the_definition_written_out(case, pairs, monkeypatch):
     assert 0.1 < mask.density < 0.9
 
 
-def test_the_example_of_14_tokens():
-    source = SubBlockSource(4, 4, sparsity=0.5, cells_q=2, cells_k=2, multiple=1)
-    bits = source.mask(MaskRequest(0, 1, (1, 1, 14)), LocalQK.alone(*example(14, 4), scale=0.5)).bits
-    assert [row.nonzero().flatten().tolist() for row in bits[0]] == [[0, 2], [1, 2], [0, 1], [1, 2]]
-
-
 @pytest.mark.parametrize(
     ("sparsity", "blocks", "multiple", "count"),
     [
@@ -91,8 +84,3 @@ def test_the_example_of_14_tokens():
 )
 def test_counts_are_sglangs(sparsity, blocks, multiple, count):
     assert kept_blocks((1 - sparsity) * blocks, blocks, round_up=True, multiple=multiple) == count
-
-
-@pytest.mark.parametrize(("name", "world"), every_other(CASES, (1, 2, 3, 4, 6)))
-def test_every_number_of_ranks_gives_identical_bits_and_plans(threads, name, world):
-    assert_identical_bits(threads(world), CASES[name], list(CASES).index(name) + world)
