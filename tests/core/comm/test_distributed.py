@@ -28,27 +28,20 @@ def test_equals_dense_attention(threads, world, strategy):
         assert all(error <= TOLERANCE for error in errors), (case, errors)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
-def test_attention_on_processes_equals_the_oracle(pool, world):
-    for row, strategy in enumerate(Strategy.all_for(world)):
-        for case in plain_cases(strategy)[row], key_cases(strategy)[row]:
-            errors = pool(world).run(run_case_apart, case)
-            assert all(error <= TOLERANCE for error in errors), (case, errors)
-
-
-SIXTEEN = (
-    Case("-", heads=12, tokens=523, text_tokens=5, head_dim=8, density=0.2, keys="needed", band=True),
-    Case("-", heads=40, tokens=419, block_q=32, head_dim=8, density=0.15, layout="striped", padded=True),
-    Case("-", heads=56, tokens=277, text_tokens=37, head_dim=8, planner="random", layout="striped"),
-)
-"""Heads of Wan2.1-1.3B, Wan2.1-14B and MiniMax-H3: 16 ranks divide none of these numbers."""
-
-
-@pytest.mark.parametrize("strategy", ["U16R1", "U8R2", "U4R4", "U2R8", "U1R16"])
-def test_sixteen_ranks_equal_dense_attention(threads, strategy):
-    for case in SIXTEEN:
-        errors = threads(16).run(run_case, replace(case, strategy=strategy))
+@pytest.mark.parametrize("strategy", ["U1R2", "U3R1", "U2R2"])
+def test_attention_on_processes_equals_the_oracle(pool, strategy):
+    for case in plain_cases(Strategy.parse(strategy))[0], key_cases(Strategy.parse(strategy))[1]:
+        errors = pool(Strategy.parse(strategy).world).run(run_case_apart, case)
         assert all(error <= TOLERANCE for error in errors), (case, errors)
+
+
+SIXTEEN = Case("-", heads=12, tokens=523, text_tokens=5, head_dim=8, density=0.2, keys="needed", band=True)
+"""Heads of Wan2.1-1.3B, which 16 ranks do not divide."""
+
+
+@pytest.mark.parametrize("strategy", ["U16R1", "U4R4"])
+def test_sixteen_ranks_equal_dense_attention(threads, strategy):
+    assert max(threads(16).run(run_case, replace(SIXTEEN, strategy=strategy))) <= TOLERANCE
 
 
 ORDERS = {"orders": ("thw", "hwt", "wht", "twh")}
@@ -60,16 +53,11 @@ ALL = {"planner": "dbsp", "heads": 5, "layout": "striped"}
     ("sabotage", "world", "strategy", "how"),
     [
         ("local tokens only", 2, "U2R1", {}),
-        ("wrong order of chunks", 3, "U1R3", {}),
         ("wrong order of chunks", 6, "U2R3", {}),
-        ("wrong order of chunks", 16, "U4R4", {"tokens": 1024, "thw": (16, 8, 8)}),
         ("wrong scale", 4, "U2R2", {}),
-        ("token order off by one", 4, "U4R1", {}),
         ("token order off by one", 4, "U1R4", {}),
         ("heads' orders mixed up", 4, "U2R2", ORDERS),
         ("a needed block left out", 2, "U1R2", ALL),
-        ("a needed block left out", 4, "U2R2", ALL),
-        ("a needed block left out", 4, "U4R1", NEEDED),
         ("a needed block left out", 6, "U2R3", NEEDED),
     ],
 )

@@ -39,14 +39,8 @@ def qkv(gradients: bool = False) -> torch.Tensor:
     return torch.randn(1, HEADS, shard, WIDTH, requires_grad=gradients)
 
 
-def loss() -> torch.Tensor:
-    q = qkv(gradients=True)
-    found = dual_balanced_attention(q, q, q, MASK, "U1R2").sum()
-    found.backward()
-    return found
-
-
 def executor(group: dist.ProcessGroup | None = None) -> DualBalancedAttention:
+    """Returns an attention that was called once."""
     layout = SequenceLayout.contiguous(TOKENS, dist.get_world_size())
     plan = make_plan(MASK, "U1R2", layout=layout)
     attend = DualBalancedAttention.prepare(plan, MASK, layout, SequenceGroup.from_group(group))
@@ -54,33 +48,21 @@ def executor(group: dist.ProcessGroup | None = None) -> DualBalancedAttention:
     return attend
 
 
-def session(group: SequenceGroup | None = None) -> AttentionSession:
-    """Returns a session after two steps."""
-    parts = DbspConfig.load({"mask": PREDICTED}), group or SequenceGroup.from_group(), Strategy(1, 2)
-    made = AttentionSession(*parts, HEADS, layers=1)
+def everything() -> list[object]:
+    """Returns all that may hold a group: graphs, an attention, a session after two steps, and an error."""
+    group, q = SequenceGroup.from_group(), qkv(gradients=True)
+    loss = dual_balanced_attention(q, q, q, MASK, "U1R2").sum()
+    loss.backward()
+    whole = SequenceLayout.whole_sequences([TOKENS // 2] * 2, [0, 1], 2)
+    way = Redistribution.between(whole, SequenceLayout.contiguous(TOKENS, 2))
+    made = AttentionSession(DbspConfig.load({"mask": PREDICTED}), group, Strategy(1, 2), HEADS, layers=1)
     for step in range(2):
         shard = made.begin(Video((1, 8, 8)), timestep=900.0 - step).shard
         made.attend(0, *[torch.randn(1, HEADS, shard, WIDTH)] * 3)
-    return made
-
-
-def redistribution() -> tuple[Redistribution, torch.Tensor]:
-    whole = SequenceLayout.whole_sequences([TOKENS // 2] * 2, [0, 1], 2)
-    way = Redistribution.between(whole, SequenceLayout.contiguous(TOKENS, 2))
-    return way, way.there(torch.randn(TOKENS // 2, 3, requires_grad=True)).sum()
-
-
-def gathered() -> torch.Tensor:
-    return gather_shards(torch.ones(2, 2, requires_grad=True), 0, SequenceGroup.from_group())
-
-
-def caught() -> Exception:
-    """Returns an error with its traceback, and all that was in scope there."""
-    try:
+    with pytest.raises(UserError, match="GPUs") as caught:
         session_of({"mask": PREDICTED}, "U3R1", HEADS)
-    except ValueError as error:
-        return error
-    raise AssertionError("three ranks were accepted for two")
+    there = way.there(torch.randn(TOKENS // 2, 3, requires_grad=True)).sum()
+    return [loss, executor(), way, there, gather_shards(torch.ones(2, 2, requires_grad=True), 0, group), made, caught]
 
 
 def use_after_the_end(rank: int, world: int, what: str) -> None:
@@ -128,15 +110,9 @@ def parts(rank: int, world: int, first: int, size: int) -> tuple[list[int], list
     return gathered, [rank for (rank,) in inner], ended
 
 
-@pytest.mark.parametrize(
-    ("groups", "use"),
-    [(2, loss), (2, executor), (1, redistribution), (1, gathered), (2, session), (2, caught)],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_destroyed_group_is_not_kept_alive(pool, tmp_path, groups, use):
-    """Counts groups that are alive; `groups` is their number in use, db-SP's in addition to torch's."""
-    for there, left in pool(2).run(left_alive, str(tmp_path), use):
-        assert (there, left) == (groups, [])
+def test_destroyed_group_is_not_kept_alive(pool, tmp_path):
+    for there, left in pool(2).run(left_alive, str(tmp_path), everything):
+        assert (there, left) == (2, []), "torch's group and one of db-SP's"
 
 
 @pytest.mark.parametrize("what", ["executor", "backward"])

@@ -89,14 +89,7 @@ def attend(session: Any, seed: int, gradients: bool = False) -> torch.Tensor:
 
 
 def run(
-    rank: int,
-    world: int,
-    step: str,
-    settings: dict[str, Any],
-    strategy: str,
-    odd: int,
-    before: int = 0,
-    gradients: bool = False,
+    rank: int, world: int, step: str, settings: dict[str, Any], strategy: str, odd: int, before: int, gradients: bool
 ) -> tuple[str, bool]:
     """Attends `before` times, then with a fault, then without; returns what the fault said, and whether all is right.
 
@@ -111,54 +104,36 @@ def run(
     return answer, bool(torch.allclose(*again, atol=1e-6))
 
 
-def check(threads: Any, step: str, target: str, settings: dict[str, Any], strategy: str, odd: int, *how: Any) -> None:
+CASES = [
+    *(("predicted", SPARGE, step, 0, False) for step in PREDICTED | BOTH),
+    *(("known", WINDOW, step, 0, False) for step in KNOWN | BOTH),
+    *(("a new plan", SPARGE | {"reuse": 1.0}, step, 3, False) for step in ("planner", "routes")),
+    *(("backward", WINDOW, step, 0, True) for step in BACKWARD),
+]
+
+
+@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
+def test_failure_is_raised_on_all_ranks(threads, number, case):
+    """Fails in a first attention, in one with a new plan, or in the first backward; ranks and strategies alternate."""
+    when, settings, step, before, gradients = case
+    target = ((KNOWN if when == "known" else PREDICTED) | BOTH | BACKWARD)[step]
+    odd, strategy = number % 2, ("U1R2", "U2R1")[number // 2 % 2]
     with failing(step, target):
-        for answer, right in threads(2).run(run, step, settings, strategy, odd, *how):
-            assert answer == f"ValueError: rank(s) [{odd}]: MemoryError: no room for {step}"
-            assert right
+        for answer, right in threads(2).run(run, step, settings, strategy, odd, before, gradients):
+            assert (answer, right) == (f"ValueError: rank(s) [{odd}]: MemoryError: no room for {step}", True)
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
-@pytest.mark.parametrize(
-    ("settings", "step", "target"),
-    [
-        *((SPARGE, *step) for step in {**PREDICTED, **BOTH}.items()),
-        *((WINDOW, *step) for step in {**KNOWN, **BOTH}.items()),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value["mask"]["source"],
-)
-def test_failure_in_the_first_attention_is_raised_on_all_ranks(threads, settings, strategy, step, target, odd):
-    check(threads, step, target, settings, strategy, odd)
-
-
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("step", ["planner", "routes"])
-def test_failure_of_a_new_plan_is_raised_on_all_ranks(threads, step, odd):
-    settings = SPARGE | {"reuse": 1.0}  # a new plan at every call
-    check(threads, step, {**PREDICTED, **BOTH}[step], settings, "U2R1", odd, 3)
-
-
-def recompute(rank: int, world: int, step: str, strategy: str, odd: int) -> str:
+def recompute(rank: int, world: int, step: str, odd: int) -> str:
     """Returns what backward says where a reentrant checkpoint's attention fails when it is computed again."""
-    session = session_of(WINDOW, strategy, HEADS)
-    layout = session.begin(Video(THW), timestep=900.0)
-    q = torch.ones(1, HEADS, layout.shard, WIDTH, requires_grad=True)
+    session = session_of(WINDOW, "U1R2", HEADS)
+    q = torch.ones(1, HEADS, session.begin(Video(THW), timestep=900.0).shard, WIDTH, requires_grad=True)
     out = checkpoint(session.attend, 0, q, q, q, use_reentrant=True)
     with fault(step, rank, odd):
         return said(lambda: out.square().sum().backward())
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("step", ["kernel", "return"])
+@pytest.mark.parametrize(("step", "odd"), [("kernel", 0), ("return", 1)])
 def test_failure_where_an_attention_is_first_computed_with_gradients_is_raised_on_all_ranks(threads, step, odd):
     with failing(step, BOTH[step]):
-        answers = threads(2).run(recompute, step, "U1R2", odd)
+        answers = threads(2).run(recompute, step, odd)
     assert answers == [f"ValueError: rank(s) [{odd}]: MemoryError: no room for {step}"] * 2
-
-
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize("strategy", ["U2R1", "U1R2"])
-@pytest.mark.parametrize("step", BACKWARD)
-def test_failure_in_the_first_backward_is_raised_on_all_ranks(threads, strategy, step, odd):
-    check(threads, step, BACKWARD[step], WINDOW, strategy, odd, 0, True)

@@ -80,8 +80,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("strategy", ["U3R1", "U1R3"])
+@pytest.mark.parametrize(("mask", "strategy"), [("window", "U3R1"), ("sparge", "U1R3")])
 def test_ranks_that_live_on_end_with_a_clear_error(mask, strategy):
     with closing(WorkerPool(3)) as workers:
         for pipe in workers._pipes:
@@ -93,7 +92,6 @@ def test_ranks_that_live_on_end_with_a_clear_error(mask, strategy):
             assert "another rank may have died" in message, message
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_keys_are_sent_while_the_kernel_runs(pool, world):
+def test_keys_are_sent_while_the_kernel_runs(pool):
     """Uses a kernel that returns only once the next chunk has arrived, which fails if that needs a wait."""
-    assert pool(world).run(arrivals_during_kernels) == [[True] * (world - 1)] * world
+    assert pool(3).run(arrivals_during_kernels) == [[True, True]] * 3
