@@ -63,7 +63,7 @@ tests/core/runtime/test_session.py -k keys_that_they_need
 routes shift segments within blocks: dbsp_core/comm/exchange_tables.py
 - start = slot * self.axis.block + offset
 + start = slot * self.axis.block
-tests/core/comm/test_distributed.py -k 3-U1R3
+tests/core/test_drawn_attentions.py -k U1R3
 
 layouts keep text apart from video: dbsp_core/masks/grid.py
 - return [*self._runs, self.tokens - self.text_tokens]
@@ -103,7 +103,7 @@ tests/kernels/test_schedule.py -k equal_rows
 dq is added up over chunks: dbsp_core/runtime/backward.py
 - dq += dq_part
 + dq = dq_part
-tests/core/runtime/test_gradients.py -k 3-U1R3
+tests/core/test_drawn_attentions.py -k U1R3
 
 int8 has a scale of the largest number: kernels/dbsp_kernels/exchange.py
 - scale = largest / LARGEST
@@ -123,7 +123,7 @@ tests/core/comm/test_int8_exchange.py -k rotated_back
 the Triton kernel rotates numbers two by two: kernels/dbsp_kernels/triton/int8.py
 - values = tl.reshape(other + tl.where(is_second, -pairs, pairs), [ROWS, DIMS])
 + values = tl.reshape(other + pairs, [ROWS, DIMS])
-tests/kernels/test_segments.py -k "every_head_size or rotating_back"
+tests/kernels/test_segments.py -k "rounded_and or rotating_back"
 
 mask files have the most significant bit first: dbsp_core/masks/mask_file.py
 - np.unpackbits(values, axis=-1, count=nk)
@@ -173,7 +173,7 @@ tests/core/sources/predicted/test_sparge.py -k of_the_paper
 predicted bits of all ranks' heads in order: dbsp_core/sources/head_shares.py
 - if batch > 1 or heads % group.size:
 + if batch > 1:
-tests/core/sources/predicted/test_ranks.py -k sol
+tests/core/test_drawn_attentions.py
 
 redistribution finds its way back: dbsp_core/comm/redistribution.py
 - _Way(self.put, self.received, self.take, self.sent, self.slots[::-1])
@@ -273,17 +273,17 @@ tests/core/masks/test_block_mask.py -k without_keys
 means of blocks on two ranks come from both: dbsp_core/comm/block_pooling.py
 - .index_add_(0, into, part_sums)
 + .index_copy_(0, into, part_sums)
-tests/core/sources/predicted/test_ranks.py -k sparge
+tests/core/test_drawn_attentions.py
 
 keys that differ by destination are packed again: dbsp_core/comm/exchange.py
 - if buffer is None or not again:
 + if buffer is None:
-tests/core/comm/test_distributed.py -k "dense_attention and 4-U1R4"
+tests/core/test_drawn_attentions.py -k U1R4
 
 gradients of a chunk return where it came from: dbsp_core/comm/exchange_backward.py
 - exchange = self.route.fetch_exchanges[number - 1].backward
 + exchange = self.route.fetch_exchanges[-number].backward
-tests/core/runtime/test_gradients.py -k "3-U1R3"
+tests/core/test_drawn_attentions.py -k U1R3
 
 each rank has its part of a gathered gradient: dbsp_core/comm/groups.py
 - dim, group.rank * shard.shape[dim], shard.shape[dim]
@@ -338,7 +338,7 @@ tests/core/sources/test_patterns.py
 projections arrive in the order of tokens: dbsp_core/sources/lowrank.py
 - arrival[np.concatenate(ids)] = np.arange(grid.tokens)
 + arrival[:] = np.arange(grid.tokens)
-tests/core/sources/predicted/test_lowrank.py -k ranks_and_layout
+tests/core/test_drawn_attentions.py
 
 thresholds are apart from the mean: dbsp_core/sources/sol.py
 - return mean + tau * (variance + LEAST_VARIANCE).sqrt()
@@ -358,7 +358,7 @@ tests/core/sources/predicted/test_vsa.py -k definition
 keys that are absent are not less by the mean of keys: dbsp_core/runtime/absent_keys.py
 - if mean is not None:
 + if False:
-tests/core/runtime/test_absent_keys.py -k 2-U1R2
+tests/core/runtime/test_absent_keys.py -k equals_one
 
 cells without tokens don't count: dbsp_core/sources/subblock.py
 - keys[..., -1].masked_fill_(~cells.k_real.flatten(), ANY_SIMILARITY)

@@ -56,7 +56,7 @@ class TestAttention:
         head_dim=st.sampled_from([1, 8, 24, 33]),
         seed=SEEDS,
     )
-    @examples(80)
+    @examples(40)
     def test_any_shape(self, kernel, **shape):
         assert_right(packed(**shape), kernel)
 
@@ -199,10 +199,6 @@ class TestRegistry:
         monkeypatch.setenv("DBSP_KERNEL", "fast")
         with pytest.raises(ValueError, match=r"unknown (kernel|DBSP_KERNEL) 'fast'; use one of auto, cpu, reference"):
             choose_kernel("auto" if through_environment else "fast", "cpu", torch.float32)
-
-    def test_kernel_for_another_device_raises_and_names_one_that_fits(self):
-        with pytest.raises(ValueError, match="'cpu' cannot be used here: it runs on cpu, got tensors on cuda; use r"):
-            choose_kernel("cpu", "cuda", torch.float32)
 
 
 class TestCapabilities:

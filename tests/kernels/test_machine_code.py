@@ -21,13 +21,9 @@ from scripts.checks.machine_code.tritons import TRITONS, folder_of
 from scripts.checks.machine_code.variants import ATTENTION, DTYPES, KERNELS, SHIPPED
 
 
-def without_interpreter() -> dict[str, str]:
-    return {name: value for name, value in child_environment().items() if name != "TRITON_INTERPRET"}
-
-
 def variants(*options: str) -> list[dict]:
-    command = [sys.executable, "-m", "scripts.checks.machine_code", *options]
-    done = run(command, env=without_interpreter(), cwd=ROOT)
+    environment = {name: value for name, value in child_environment().items() if name != "TRITON_INTERPRET"}
+    done = run([sys.executable, "-m", "scripts.checks.machine_code", *options], env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -59,36 +55,22 @@ def test_hopper_code_fetches_tiles_ahead_overlaps_products_and_spills_nothing():
             assert v["programs_per_multiprocessor"] == 2, f"one's softmax hides behind the other's products: {v}"
 
 
-def assert_products_overlap(*options: str) -> None:
-    """Reads bf16 code of D 128 for Hopper."""
-    found = variants("--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", *options)
+@pytest.mark.long
+@pytest.mark.parametrize("version", TRITONS)
+def test_hopper_code_overlaps_products_under_every_triton(version):
+    """Triton 3.6, which torch 2.10 and 2.11 bring, serialises products of the loop `late`."""
+    try:
+        folder_of(version)
+    except RuntimeError as error:
+        pytest.skip(f"Triton {version} cannot be installed: {error}")
+    shapes = ("--kernel", *ATTENTION, "--blocks", *BLOCKS)
+    found = variants("--triton", version, "--arch", "sm90", "--dtype", "bf16", "--head-dim", "128", *shapes)
     assert found
     for v in found:
         assert not v["serialised"], v
         assert v["waits"] <= 6 < v["products"], v
         assert v["tile_distance"] >= 2, v
         assert (v["local_in_loops"], v["shared_bytes"] <= 227 << 10) == (0, True), v
-
-
-def require_triton(version: str) -> None:
-    try:
-        folder_of(version)
-    except RuntimeError as error:
-        pytest.skip(f"Triton {version} cannot be installed: {error}")
-
-
-def test_hopper_code_overlaps_products_under_triton_3_6():
-    """Triton 3.6, which torch 2.10 and 2.11 bring, serialises products of the loop `late`."""
-    require_triton("3.6.0")
-    shapes = ("--kernel", "triton", "--case", "", "--jobs", "1", "--blocks", "64x64", "128x64", "128x128")
-    assert_products_overlap("--triton", "3.6.0", *shapes)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("version", TRITONS)
-def test_hopper_code_overlaps_products_under_every_triton(version):
-    require_triton(version)
-    assert_products_overlap("--triton", version, "--kernel", *ATTENTION, "--blocks", *BLOCKS)
 
 
 SHARED = {"sm80": 99 << 10, "sm86": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10}

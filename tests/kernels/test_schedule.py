@@ -113,7 +113,7 @@ def test_triton_kernels_order_and_cut_rows_as_torch(case):
 def test_parts_are_never_more_than_there_is_room_for():
     """Without the guard, of counts made to have many parts; the bound is nearly reached, so it is not a loose one."""
     rng, most = np.random.default_rng(0), 0.0
-    for trial in range(300):
+    for trial in range(100):
         slots, rows = int(rng.choice([8, 13, 132])), int(rng.integers(1, 600))
         geometric = np.exp(-np.arange(rows) / rng.uniform(1, 2 * slots)) * 30_000
         counts = geometric if trial % 2 else rng.pareto(0.7, rows) * 5
@@ -170,8 +170,11 @@ def attend(p: Packed, kernel: str = "triton", **options) -> tuple[torch.Tensor, 
     return block_attention(*vars(p).values(), kernel=kernel, kv_full=full_counts(p), **options)
 
 
-@pytest.mark.parametrize("dtype", MOST_ERROR, ids=str)
-@pytest.mark.parametrize("kernel", ["triton", "triton-int8"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [("triton", torch.float32), ("triton", torch.bfloat16), ("triton-int8", torch.float16)],
+    ids=str,
+)
 def test_rows_in_parts_are_as_exact_as_whole_ones(interpreter, kernel, dtype):
     p = long_rows(dtype)
     parts = cut(p, slots=3)
@@ -195,38 +198,24 @@ def test_rows_in_parts_are_as_exact_as_whole_ones(interpreter, kernel, dtype):
     assert torch.equal(again_lse, lse)
 
 
-@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parts_merge_into_what_was_there(interpreter, out_dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parts_merge_into_what_was_there(interpreter, dtype):
     """As chunks of a ring do: the first chunk is fp32, the last one writes the model's dtype."""
-    dtype = torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
     first, p = long_rows(dtype, seed=1), long_rows(dtype)
     first = replace(first, q=p.q)
     partial = attend(first, parts=cut(first, slots=4), out_dtype=torch.float32)
-    out, lse = attend(p, parts=cut(p, slots=3), partial=partial, out_dtype=out_dtype)
+    out, lse = attend(p, parts=cut(p, slots=3), partial=partial, out_dtype=dtype)
     expected, expected_lse = merge_states(*first.exact(), *p.exact())
-    assert out.dtype == out_dtype
-    assert relative_error(out, expected) <= MOST_ERROR[out_dtype]
+    assert out.dtype == dtype
+    assert relative_error(out, expected) <= MOST_ERROR[dtype]
     some = ~torch.isneginf(expected_lse)
     torch.testing.assert_close(lse[some].double(), expected_lse[some], rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("head_dim", "block_q", "block_k"), [(64, 16, 8), (24, 21, 21), (16, 15, 16)])
+@pytest.mark.parametrize(("head_dim", "block_q", "block_k"), [(64, 16, 8), (24, 21, 21)])
 def test_parts_of_rows_of_any_size(interpreter, head_dim, block_q, block_k):
     p = long_rows(head_dim=head_dim, block_q=block_q, block_k=block_k)
     assert relative_error(attend(p, parts=cut(p, slots=3))[0], p.exact()[0]) <= 1e-6
-
-
-def test_parts_of_a_batch(interpreter):
-    p = long_rows()
-    blocks = len(p.k)
-    twice = Packed(
-        torch.cat([p.q, p.q + 1]),
-        *(torch.cat([tensor, tensor + 1]) for tensor in (p.k, p.v)),
-        *(torch.cat([p.kv_index, p.kv_index + blocks]), p.kv_count.repeat(2), p.kv_len.repeat(2)),
-    )
-    parts = cut(twice, slots=5, batch=2)
-    assert {int(row) // len(p.q) for row in items_of(parts)[:, 0]} == {0, 1}
-    assert relative_error(attend(twice, parts=parts)[0], twice.exact()[0]) <= 1e-6
 
 
 def test_a_lost_part_is_seen(interpreter):

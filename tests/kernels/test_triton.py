@@ -103,7 +103,7 @@ class TestBothKernels:
         assert_right(p, kernel, kv_full=full_counts(p) if hint else None, tiles=tiles(p, loop), use_tma=use_tma)
 
     @each_kernel
-    @pytest.mark.parametrize(("use_tma", "loop"), [*((True, loop) for loop in LOOPS), (False, "plain")])
+    @pytest.mark.parametrize(("use_tma", "loop"), [(True, "plain"), (True, "halves"), (False, "late")])
     def test_tokens_beyond_short_blocks_are_not_read_even_if_not_finite(self, kernel, use_tma, loop):
         p = kinder(packed(blocks=6, block_q=16, block_k=16, head_dim=32))
         k, v = p.k.clone(), p.v.clone()
@@ -123,7 +123,7 @@ class TestBothKernels:
 
     @pytest.mark.parametrize(
         ("kernel", "dtype"),
-        [*((k, d) for k in ("triton", "cpu", "reference") for d in DTYPES), ("triton-int8", torch.bfloat16)],
+        [*((k, DTYPES[n]) for n, k in enumerate(("triton", "cpu", "reference"))), ("triton-int8", torch.bfloat16)],
         ids=str,
     )
     def test_parts_in_any_order_give_the_whole(self, kernel, dtype):
@@ -158,10 +158,8 @@ def three_parts(dtype: torch.dtype) -> tuple[Packed, list[Packed]]:
 
 @pytest.mark.usefixtures("interpreter")
 class TestTriton:
-    @pytest.mark.parametrize("loop", LOOPS)
-    @pytest.mark.parametrize("mix", range(4))
+    @pytest.mark.parametrize(("mix", "loop"), [(n % 4, LOOPS[(n + n // 4) % 4]) for n in range(8)])
     def test_every_mix_of_blocks_equals_float64(self, mix, loop):
-        """Covers every pair of a dtype with a loop, and of a dtype with blocks."""
         (block_q, block_k), dtype = MIXES[mix], DTYPES[(mix + LOOPS.index(loop)) % 3]
         p = packed(rows=3, blocks=4, block_q=block_q, block_k=block_k, head_dim=64, dtype=dtype, seed=4)
         p = kinder(replace(p, kv_index=ANY_ORDER, kv_count=torch.tensor([3, 0, 4]).int()))
@@ -199,8 +197,9 @@ class TestTriton:
         for hint, use_tma in ((full_counts(p), True), (None, False)):
             assert_right(p, tiles=Tiles(32, 16, warps=4, stages=2), kv_full=hint, use_tma=use_tma)
 
-    @pytest.mark.parametrize("loop", LOOPS)
-    @pytest.mark.parametrize(("use_tma", "keys"), [(True, 16), (False, 32), (True, 64), (False, 16)])
+    @pytest.mark.parametrize(
+        ("loop", "use_tma", "keys"), zip(LOOPS, (True, False, True, False), (16, 32, 64, 16), strict=True)
+    )
     def test_full_blocks_that_tiles_do_not_divide_are_read_to_their_end_alone(self, use_tma, loop, keys):
         """Checks that keys behind a block in memory are not read, by making them not finite."""
         p = packed(rows=3, blocks=5, block_q=24, block_k=40, head_dim=32, dtype=torch.float16)
