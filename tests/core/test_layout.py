@@ -1,4 +1,4 @@
-"""Sequence layouts: which rank holds which tokens."""
+"""Sequence layouts: which rank holds which tokens; and strategies UxRy."""
 
 from __future__ import annotations
 
@@ -73,23 +73,17 @@ def test_layouts_by_hand():
     assert [a.tolist() for a in layout.tokens_at(1)] == [[8, 9, 10, 3, 4], [0, 1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize(
-    ("rank", "local", "world"),
-    [
+def test_bad_layouts_raise():
+    for rank, local, world in (
         ([0, 0, 1], [0, 0, 0], 2),  # two tokens at one slot
         ([0, 1, 2], [0, 0, 0], 2),  # a rank that is not there
         ([0, -1, 1], [0, 0, 0], 2),
         ([0, 0, 1], [0, 2, 0], 2),  # a slot beyond the shard
         ([0, 0, 1], [0, -1, 0], 2),
         ([0, 0, 1], [0, 1, 0], 0),  # no ranks at all
-    ],
-)
-def test_bad_layouts_raise(rank, local, world):
-    with pytest.raises(ValueError, match="sequence layout"):
-        SequenceLayout(np.array(rank), np.array(local), world, shard=2)
-
-
-def test_unknown_layout_no_ranks_or_streams_without_every_token_once_raise():
+    ):
+        with pytest.raises(ValueError, match="sequence layout"):
+            SequenceLayout(np.array(rank), np.array(local), world, shard=2)
     for streams in ([[0, 1, 1]], [[0, 1], [1, 2]], [[0, 1, 3]]):
         with pytest.raises(ValueError, match="sequence layout"):
             SequenceLayout.from_streams([np.array(stream) for stream in streams], 2)
@@ -97,3 +91,16 @@ def test_unknown_layout_no_ranks_or_streams_without_every_token_once_raise():
         SequenceLayout.named("diagonal", BlockGrid.uniform(8, 4), Strategy(1, 1))
     with pytest.raises(ValueError, match="at least one rank, got 0"):
         SequenceLayout.contiguous(10, 0)
+
+
+def test_strategies_are_read_listed_and_required_for_a_world():
+    for text in ("U4R2", "u4r2", " U4R2\n", Strategy(4, 2)):
+        assert Strategy.parse(text) == Strategy(ulysses=4, ring=2)
+    for text in ("", "U4", "R2U4", "U4xR2", "U-4R2", "U4R2R2", "U4.0R2"):
+        with pytest.raises(ValueError, match="not of the form UxRy, for example U4R2"):
+            Strategy.parse(text)
+    every = {world: [str(strategy) for strategy in Strategy.all_for(world)] for world in (1, 6, 7)}
+    assert every == {1: ["U1R1"], 6: ["U6R1", "U3R2", "U2R3", "U1R6"], 7: ["U7R1", "U1R7"]}
+    Strategy(4, 2).require_world(8)
+    with pytest.raises(ValueError, match="needs 4·2 = 8 GPUs, got 6; use one of U6R1, U3R2, U2R3, U1R6"):
+        Strategy(4, 2).require_world(6)

@@ -166,27 +166,15 @@ def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
 def run_case(rank: int, world: int, case: Case) -> float:
     """Returns the largest absolute error on this rank's tokens."""
     given = Inputs.from_case(case, rank)
-    return _error(case, given, reference(case.attention)[:, :, given.mine])
-
-
-def run_case_apart(rank: int, world: int, case: Case) -> float:
-    """Returns that of a rank that is a process, which has a reference of its own tokens alone."""
-    given = Inputs.from_case(case, rank)
-    q, k, v = as_sent(case, given.full)
-    return _error(case, given, dense_attention(q[:, :, given.mine], k, v, given.mask, queries=given.mine))
-
-
-def _error(case: Case, given: Inputs, expected: torch.Tensor) -> float:
-    full, mine, slots = given.full, given.mine, given.slots
+    expected = reference(case.attention)[:, :, given.mine]
     if case.sabotage == "local tokens only":
-        keys, values = (t[:, :, mine] for t in full[1:])
-        alone = dense_attention(full[0][:, :, mine], keys, values, given.mask, mine, keys=mine)
-        return largest_difference(alone, expected)
+        q, k, v = (tensor[:, :, given.mine] for tensor in given.full)
+        return largest_difference(dense_attention(q, k, v, given.mask, given.mine, keys=given.mine), expected)
     with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
         out = attend(case, given.mask, given.layout, given.local)
     assert out.shape == given.local[0].shape
-    assert not at_padding(out, slots).any(), "padding must come back as zeros"
-    return largest_difference(out[:, :, slots], expected)
+    assert not at_padding(out, given.slots).any(), "padding must come back as zeros"
+    return largest_difference(out[:, :, given.slots], expected)
 
 
 def attend(

@@ -27,12 +27,12 @@ def _ip(*arguments: str) -> None:
 
 
 @contextmanager
-def two_nodes(rate: str | None = None) -> Iterator[tuple[list[Node], str]]:
-    """Yields the nodes, and a description of them. rate: of the link, as tc writes it; None: as fast as it is"""
+def two_nodes() -> Iterator[tuple[list[Node], str]]:
+    """Yields the nodes, and a description of them."""
     names = [f"dbsp{os.getpid()}n{index}" for index in range(2)]
     links = [f"dbv{os.getpid() % 100000}n{index}" for index in range(2)]
     try:
-        separate = _connect(names, links, rate)
+        separate = _connect(names, links)
         if separate:
             nodes = [
                 Node(["ip", "netns", "exec", name], "10.213.77.1", 29517, {"GLOO_SOCKET_IFNAME": link})
@@ -47,11 +47,8 @@ def two_nodes(rate: str | None = None) -> Iterator[tuple[list[Node], str]]:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _connect(names: list[str], links: list[str], rate: str | None) -> bool:
-    """Makes two namespaces with a cable between them, and returns whether the machine allowed it.
-
-    With a rate, frames carry 64 kB, so that headers are a thousandth of what is sent.
-    """
+def _connect(names: list[str], links: list[str]) -> bool:
+    """Makes two namespaces with a cable between them, and returns whether the machine allowed it."""
     if shutil.which("ip") is None:
         return False
     try:
@@ -60,11 +57,8 @@ def _connect(names: list[str], links: list[str], rate: str | None) -> bool:
         _ip("link", "add", links[0], "netns", names[0], "type", "veth", "peer", "name", links[1], "netns", names[1])
         for index, (name, link) in enumerate(zip(names, links, strict=True)):
             _ip("-n", name, "addr", "add", f"10.213.77.{index + 1}/24", "dev", link)
-            _ip("-n", name, "link", "set", link, *(["mtu", "65000"] if rate else []), "up")
+            _ip("-n", name, "link", "set", link, "up")
             _ip("-n", name, "link", "set", "lo", "up")
-            if rate:
-                limit = ("rate", rate, "burst", "256kb", "latency", "400ms")
-                _ip("netns", "exec", name, "tc", "qdisc", "add", "dev", link, "root", "tbf", *limit)
     except subprocess.CalledProcessError:
         return False
     return True

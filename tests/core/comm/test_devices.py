@@ -1,10 +1,121 @@
-"""The GPU that is current on each rank: the launcher's for programs that db-SP starts, the model's after `enable`."""
+"""The GPU that is current on each rank: the launcher's, or after `enable` the model's. GPUs are mocks."""
 
 from __future__ import annotations
 
-import pytest
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from unittest import mock
 
-from tests.core.comm.device_cases import first_uses, model_device, splits_of_the_default_group
+import pytest
+import torch
+import torch.distributed as dist
+
+from dbsp_core import SequenceGroup
+from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.process import log
+from dbsp_diffusers.devices import require_own_gpus, use_model_device
+
+
+class ModelOnDevice(torch.nn.Module):
+    """A model whose weights say that they are on a device, and that may be offloaded from another."""
+
+    def __init__(self, device: str, offloaded_from: str | int | None = None) -> None:
+        super().__init__()
+        self._device = torch.device(device)
+        if offloaded_from is not None:
+            self._hf_hook = SimpleNamespace(execution_device=offloaded_from)
+
+    def parameters(self, recurse: bool = True) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(device=self._device)
+
+
+@contextlib.contextmanager
+def gpus(number: int, variables: Mapping[str, str], current: int = 0) -> Iterator[list[int]]:
+    """Sets environment variables and a torch.cuda with GPUs; yields the devices that were current."""
+    seen = [current]
+    with (
+        mock.patch.dict("os.environ", variables),
+        mock.patch.multiple(
+            torch.cuda,
+            is_available=lambda: number > 0,
+            device_count=lambda: number,
+            current_device=lambda: seen[-1],
+            set_device=lambda device: seen.append(torch.device(device).index),
+            get_device_properties=lambda device: SimpleNamespace(uuid=f"GPU-{torch.device(device).index}"),
+        ),
+    ):
+        yield seen
+
+
+def model_device(
+    rank: int, world: int, devices: Sequence[tuple[str, str | int | None]], backend: str, current: Sequence[int]
+) -> tuple[int, str, list[str]]:
+    """Returns the current GPU after `use_model_device`, its error and its warnings."""
+    said: list[str] = []
+    group = SequenceGroup.from_group()
+    group.control()  # made before the group claims another backend
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    with (
+        gpus(4, variables, current[rank]) as seen,
+        mock.patch("torch.distributed.get_backend_config", return_value=backend),
+        mock.patch.object(log, "warning", said.append),
+    ):
+        try:
+            fingerprints = use_model_device([ModelOnDevice("cpu"), ModelOnDevice(*devices[rank])], group)
+            require_own_gpus(group, group.gather_integers(fingerprints))
+        except UserError as error:
+            return seen[-1], str(error), said
+        return seen[-1], "", said
+
+
+def splits_of_the_default_group(rank: int, world: int) -> tuple[bool, str, list[int]]:
+    """Groups made next to a default group that is bound to a GPU, as by `init_process_group(device_id=…)`.
+
+    Returns whether torch would split one off it, the default group's device afterwards, and a part's ranks.
+    """
+    default = dist.distributed_c10d._get_default_group()
+    own = dist.new_group(list(range(world)))
+    default.bound_device_id = torch.device("cuda", rank)
+    try:
+        with mock.patch.object(dist.distributed_c10d, "_get_split_source", return_value=None) as split:
+            group = SequenceGroup.from_group(own)
+            part = group.part(rank // 2 * 2, 2)
+            ranks = [other for (other,) in part.gather_integers([rank])]
+            group.control()
+        return split.called, str(default.bound_device_id), ranks
+    finally:
+        default.bound_device_id = None
+        dist.destroy_process_group(own)
+
+
+def first_uses(rank: int, world: int, backend: str) -> list[tuple[str, str]]:
+    """Returns (group, device) of each collective while a part on `backend` and an auxiliary are made."""
+    uses: list[tuple[str, str]] = []
+    group, config, barrier = dist.new_group(list(range(world))), dist.get_backend_config, dist.barrier
+
+    def noted(kind: str, group: dist.ProcessGroup) -> None:
+        uses.append((group.group_name.partition("/dbsp-")[2], kind))
+
+    with (
+        gpus(world, {}, current=rank),
+        mock.patch.object(torch.cuda, "current_stream"),
+        mock.patch.object(torch, "zeros", lambda size, device: SimpleNamespace(device=torch.device(device))),
+        mock.patch.multiple(
+            dist,
+            get_backend_config=lambda one: backend if "ranks" in one.group_name else config(one),
+            all_reduce=lambda tensor, group: noted(str(tensor.device), group),
+            barrier=lambda group: noted("barrier", group),
+        ),
+    ):
+        ranks = SequenceGroup.from_group(group)
+        for _ in range(2):
+            ranks.part(rank // 2 * 2, 2)
+            ranks.auxiliary("reports")
+    barrier()  # or the group would go while others connect
+    dist.destroy_process_group(group)
+    return uses
+
 
 NCCL, GLOO = "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"
 FRESH = (0, 0)

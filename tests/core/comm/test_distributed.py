@@ -1,7 +1,4 @@
-"""The distributed oracle: every UxRy on 2 to 8 ranks against dense attention in one process.
-
-Ranks are threads, except for a part of the cases and where the Triton kernel is interpreted.
-"""
+"""Distributed attention on processes and on 16 ranks, and faults that must be seen; see test_drawn_attentions.py."""
 
 from __future__ import annotations
 
@@ -12,27 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, dual_balanced_attention
-from tests.core.comm.oracle_cases import EVERY, TOLERANCE, key_cases, ordered_cases, plain_cases
-from tests.support.attention_cases import Case, run_case, run_case_apart
-from tests.support.long import some_long
+from tests.support.attention_cases import Case, run_case
 
-LONG = ("U1R5", "U5R1", "U1R6", "U6R1", "U1R7", "U7R1", "U1R8", "U4R2", "U3R2")
-"""Strategies beyond or between others of their kind: U1R4, U4R1 and U8R1, U2R3 and U2R4, with U3R1 for odd ones."""
-
-
-@pytest.mark.parametrize(("world", "strategy"), some_long(EVERY, LONG), ids=str)
-def test_equals_dense_attention(threads, world, strategy):
-    """Covers chunks with all keys of a rank's heads, and with those alone that its rows need."""
-    for case in plain_cases(strategy) + ordered_cases(strategy) + key_cases(strategy):
-        errors = threads(world).run(run_case, case)
-        assert all(error <= TOLERANCE for error in errors), (case, errors)
+TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("strategy", ["U1R2", "U3R1", "U2R2"])
-def test_attention_on_processes_equals_the_oracle(pool, strategy):
-    for case in plain_cases(Strategy.parse(strategy))[0], key_cases(Strategy.parse(strategy))[1]:
-        errors = pool(Strategy.parse(strategy).world).run(run_case_apart, case)
-        assert all(error <= TOLERANCE for error in errors), (case, errors)
+def test_attention_on_processes_equals_dense_attention(pool, strategy):
+    case = Case(strategy, heads=5, tokens=331, block_q=32, text_tokens=37, batch=2, keys="needed", padded=True)
+    assert max(pool(Strategy.parse(strategy).world).run(run_case, case)) <= TOLERANCE
 
 
 SIXTEEN = Case("-", heads=12, tokens=523, text_tokens=5, head_dim=8, density=0.2, keys="needed", band=True)

@@ -9,13 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from dbsp_core import DualBalancedAttention, Strategy, make_plan
+from dbsp_core import DualBalancedAttention, make_plan
 from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels.exchange import quantise_segments
-from tests.core.comm.oracle_cases import TOLERANCE, key_cases, plain_cases
 from tests.support.attention_cases import Case, Inputs, as_sent, at_padding, run_case, whole
-from tests.support.long import some_long
 from tests.support.oracle import dense_attention, hadamard, int8_of, largest_difference, run_of, signs
 from tests.support.workers import assert_all_raise
 
@@ -120,18 +118,6 @@ def rejected_gradients(rank: int, world: int, whose: int | None, out_as: str) ->
     attend(*given.local)
 
 
-WORLDS = (1, 2, 3, 4, 6)
-STRATEGIES = [(world, strategy) for world in WORLDS for strategy in Strategy.all_for(world)]
-LONG = ("U1R1", "U1R3", "U4R1", "U1R4", "U1R6", "U6R1", "U3R2")
-
-
-@pytest.mark.parametrize(("world", "strategy"), some_long(STRATEGIES, LONG), ids=str)
-def test_equals_dense_attention_of_rounded_inputs(threads, world, strategy):
-    for case in plain_cases(strategy)[world % 2 :: 2] + key_cases(strategy)[world % 2 :: 2]:
-        errors = threads(world).run(run_case, replace(case, precision="int8"))
-        assert all(error <= TOLERANCE for error in errors), (case, errors)
-
-
 @pytest.mark.parametrize("head_dim", [24, 32, 40])
 def test_float64_is_rotated_in_float64(threads, head_dim):
     case = Case("U2R2", heads=3, tokens=203, head_dim=head_dim, precision="int8", dtype=torch.float64)
@@ -141,13 +127,11 @@ def test_float64_is_rotated_in_float64(threads, head_dim):
 BITS = Case("-", heads=5, tokens=331, block_q=32, block_k=16, text_tokens=37, batch=2, head_dim=24, precision="int8")
 
 
-@pytest.mark.parametrize(("world", "strategy"), some_long(STRATEGIES, LONG), ids=str)
+@pytest.mark.parametrize(("world", "strategy"), [(1, "U1R1"), (2, "U2R1"), (3, "U1R3"), (6, "U2R3")])
 def test_output_is_rounded_once_and_rotated_back(threads, world, strategy):
-    for case in (replace(BITS, strategy=str(strategy)), key_cases(strategy)[0]):
-        case = replace(case, precision="int8", dtype=torch.float32)
-        steps = threads(world).run(steps_off, case, "int8")
-        assert 0.4 < max(steps) <= 0.51, (case, steps)
-        assert max(threads(world).run(steps_off, case, "model")) < 0.01
+    case = replace(BITS, strategy=strategy)
+    assert 0.4 < max(threads(world).run(steps_off, case, "int8")) <= 0.51
+    assert max(threads(world).run(steps_off, case, "model")) < 0.01
 
 
 def test_output_that_is_rotated_twice_is_found(threads):

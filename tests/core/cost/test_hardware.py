@@ -133,8 +133,7 @@ def test_rate_of_a_kernel_depends_on_its_blocks(tmp_path):
     assert slow > fast
 
 
-@pytest.mark.parametrize("tokens", [6_000, 75_600])
-@pytest.mark.parametrize("kernel", ["triton", "sparge"])
+@pytest.mark.parametrize(("tokens", "kernel"), [(6_000, "triton"), (75_600, "sparge")])
 def test_break_even_is_where_both_ways_take_as_long(tokens, kernel):
     """Adds up seconds of one head: prediction and active blocks, and all blocks on the dense kernel."""
     hardware = load_hardware("h200").with_kernel(kernel)

@@ -16,7 +16,6 @@ from dbsp_core.cost import prediction
 from dbsp_core.cost.machine import Hardware, load_hardware, measured_file, save_hardware
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, by_rule, candidates, predict
 from dbsp_core.masks.grid import Video
-from dbsp_core.planning.plan import Plan, plan_from_counts
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.process import log
 from tests.core.runtime.session_cases import Session
@@ -50,42 +49,19 @@ NODE = (0,) * 4
 LAYOUT = SequenceLayout.named("striped", GRID, Strategy(1, 4))
 
 
-def mask_of(seed: int) -> BlockMask:
-    rng = np.random.default_rng(seed)
-    density = rng.uniform(0, 1, (HEADS, 1, 1))
-    return BlockMask(rng.random((HEADS, GRID.nq, GRID.nk)) < density, GRID)
-
-
-def selector() -> StrategySelector:
-    return StrategySelector(candidates(4, GRID), load_hardware("a800"), NODE, LAYOUT)
-
-
-def planned(mask: BlockMask):
-    return lambda strategy: make_plan(mask, strategy, layout=LAYOUT)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_chosen_strategy_is_predicted_to_be_fastest(seed):
-    mask, chooser = mask_of(seed), selector()
-    plan = chooser.choose(planned(mask), SHAPE, None)
-    seconds = [
-        predict(make_plan(mask, s, layout=LAYOUT), SHAPE, chooser.hardware, NODE, LAYOUT).total_s
-        for s in Strategy.all_for(4)
-    ]
-    assert predict(plan, SHAPE, chooser.hardware, NODE, LAYOUT).total_s <= min(seconds) + 1e-9
-
-
-def test_strategy_in_use_is_kept_for_a_small_loss(monkeypatch):
-    mask = mask_of(1)
-    plans = {s: planned(mask)(s) for s in Strategy.all_for(4)}
-    known = selector().hardware
+def test_fastest_strategy_is_chosen_but_the_one_in_use_kept_for_a_small_loss(monkeypatch):
+    rng = np.random.default_rng(1)
+    mask = BlockMask(rng.random((HEADS, GRID.nq, GRID.nk)) < rng.uniform(0, 1, (HEADS, 1, 1)), GRID)
+    known = load_hardware("a800")
+    plans = {s: make_plan(mask, s, layout=LAYOUT) for s in Strategy.all_for(4)}
     seconds = {s: predict(plan, SHAPE, known, NODE, LAYOUT).total_s for s, plan in plans.items()}
     best, second = sorted(seconds, key=seconds.__getitem__)[:2]
     loss = 1 - seconds[best] / seconds[second]
     assert loss > 0
     for hysteresis, current, kept in ((loss * 1.01, second, second), (loss * 0.99, second, best), (0.9, None, best)):
         monkeypatch.setattr(prediction, "HYSTERESIS", hysteresis)
-        assert selector().choose(planned(mask), SHAPE, current).strategy == kept
+        chooser = StrategySelector(candidates(4, GRID), known, NODE, LAYOUT)
+        assert chooser.choose(plans.__getitem__, SHAPE, current).strategy == kept
 
 
 def attended(rank: int, world: int, mask: dict[str, object]) -> float:
@@ -93,9 +69,8 @@ def attended(rank: int, world: int, mask: dict[str, object]) -> float:
     return Session({"mask": {"block_q": 16, "block_k": 8, **mask}, "machine": "a800"}, "auto").attend(900.0)
 
 
-@pytest.mark.parametrize("mask", [{"source": "sparge", "cdf": 0.5}, {"source": "svg", "bandwidth": 0.2}])
-def test_attention_with_the_chosen_strategy_is_exact(threads, mask):
-    assert max(threads(4).run(attended, mask)) <= 1e-5
+def test_attention_with_the_chosen_strategy_is_exact(threads):
+    assert max(threads(4).run(attended, {"source": "sparge", "cdf": 0.5})) <= 1e-5
 
 
 NODES = [0] * 8 + [1] * 8
@@ -116,30 +91,6 @@ def test_rule_without_constants_prefers_heads_within_a_node_and_rings_between_no
     found = by_rule(Strategy.all_for(len(nodes)), heads, nodes)
     assert (str(found[0]), str(found[-1])) == (first, last)
     assert by_rule(found[::-1], heads, nodes) == found
-
-
-H3 = BlockGrid.uniform(209_664, 64)
-"""MiniMax-H3's usual video. Under VSA at sparsity 0.8 all rows have the same number of blocks."""
-
-
-@pytest.mark.parametrize("machine", ["a800", "h800", "h100", "h200", "b200", "h20", None])
-def test_two_nodes_of_eight_share_heads_within_and_blocks_between(machine):
-    layout = SequenceLayout.named("striped", H3, Strategy(1, 16))
-    counts, shape = np.full((56, H3.nq), H3.nk // 5), AttentionShape(1, 56, 128)
-    chooser = StrategySelector(candidates(16, H3), machine and load_hardware(machine), tuple(NODES), layout)
-    plans: dict[Strategy, Plan] = {}
-
-    def make(strategy: Strategy) -> Plan:
-        return plans.setdefault(strategy, plan_from_counts(counts, H3, strategy, layout=layout, compare=False))
-
-    plan = chooser.choose(make, shape, None)
-    assert str(plan.strategy) == "U8R2"
-    if chooser.hardware is not None:
-        ms = {str(s): 1e3 * predict(plan, shape, chooser.hardware, NODES, layout).total_s for s, plan in plans.items()}
-        assert len(ms) == 5
-        assert ms["U16R1"] > 1.03 * ms["U8R2"]
-        near = predict(plans[Strategy(16, 1)], shape, chooser.hardware, [0] * 16, layout).total_s
-        assert near * 1e3 < 0.97 * ms["U16R1"], "negative control: within a node, heads are better shared by all"
 
 
 def measure(monkeypatch, cache: Path, hardware: Hardware) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dbsp_core.cost.sequence_cost import whole_layout
 from dbsp_core.planning.bags import BagTopology
-from dbsp_core.planning.sequences import SequenceCost, SequencePlan, plan_sequences
+from dbsp_core.planning.sequences import SequenceCost, plan_sequences
 from dbsp_core.utils.errors import UserError
 from examples.data_codes import draw, parse_streams
 from scripts.reproduce.knapformer.counted import gamma_corrected, moved_tokens
@@ -22,11 +22,6 @@ STREAMS = {
     "joint": "g8b4i256,g2b5i512,g2b5i1024,g4b1i2048,g1b10i256f4s0,g3b1i512f4s0,g8b2i256f85s1,g4b1i512f85s1",
 }
 """KnapFormer's (Table 1)."""
-
-
-def loads(plan: SequencePlan, cost: np.ndarray) -> np.ndarray:
-    """Returns the cost per rank, float64[bags]."""
-    return np.bincount(plan.bag, cost, len(plan.topology.ranks)) / plan.topology.ranks
 
 
 @pytest.mark.parametrize(
@@ -139,15 +134,15 @@ def test_rank_holds_at_most_max_tokens(case, spare):
     assert plan.runs.by_rank(topology.world).max() <= most
 
 
-@pytest.mark.parametrize("gamma", [0.2, 0.4, 1.6])
+@pytest.mark.parametrize("gamma", [0.2, 1.6])
 @pytest.mark.parametrize("stream", STREAMS)
 def test_workloads_are_even_with_bags_no_larger_than_a_node(stream, gamma):
-    """Requires 1.005 at most."""
-    for seed in range(5):
+    for seed in range(2):
         found = draw(parse_streams(STREAMS[stream]), 32, seed)
         tokens = found.tokens
         cost = gamma_corrected(3072, gamma).picoseconds(tokens, tokens**2)
-        load = loads(plan_sequences(cost, tokens, found.loader, BagTopology((8,) * 4)), cost)
+        bag = plan_sequences(cost, tokens, found.loader, BagTopology((8,) * 4)).bag
+        load = np.bincount(bag, cost, 4)
         assert load.max() <= 1.005 * load.min()
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from unittest.mock import patch
+
 import pytest
 import torch
 
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, SequenceGroup, Strategy, make_plan
+from dbsp_core.runtime import chunk_attention
 from dbsp_core.runtime.tables import build_tables, dense_spans_of, table_layout
-from dbsp_kernels import DensePart
+from dbsp_kernels import DensePart, dense
 from tests.support.attention_cases import Case, Inputs, random_owners, with_tables
-from tests.support.dense_rows import dense_rows_on_the_cpu
 from tests.support.oracle import dense_attention, largest_difference
 
 CUDA = torch.device("cuda")
@@ -28,8 +32,8 @@ def with_dense_heads(mask: BlockMask, heads: tuple[int, ...]) -> BlockMask:
 
 def dense_parts(mask: BlockMask) -> tuple[DensePart, ...]:
     """Returns the parts of the dense rows of one rank without a ring: heads are whole, and follow one another."""
-    (dense,) = build_tables(table_layout(make_plan(mask, "U1R1"), 0), mask, dense_spans_of(mask, CUDA)).dense
-    return dense.parts if dense else ()
+    (of_chunk,) = build_tables(table_layout(make_plan(mask, "U1R1"), 0), mask, dense_spans_of(mask, CUDA)).dense
+    return of_chunk.parts if of_chunk else ()
 
 
 def covered(starts: range, count: int) -> list[list[int]]:
@@ -69,6 +73,24 @@ def test_single_token_stays_with_the_block_kernel():
     ]
 
 
+@contextlib.contextmanager
+def dense_rows_on_the_cpu() -> Iterator[list[torch.Size]]:
+    """Runs dense rows apart from the others in this process, within a block. Yields the shapes of q of all calls."""
+    shapes: list[torch.Size] = []
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        shapes.append(q.shape)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+        return out, lse
+
+    kernel = dense.FusedKernel("cpu", lambda inputs: True, run)
+    with (
+        patch.object(chunk_attention, "fused_kernel", return_value="cpu"),
+        patch.object(dense, "_chosen", return_value=kernel),
+    ):
+        yield shapes
+
+
 def run(rank: int, world: int, case: Case, heads: tuple[int, ...]) -> tuple[float, bool, int]:
     """Returns the largest error on this rank's tokens, whether it had dense rows, and the parts of its chunks."""
     inputs = Inputs.from_case(case, rank)
@@ -83,7 +105,7 @@ def run(rank: int, world: int, case: Case, heads: tuple[int, ...]) -> tuple[floa
     out = with_tables(attention, tables)(*inputs.local, scale=case.head_dim**-0.5)
     q, k, v = inputs.full
     expected = dense_attention(q[:, :, inputs.mine], k, v, mask, queries=inputs.mine)
-    parts = sum(len(dense.parts) for dense in tables.dense if dense)
+    parts = sum(len(of_chunk.parts) for of_chunk in tables.dense if of_chunk)
     return largest_difference(out[:, :, inputs.slots], expected), parts > 0, parts
 
 

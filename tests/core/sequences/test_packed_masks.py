@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from dbsp_core import BlockGrid, BlockMask, save_mask
+from dbsp_core import BlockGrid, BlockMask, SequenceGroup, save_mask
 from dbsp_core.masks.block_mask import row_positions
 from dbsp_core.sources import DenseSource, LocalQK, MaskRequest, SpargeSource, WindowSource, packed_mask
 from dbsp_core.utils.errors import UserError
 from tests.support.generators import SEEDS, RandomSource, examples, masks
+from tests.support.oracle import dense_attention, largest_difference
+from tests.support.repository import ROOT
 
 SIZES = ((4, 5, 6, 9), (1, 7, 3, 0), (3, 3, 8, 17))
 """Frames, rows, columns, text."""
@@ -96,3 +98,27 @@ def test_sequences_that_cannot_be_packed():
     packed = BlockMask.packed([first, second])
     with pytest.raises(UserError, match=r"give their masks to BlockMask\.packed"):
         BlockMask(packed.square(), packed.grid)
+
+
+def run_page(rank: int, world: int, code: str) -> tuple[float, bool]:
+    """Runs the example of docs/packed-sequences.md. Returns its error, and whether it has gradients."""
+    names: dict = {}
+    exec(code, names)
+    gathered, whole = names["here"].detach(), torch.empty(names["striped"].tokens, names["here"].shape[1])
+    for other, held in enumerate(SequenceGroup.from_group().all_gather(gathered)):
+        mine, slots = (torch.from_numpy(a) for a in names["striped"].tokens_at(other))
+        whole[mine] = held[slots]
+    qkv = whole.view(1, len(whole), 3, names["heads"], names["width"]).permute(2, 0, 3, 1, 4)
+    parts = names["mask"].parts
+    each = zip(qkv.split([part.grid.tokens for part in parts], dim=3), parts, strict=True)
+    expected = torch.cat([dense_attention(*one, part, torch.arange(part.grid.tokens)) for one, part in each], dim=2)
+    mine = torch.from_numpy(names["loaded"].tokens_at(rank)[0])
+    error = largest_difference(names["out"], expected[:, :, mine])
+    return error, bool(names["hidden"].grad.isfinite().all())
+
+
+def test_example_of_the_page_runs_as_printed(pool):
+    page = (ROOT / "docs" / "packed-sequences.md").read_text()
+    code = "import torch\n" + page.partition("```python\nimport torch\n")[2].partition("```")[0]
+    for error, has_gradients in pool(4).run(run_page, code):
+        assert (error <= 1e-5, has_gradients) == (True, True)

@@ -82,8 +82,7 @@ def redistribute_wrongly(rank: int, world: int, fault: str, culprit: int) -> Non
     Redistribution.between(source, SequenceLayout.contiguous(16, world), debug=fault == "debug").there(tokens)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("seed", "world"), [(0, 2), (1, 3), (2, 4), (3, 1), (4, 4)])
 def test_round_trips_are_bitwise_and_bytes_are_counted(pool, world, seed):
     pool(world).run(run_redistribution, seed)
 

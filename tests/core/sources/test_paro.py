@@ -1,9 +1,8 @@
-"""Mask source paro: the step's group, the head's token order, in parallel as in one process; errors on all ranks."""
+"""Mask source paro: the step's group, the head's token order, and files for something else."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.masks.grid import AXIS_ORDERS
 from dbsp_core.sources import MaskRequest, ParoSource
-from tests.core.runtime.session_cases import Session
 from tests.support.generators import random_bits
 
 THW, HEADS, LAYERS = (3, 5, 7), 6, 2
@@ -81,20 +79,3 @@ def test_file_for_another_model_or_too_few_steps_raises(path, changes, message):
     with pytest.raises(ValueError, match=message) as raised:
         source.mask(request(**changes))
     assert str(path) in str(raised.value)
-
-
-def attended(rank: int, world: int, settings: dict[str, Any], strategy: str) -> float:
-    """Returns how far three steps of a session are from one process's."""
-    session = Session(settings, strategy, layers=LAYERS, steps=3, heads=HEADS)
-    return max(session.attend(timestep, thw=THW) for timestep in (900.0, 600.0, 300.0))
-
-
-@pytest.mark.parametrize(
-    ("world", "strategy", "planner"),
-    [(2, "U2R1", "dbsp"), (2, "U1R2", "contiguous"), (4, "U2R2", "dbsp")],
-)
-@pytest.mark.usefixtures("debug")
-def test_orders_of_heads_give_the_output_of_one_process(threads, path, world, strategy, planner):
-    """Covers a contiguous layout and a striped one."""
-    settings = {"mask": ParoSource(str(path)), "planner": planner}
-    assert max(threads(world).run(attended, settings, strategy)) <= 1e-5

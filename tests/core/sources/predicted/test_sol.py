@@ -11,8 +11,7 @@ import torch
 
 from dbsp_core import BlockGrid
 from dbsp_core.sources import SolSource
-from tests.core.sources.predicted.sparge_cases import SpargeCase, alone
-from tests.core.sources.predicted.sparge_reference import pooled
+from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, pooled
 from tests.support.oracle import position_in_order
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, SpargeSource
 from dbsp_kernels.prediction import pool_rows, sum_tokens
-from tests.core.sources.predicted.sparge_cases import SpargeCase, alone
-from tests.core.sources.predicted.sparge_reference import predict
+from tests.core.sources.predicted.sparge_cases import SpargeCase, alone, predict
 from tests.support.generators import SEEDS, examples
 from tests.support.interpreter import interpreted
 

@@ -1,4 +1,4 @@
-"""SSTA: its window, scores and absent keys written out, and in numbers; sessions."""
+"""SSTA: its window, scores and absent keys written out, and in numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK, MaskRequest, SstaSource
 from dbsp_core.utils.errors import UserError
-from tests.core.runtime.session_cases import Session
 from tests.core.sources.predicted.sparge_cases import SpargeCase, alone
 from tests.support.oracle import position_in_order
 
@@ -100,18 +99,6 @@ def test_rows_of_the_checkpoints_video_keep_32_to_59_of_360_tiles():
     slots = (kept + mask.absent[0].exp().round().nan_to_num(0.0)).div(384)
     assert torch.equal(slots, slots.round()), "whole tiles, with their padding"
     assert 32 <= slots.min() <= slots.max() <= 59
-
-
-def session_errors(rank: int, world: int, strategy: str) -> float:
-    """Returns the largest error of three passes over two layers: with text, of an image, and of a batch."""
-    session = Session({"mask": {"source": "ssta", **TILE, "window": [1, 1, 1]}}, strategy, layers=2)
-    passes = (((5, 7, 11), 20, 1), ((1, 20, 30), 4, 1), ((3, 9, 6), 0, 2))
-    return max(session.attend(900.0 - n, batch, thw, text) for n, (thw, text, batch) in enumerate(passes))
-
-
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")])
-def test_sessions_equal_one_process(threads, world, strategy):
-    assert max(threads(world).run(session_errors, strategy)) <= 1e-5
 
 
 def test_kernels_without_a_log_sum_exp_and_unions_are_rejected():

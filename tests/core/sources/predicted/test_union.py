@@ -73,16 +73,12 @@ CASES = {
         thw=(4, 8, 9),
     ),
 }
-NABLA = UnionCase(mask="nabla:cdf=0.5,window=[1,1,1],block_q=16,block_k=8", thw=(3, 11, 13), batch=2)
-WAYS = [(2, "U2R1"), (3, "U1R3"), (4, "U2R2")]
 
 
-@pytest.mark.parametrize(
-    ("name", "world", "strategy"), [(name, *WAYS[index % len(WAYS)]) for index, name in enumerate(CASES)]
-)
-def test_attention_equals_one_process(threads, name, world, strategy):
+@pytest.mark.parametrize("name", ["by step and predicted, batch of two", "by layer, dense first step, text"])
+def test_session_equals_one_process(threads, name):
     case = CASES[name]
-    for difference, by_step in threads(world).run(run_session, case, strategy):
+    for difference, by_step in threads(3).run(run_session, case, "U1R3"):
         assert difference <= 1e-5
         assert by_step == ("depends_on=step" in case.mask or case.dense_first > 0)
 
@@ -98,6 +94,15 @@ def test_union_equals_its_parts_joined(case):
         found = source.mask(request, LocalQK.alone(q, k)) if predicted else source.mask(request)
         assert torch.equal(found.bits, joined(parts, case.batch if predicted else 1).bits)
         assert max(part.density for part in parts) + 0.01 < found.density < 0.95, "no part may hold the others"
+
+
+def test_known_part_is_kept_for_each_size_of_video():
+    source = UnionCase().source
+    for thw in ((5, 7, 9), (3, 7, 15)):  # of equally many tokens
+        case = UnionCase(thw=thw)
+        q, k = case.tensors()
+        found = source.mask(case.request, LocalQK.alone(q, k))
+        assert torch.equal(found.bits, joined(parts_alone(case, case.request, q, k), 1).bits)
 
 
 @pytest.mark.parametrize(

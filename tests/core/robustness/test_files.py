@@ -1,19 +1,121 @@
-"""Paths as users write them: home folders, other locales, and paths that the system will not look at."""
+"""Files: written whole or not at all, where the user wants them, and paths that cannot be."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from dbsp_cli.output import require_apart
 from dbsp_core import BlockGrid, BlockMask, save_mask
 from dbsp_core.config import DbspConfig
+from dbsp_core.masks.mask_writer import ByteTensor, safetensors_pieces
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import expand_path, require_file, require_file_path, require_folder_path, write_atomically
 from tests.support.repository import child_environment
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("umask", "expected"), [(0o077, 0o600), (0o002, 0o664)])
+def test_new_file_has_the_mode_of_the_umask_and_a_replaced_one_its_own(tmp_path, umask, expected):
+    file, before = tmp_path / "report.json", os.umask(umask)
+    try:
+        write_atomically(file, "a prompt")
+    finally:
+        os.umask(before)
+    assert mode(file) == expected
+    file.chmod(0o640)
+    write_atomically(file, "new")
+    assert (file.read_text(), mode(file)) == ("new", 0o640)
+
+
+def test_link_is_kept_and_its_target_replaced(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to("disk/real")
+    for content in ("first", "second"):
+        write_atomically(tmp_path / "link", content)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "disk" / "real").read_text() == content
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
+
+
+def test_pipe_is_written_to_and_not_replaced(tmp_path):
+    """Guards against replacing it, as root could replace /dev/null."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    require_file_path(pipe, "--out")
+    write_atomically(pipe, "a report")
+    assert os.read(reader, 100) == b"a report"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+
+
+def test_failed_write_leaves_the_old_file_alone(tmp_path):
+    (tmp_path / "file").write_text("old")
+    tensors = {"mask": ByteTensor((4,), [b"half"[:2]])}
+    with pytest.raises(ValueError, match="was given 2 bytes"):
+        write_atomically(tmp_path / "file", safetensors_pieces(tensors, {}))
+    assert (tmp_path / "file").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+COMMANDS = {
+    "tiny": ("make_tiny", ["tiny", "wan", "PATH"], "FOLDER"),
+    "masks convert": ("convert_masks", ["masks", "convert", "in.pt", "PATH", "tokens=64"], "OUT"),
+    "masks fit": ("fit_recording", ["masks", "fit", "PATH", "run"], "OUT"),
+    "masks info": ("MaskSeries", ["masks", "info", "in.safetensors", "--picture", "PATH"], "--picture"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unwritable_folder_is_rejected_before_any_work(tmp_path, monkeypatch, dbsp, command):
+    name, line, option = COMMANDS[command]
+    work = mock.Mock(side_effect=AssertionError("the work has begun"))
+    work.read = work
+    monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{name}", work)
+    closed, make_folder = tmp_path / "closed", tempfile.mkdtemp
+    closed.mkdir()
+    target = closed / "new" / "result"
+
+    def make_temporary(dir: Path, prefix: str) -> str:
+        if dir == closed:  # root may write everywhere
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return make_folder(dir=dir, prefix=prefix)
+
+    monkeypatch.setattr("tempfile.mkdtemp", make_temporary)
+    code, _, err = dbsp(*[str(target) if part == "PATH" else part for part in line])
+    assert (code, err.count("\n")) == (2, 1), err
+    assert f"{option} {target} cannot be written to (Permission denied); give another path, or make {closed} w" in err
+    (tmp_path / "file").touch()
+    code, _, err = dbsp(*[str(tmp_path / "file" / "result") if part == "PATH" else part for part in line])
+    assert code == 2
+    assert f"{tmp_path / 'file'} is a file, not a folder; give another path" in err
+    assert {path.name for path in tmp_path.iterdir()} == {"closed", "file"}
+    assert list(closed.iterdir()) == []
+
+
+def test_link_into_a_file_and_unwritable_pipe_are_rejected(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "file" / "result")
+    with pytest.raises(UserError, match="file is a file, not a folder"):
+        require_file_path(tmp_path / "link", "--out")
+    os.mkfifo(tmp_path / "pipe")
+    require_file_path(tmp_path / "pipe", "--out")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(UserError, match=r"--out .*pipe cannot be written to; give another path"):
+        require_file_path(tmp_path / "pipe", "--out")
 
 
 def test_settings_that_are_paths_expand_a_tilde(monkeypatch):

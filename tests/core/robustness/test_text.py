@@ -1,4 +1,4 @@
-"""Numbers and dates in text that Python cannot read, such as over 4,300 digits, and ranges that never end."""
+"""Lines for the user, and text from users that Python cannot read: over 4,300 digits, dates, ranges that never end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,24 @@ from dbsp_core.reports.mask_recorder import parse_layers
 from dbsp_core.sources.spec import mask_settings
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import parse_size
+from dbsp_core.utils.process import exit_on_user_error, log, printable
 from dbsp_core.utils.yaml_file import parse_value, read_settings
+
+
+def test_lines_go_to_standard_error_once(capsys):
+    log.info("mask %s", "radial 50 %")
+    log.warning("no report")
+    with pytest.raises(SystemExit) as stopped, exit_on_user_error():
+        raise UserError("100 % of it")
+    assert stopped.value.code == 2
+    assert capsys.readouterr() == ("", "dbsp: mask radial 50 %\ndbsp: no report\ndbsp: error: 100 % of it\n")
+
+
+def test_control_characters_of_files_and_names_do_not_reach_the_terminal(capsys):
+    log.warning("no report in %s", "\x1b]0;title\x07\x9b31m\u202emp4\ttail")
+    assert capsys.readouterr().err == "dbsp: no report in \\x1b]0;title\\x07\\x9b31m\\u202emp4\\ttail\n"
+    assert printable("ρ_s × 2\n– 1.0") == "ρ_s × 2\n– 1.0"
+
 
 LONG = "9" * 5000
 NESTED = "[" * 2000
