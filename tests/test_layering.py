@@ -106,19 +106,6 @@ def test_the_pure_planning_functions_need_numpy_alone():
     assert found_in(pure, forbidden) == {}
 
 
-SOURCE_FOLDERS = [*map(folder_of, PACKAGES), ROOT / "scripts", ROOT / "tests"]
-
-
-def test_a_folder_has_more_than_one_real_file():
-    """Files are nested because parts have a name of their own, not to be few in a folder."""
-    for root in SOURCE_FOLDERS:
-        for folder in {path.parent for path in root.rglob("*.py")}:
-            entries = [path for path in folder.iterdir() if path.name not in ("__pycache__", "__init__.py")]
-            init = folder / "__init__.py"
-            real = len(entries) + (init.is_file() and len(ast.parse(init.read_text()).body) > 1)
-            assert real > 1, folder
-
-
 LOADED_BY = {
     "from dbsp_core import BlockGrid": {"jinja2", "typer", "diffusers", "torch._dynamo", *OPTIONAL},
     "import dbsp_core.runtime.session": {"torch._dynamo", "diffusers"},

@@ -78,52 +78,6 @@ def test_program_ends_on_a_signal_and_is_ended_with_its_children():
         assert (program.wait(60), program.stdout.read()) == (-signal.SIGKILL, b""), "the child has closed it too"
 
 
-PARENT = """
-import atexit, os, signal, subprocess, sys, threading, warnings
-import diffusers, my_module, torch
-atexit.register(print, "the parent's")
-signal.signal(signal.SIGTERM, lambda *_: print("terminated"))
-signal.signal(signal.SIGHUP, signal.SIG_IGN)
-diffusers.WanPipeline = torch.ones = None
-sys.excepthook = print
-my_module.changed = True
-torch.manual_seed(9)
-warnings.simplefilter("error")
-os.environ |= {"NEW": "1", "PARENT": str(os.getpid())}
-held = threading.Event()
-threading.Thread(target=held.wait, daemon=True).start()
-print("begun", end="", flush=True)
-child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
-print(child.wait(), child.pid == os.getpid())
-"""
-CHILD = """
-import os, signal, sys, warnings
-print(os.getppid() == int(os.environ["PARENT"]), os.getsid(0) == os.getpid(), "my_module" in sys.modules)
-import diffusers, my_module, torch
-print(int(signal.getsignal(signal.SIGTERM)), int(signal.getsignal(signal.SIGHUP)), hasattr(my_module, "changed"))
-print(diffusers.WanPipeline.__name__, torch.ones(1), torch.initial_seed() == 9, sys.excepthook, os.environ["NEW"])
-print([one for one in warnings.filters if one[0] == "error"])
-sys.stdout.flush()
-os.kill(os.getpid(), signal.SIGTERM)
-"""
-
-
-def test_a_child_of_a_program_is_its_child_and_inherits_nothing_else(tmp_path):
-    """Compares with the lines that an interpreter's child prints, which takes long to start twice."""
-    (tmp_path / "my_module.py").touch()
-    environment = os.environ | {"PYTHONPATH": python_path(tmp_path)}
-    done = run([sys.executable, "-c", PARENT, CHILD], env=environment)
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "begunTrue True False",
-        "0 1 False",
-        "WanPipeline tensor([1.]) False <built-in function excepthook> 1",
-        "[]",
-        "-15 False",
-        "the parent's",
-    ]
-
-
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [

@@ -184,15 +184,10 @@ def attend(
     strategy = Strategy.parse(case.strategy)
     if case.sabotage == "token order off by one":
         layout = replace(layout, rank=np.roll(layout.rank, 1), local=np.roll(layout.local, 1))
-    if case.sabotage == "heads' orders mixed up":
-        mask = BlockMask(mask.bits, replace(mask.grid, orders=mask.grid.orders[::-1]))
     planner = "contiguous" if case.planner == "random" else case.planner
     plan = make_plan(mask, strategy, planner, layout=layout, keys=case.keys, precision=case.precision)
     if case.planner == "random":
         plan = random_owners(plan, mask, case.seed)
-    if case.sabotage == "a needed block left out":
-        plan = without_a_block(plan, mask)
-        mask = BlockMask(mask.bits & _sent(plan), mask.grid)
     executor = DualBalancedAttention.prepare(
         plan, mask, layout, SequenceGroup.from_group(), n_local=local[0].shape[2], kernel=case.kernel, debug=case.debug
     )
@@ -220,19 +215,3 @@ def random_owners(like: Plan, mask: BlockMask, seed: int) -> Plan:
     if like.chunks.keys == NEEDED:
         return replace(like, owner=owner, chunks=Chunks.of_rows(owner, ring_row, strategy, mask))
     return replace(like, owner=owner, chunks=Chunks.of_heads(owner, ring_row, strategy))
-
-
-def without_a_block(plan: Plan, mask: BlockMask) -> Plan:
-    """Returns the plan, but a rank is not sent the block of its last chunk that most of its rows attend to."""
-    chunks = plan.chunks
-    readers = mask.counts.columns_by_rank(plan.owner, plan.strategy.world)
-    last = [(rank, *block) for rank in range(len(readers)) for block in zip(*chunks.blocks_for(rank)[-1], strict=True)]
-    sent = chunks.sent.copy()
-    sent[max(last, key=lambda block: readers[block])] = False
-    return replace(plan, chunks=replace(chunks, sent=sent))
-
-
-def _sent(plan: Plan) -> torch.Tensor:
-    """Returns bool[H, nq, nk]: whether each row's owner is sent each block."""
-    heads = np.arange(plan.heads)[:, None]
-    return torch.from_numpy(plan.chunks.sent[plan.owner, heads])

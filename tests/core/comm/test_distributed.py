@@ -29,29 +29,20 @@ def test_sixteen_ranks_equal_dense_attention(threads, strategy):
     assert max(threads(16).run(run_case, replace(SIXTEEN, strategy=strategy))) <= TOLERANCE
 
 
-ORDERS = {"orders": ("thw", "hwt", "wht", "twh")}
-NEEDED = {"planner": "dbsp", "heads": 5, "keys": "needed", "band": True}
-ALL = {"planner": "dbsp", "heads": 5, "layout": "striped"}
-
-
 @pytest.mark.parametrize(
-    ("sabotage", "world", "strategy", "how"),
+    ("sabotage", "world", "strategy"),
     [
-        ("local tokens only", 2, "U2R1", {}),
-        ("wrong order of chunks", 6, "U2R3", {}),
-        ("wrong scale", 4, "U2R2", {}),
-        ("token order off by one", 4, "U1R4", {}),
-        ("heads' orders mixed up", 4, "U2R2", ORDERS),
-        ("a needed block left out", 2, "U1R2", ALL),
-        ("a needed block left out", 6, "U2R3", NEEDED),
+        ("local tokens only", 2, "U2R1"),
+        ("wrong order of chunks", 6, "U2R3"),
+        ("wrong scale", 4, "U2R2"),
+        ("token order off by one", 4, "U1R4"),
     ],
 )
-def test_negative_controls_fail(threads, sabotage, world, strategy, how):
-    # Equal chunks, so that a wrong order gives wrong numbers and not merely wrong shapes.
-    given = {"planner": "contiguous", "heads": 4, "tokens": 128 * world, "thw": (2 * world, 8, 8)} | how
-    case = Case(strategy, sabotage=sabotage, **given)
-    assert all(e <= TOLERANCE for e in threads(world).run(run_case, replace(case, sabotage=None)))
-    assert max(threads(world).run(run_case, case)) > 100 * TOLERANCE
+def test_negative_controls_fail(threads, sabotage, world, strategy):
+    """Has equal chunks, so that a wrong order gives wrong numbers and not merely wrong shapes."""
+    case = Case(strategy, "contiguous", heads=4, tokens=128 * world, thw=(2 * world, 8, 8))
+    assert max(threads(world).run(run_case, case)) <= TOLERANCE
+    assert max(threads(world).run(run_case, replace(case, sabotage=sabotage))) > 100 * TOLERANCE
 
 
 def error_in_bfloat16(rank: int, world: int, strategy: str) -> float:

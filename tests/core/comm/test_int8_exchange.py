@@ -12,7 +12,6 @@ import torch
 from dbsp_core import DualBalancedAttention, make_plan
 from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import Plan
-from dbsp_kernels.exchange import quantise_segments
 from tests.support.attention_cases import Case, Inputs, as_sent, at_padding, run_case, whole
 from tests.support.oracle import dense_attention, hadamard, int8_of, largest_difference, run_of, signs
 from tests.support.workers import assert_all_raise
@@ -132,16 +131,6 @@ def test_output_is_rounded_once_and_rotated_back(threads, world, strategy):
     case = replace(BITS, strategy=strategy)
     assert 0.4 < max(threads(world).run(steps_off, case, "int8")) <= 0.51
     assert max(threads(world).run(steps_off, case, "model")) < 0.01
-
-
-def test_output_that_is_rotated_twice_is_found(threads):
-    case = replace(BITS, strategy="U2R2")
-    with mock.patch("dbsp_core.planning.comm_dtype.quantise_segments", rotating_always):
-        assert max(threads(4).run(steps_off, case, "int8")) > 20
-
-
-def rotating_always(source, destination, segments, less=None, *, rotate=True) -> None:
-    quantise_segments(source, destination, segments, less)
 
 
 @pytest.fixture(scope="module")

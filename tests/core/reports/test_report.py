@@ -6,13 +6,10 @@ import contextlib
 import dataclasses
 import io
 import json
-from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import imageio.v2 as imageio
 import numpy as np
 import pytest
 import torch
@@ -96,33 +93,6 @@ def _recount(
     return row | {name: int((n * to_others).sum()) for name, n in zip(BYTES, by_kind, strict=True)}, work.tolist()
 
 
-def pipeline_reports(rank: int, world: int, folder: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Calls a tiny pipeline: fails on all ranks once, succeeds twice, and is then detached.
-
-    Returns by event the files in the report's folder, and the report after each of the calls.
-    """
-    pipe, seen = load("wan", folder), {}
-    dbsp_para.parallelize_pipe(pipe, config=config)
-
-    def generate(steps: int, **options: Any) -> None:
-        latents(pipe, num_inference_steps=steps, **options)
-        torch.distributed.barrier()  # rank 0 has written
-
-    def look() -> list[str]:
-        return sorted(path.name for path in Path(config["report"]).glob("*"))
-
-    with contextlib.suppress(ZeroDivisionError):
-        generate(2, callback_on_step_end=mock.Mock(side_effect=ZeroDivisionError("a callback of the user's")))
-    seen["after a failure"] = look()
-    generate(3)
-    seen["after one call"] = look()
-    seen["first"] = asdict(RunReport.read(Path(config["report"])))
-    generate(2)
-    seen["second"] = asdict(RunReport.read(Path(config["report"])))
-    dbsp_para.unparallelize(pipe)
-    return seen
-
-
 def fail_on_one_rank(rank: int, world: int, folder: str, config: dict[str, Any], odd: int) -> tuple[str, str]:
     """Fails on rank `odd` after all attentions. Returns what is raised, and standard error."""
     pipe = load("wan", folder)
@@ -192,23 +162,6 @@ def test_kept_plans_are_not_counted_as_new(pool):
     assert report.calls.replanned == [int(step in (0, 3)) for step in report.calls.step]  # 3: another size of video
     (eager, _), *_ = pool(2).run(recounted_session, {**settings, "reuse": 1.0}, "U1R2")
     assert eager.totals.replans > report.totals.replans
-
-
-def test_pipeline_reports_each_call_that_succeeds(pool, tmp_path):
-    model, folder = str(make_tiny("wan", tmp_path / "tiny-wan")), tmp_path / "report"
-    config = {"mask": SPARGE, "strategy": "U1R2", "report": str(folder)}
-    seen = pool(2).run(pipeline_reports, model, config)[0]
-    assert seen["after a failure"] == []
-    assert seen["after one call"] == ["balance.png", "latents.safetensors", "report.html", "report.json"]
-    for call, steps in (("first", 3), ("second", 2)):
-        report = seen[call]
-        assert (report["model"], report["framework"], report["world_size"]) == ("tiny-wan", "para", 2)
-        assert len(report["calls"]["layer"]) == 4 * 2 * steps
-        assert sorted(set(report["calls"]["step"])) == list(range(steps))
-        assert sorted(set(report["calls"]["branch"])) == [0, 1]
-        assert 0 < sum(report["calls"]["seconds"]) <= report["seconds"] * 2
-        assert report["environment"]["settings"]["mask"]["source"] == "sparge"
-        assert report["environment"]["settings"]["keys"] == "all"
 
 
 def test_rank_that_fails_at_the_end_leaves_no_report_and_no_hang(tmp_path):
@@ -330,8 +283,7 @@ def test_features_are_among_the_main_numbers_and_the_page_shows_the_video():
 
 def test_longest_row_is_shown_from_a_quarter_of_a_slots_share():
     report = small_report()
-    shown = "longest row 0.75 of a slot's share (132 slots)"
-    assert in_a_line(report).endswith(shown)
+    assert in_a_line(report).endswith("longest row 0.75 of a slot's share (132 slots)")
     assert ("longest row", "0.75 of a slot's share", "worst 1.00; 132 slots") in headline(report)
     short = dataclasses.replace(report.calls, row_share=[0.24] * len(report.calls))
     assert "longest row" not in in_a_line(small_report(calls=short))
@@ -340,12 +292,9 @@ def test_longest_row_is_shown_from_a_quarter_of_a_slots_share():
 
 def test_cli_with_one_run_prints_it(dbsp, tmp_path):
     small_report().write(tmp_path / "report.json")
-    code, out, _ = dbsp("report", tmp_path)
-    assert code == 0
-    for words in ("1.375 → 1.062", "a/model", "4 × U2R1"):
-        assert words in out
-    code, out, _ = dbsp("report", tmp_path / "report.json", "--json")
-    values = json.loads(out)
+    _, out, _ = dbsp("report", tmp_path)
+    assert all(words in out for words in ("1.375 → 1.062", "a/model", "4 × U2R1"))
+    values = json.loads(dbsp("report", tmp_path / "report.json", "--json")[1])
     assert values["totals"]["rho"] == pytest.approx(1.0625)
     assert [layer["replans"] for layer in values["layers"]] == [2, 1]
 
@@ -373,20 +322,11 @@ def test_cli_with_two_runs_compares_them(dbsp, tmp_path):
     assert numbers["attention, slowest rank"]["change"] == pytest.approx(1.0)
     assert numbers["ρ_s used"]["change"] == 0
     assert (values["psnr"], values["ssim"], values["latents_psnr"]) == (None, None, None)
-    # With videos and latents of noise
-    rng = np.random.default_rng(0)
     for folder in (a, b):
-        noise = rng.integers(0, 256, (3, 32, 48, 3), dtype=np.uint8)
-        imageio.mimwrite(folder / "video.mp4", [*noise], fps=16)
-        save_file({"latents": torch.from_numpy(rng.normal(size=(1, 2, 3)))}, folder / "latents.safetensors")
-    values = json.loads(dbsp("report", a, b, "--json")[1])
-    assert 5 < values["psnr"] < 20 > values["latents_psnr"]
-    assert -0.2 < values["ssim"] < 0.5
-    words = " ".join(dbsp("report", a, b)[1].split())
-    for text in (f"video: PSNR {values['psnr']:.2f} dB", f"video: SSIM {values['ssim']:.4f}", "latents: PSNR"):
-        assert text in words
+        save_file({"latents": torch.randn(1, 2, 3)}, folder / "latents.safetensors")
+    assert json.loads(dbsp("report", a, b, "--json")[1])["latents_psnr"] < 20
     same = " ".join(dbsp("report", a, a / "report.json")[1].split())
-    assert "video: PSNR equal video: SSIM 1.0000 latents: PSNR equal" in same
+    assert "latents: PSNR equal" in same
 
 
 def test_cli_mistakes_are_one_line(mistake):

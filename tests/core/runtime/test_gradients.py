@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dbsp_core.comm import exchange
 from dbsp_core.comm.exchange_backward import LocalGradients
 from dbsp_core.runtime import chunk_attention
 from dbsp_core.utils.errors import UserError
@@ -74,18 +73,6 @@ def another_lse(*args, attend=chunk_attention._attend, **kwargs):
     return out, lse + 0.1
 
 
-def one_reader(segments, readers=exchange._readers):
-    return readers(segments)[:1]
-
-
-SABOTAGES = {
-    "a chunk that does not return": patch.object(LocalGradients, "add_chunk"),
-    "a wrong log-sum-exp": patch.object(chunk_attention, "_attend", another_lse),
-    "one reader of a split head": patch.object(exchange, "_readers", one_reader),
-}
-"""Patches that make backward wrong on all ranks, which are threads."""
-
-
 @pytest.mark.parametrize("kernel", ["cpu", "reference", "triton"])
 def test_gradients_on_processes_equal_those_of_dense_attention(pool, kernel):
     pytest.importorskip("triton")
@@ -94,18 +81,14 @@ def test_gradients_on_processes_equal_those_of_dense_attention(pool, kernel):
 
 
 @pytest.mark.parametrize(
-    ("sabotage", "world", "strategy"),
-    [
-        ("a chunk that does not return", 4, "U2R2"),
-        ("a wrong log-sum-exp", 2, "U2R1"),
-        ("one reader of a split head", 4, "U4R1"),
-    ],
+    "sabotage",
+    [patch.object(LocalGradients, "add_chunk"), patch.object(chunk_attention, "_attend", another_lse)],
+    ids=["a chunk that does not return", "a wrong log-sum-exp"],
 )
-def test_negative_controls_fail(threads, sabotage, world, strategy):
-    case = Case(strategy, "random", heads=3, tokens=128 * world, seed=1)
-    assert all(max(errors) <= 1e-5 for errors in threads(world).run(run_gradients, case))
-    with SABOTAGES[sabotage]:
-        errors = threads(world).run(run_gradients, case)
+def test_negative_controls_fail(threads, sabotage):
+    case = Case("U2R2", "random", heads=3, tokens=512, seed=1)
+    with sabotage:
+        errors = threads(4).run(run_gradients, case)
     assert max(gradients for _, gradients in errors) > 1e-3
     assert all(out <= 1e-5 for out, _ in errors), "the forward is not what is sabotaged"
 

@@ -87,17 +87,20 @@ def test_each_sequence_asks_its_own_source():
 
 def test_sequences_that_cannot_be_packed():
     first, second, _ = packed_sequences()
-    with pytest.raises(UserError, match="at least one sequence's mask"):
-        BlockMask.packed([])
-    with pytest.raises(UserError, match=r"equal block sizes, got 16×8 and 16×16; set one block_q and block_k"):
-        BlockMask.packed([first, BlockMask.dense(3, replace(second.grid, block_k=16))])
-    with pytest.raises(UserError, match="equal numbers of heads, got masks of 3 and 4"):
-        BlockMask.packed([first, BlockMask.dense(4, BlockGrid(9, 0, 16, 8))])
-    with pytest.raises(UserError, match="token orders for 3 and 4"):
-        BlockGrid.packed([first.grid, BlockGrid(8, 0, 16, 8, (2, 2, 2), ("thw", "hwt", "wth", "thw"))])
     packed = BlockMask.packed([first, second])
-    with pytest.raises(UserError, match=r"give their masks to BlockMask\.packed"):
-        BlockMask(packed.square(), packed.grid)
+    four_orders = BlockGrid(8, 0, 16, 8, (2, 2, 2), ("thw", "hwt", "wth", "thw"))
+    other_blocks = BlockMask.dense(3, replace(second.grid, block_k=16))
+    for message, make in {
+        "at least one sequence's mask": lambda: BlockMask.packed([]),
+        r"equal block sizes, got 16×8 and 16×16; set one block": lambda: BlockMask.packed([first, other_blocks]),
+        "equal numbers of heads, got masks of 3 and 4": lambda: BlockMask.packed(
+            [first, BlockMask.dense(4, BlockGrid(9, 0, 16, 8))]
+        ),
+        "token orders for 3 and 4": lambda: BlockGrid.packed([first.grid, four_orders]),
+        r"give their masks to BlockMask\.packed": lambda: BlockMask(packed.square(), packed.grid),
+    }.items():
+        with pytest.raises(UserError, match=message):
+            make()
 
 
 def run_page(rank: int, world: int, code: str) -> tuple[float, bool]:

@@ -101,13 +101,12 @@ def test_difference_on_one_rank_raises_on_all(pool, fault, message):
 
 
 def test_layouts_that_do_not_fit():
-    alone = SequenceGroup(0, 1)
-    source = SequenceLayout.whole_sequences([5, 3], [0, 0], 1)
-    with pytest.raises(UserError, match="8 tokens on 1; make source and target from the same sequences"):
-        Redistribution.between(source, SequenceLayout.contiguous(9, 1), alone)
-    with pytest.raises(UserError, match="on 2 ranks does not fit 8 tokens on 1"):
-        Redistribution.between(SequenceLayout.contiguous(8, 2), SequenceLayout.contiguous(8, 2), alone)
-    with pytest.raises(UserError, match="has 7 slots, expected 8 to 8"):
-        Redistribution.between(source, SequenceLayout.contiguous(8, 1), alone, source_slots=7)
-    with pytest.raises(UserError, match="at least one tensor"):
-        Redistribution.between(source, SequenceLayout.contiguous(8, 1), alone).there()
+    alone, source = SequenceGroup(0, 1), SequenceLayout.whole_sequences([5, 3], [0, 0], 1)
+    for message, first, tokens, world, options in (
+        ("8 tokens on 1; make source and target from the same sequences", source, 9, 1, {}),
+        ("on 2 ranks does not fit 8 tokens on 1", SequenceLayout.contiguous(8, 2), 8, 2, {}),
+        ("has 7 slots, expected 8 to 8", source, 8, 1, {"source_slots": 7}),
+        ("at least one tensor", source, 8, 1, {}),
+    ):
+        with pytest.raises(UserError, match=message):
+            Redistribution.between(first, SequenceLayout.contiguous(tokens, world), alone, **options).there()

@@ -68,19 +68,6 @@ def radial(thw: Position, width: float, decay: float, sink_frames: int, block: i
     return rule
 
 
-def radial_as_printed(thw: Position) -> Rule:
-    """Returns the mask of Li et al. 2025, §4, as printed: frames i, j; positions k, l of s in a frame; no sink."""
-    s = thw[1] * thw[2]
-
-    def rule(q: Position, key: Position) -> bool:
-        i, j, k, l = q[0], key[0], q[1] * thw[2] + q[2], key[1] * thw[2] + key[2]  # noqa: E741
-        power = 2 ** math.floor(math.log2(max(abs(i - j), 1)))
-        near = power <= s and abs(k - l) + 1 <= s / power
-        return near or (abs(i - j) % math.ceil(power / s) == 0 and k == l)
-
-    return rule
-
-
 def spatial(frames: int, sink_frames: int) -> Rule:
     return lambda q, k: abs(q[0] - k[0]) <= frames // 2 or k[0] < sink_frames
 
@@ -140,14 +127,6 @@ class TestRadial:
         mask = RadialSource(block_q, block_k, width, decay, sink_frames).mask(request)
         rule = radial(request.thw, width, decay, sink_frames, max(block_q, block_k))
         assert np.array_equal(mask.bits.numpy(), active_blocks([rule], mask.grid, request))
-
-    @pytest.mark.parametrize("thw", [(20, 1, 3), (9, 2, 2), (17, 2, 1)])
-    def test_blocks_of_one_token_give_the_papers_mask(self, thw):
-        request = MaskRequest(0, 1, thw)
-        mask = RadialSource(1, 1, sink_frames=0).mask(request)
-        expected = active_blocks([radial_as_printed(thw)], mask.grid, request)
-        assert np.array_equal(mask.bits.numpy(), expected)
-        assert not expected.all()
 
 
 class TestSvg:
