@@ -154,18 +154,6 @@ def long_rows(dtype: torch.dtype = torch.float32, **sizes: int) -> Packed:
     return kinder(p)
 
 
-@pytest.fixture
-def interpreter():
-    """Runs kernels in Triton's interpreter, and fills everything that torch leaves uninitialised with NaN."""
-    pytest.importorskip("triton")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU, on which scripts/gpu_suite runs the kernels")
-    torch.use_deterministic_algorithms(True)
-    with interpreted():
-        yield
-    torch.use_deterministic_algorithms(False)
-
-
 def attend(p: Packed, kernel: str = "triton", **options) -> tuple[torch.Tensor, torch.Tensor]:
     return block_attention(*vars(p).values(), kernel=kernel, kv_full=full_counts(p), **options)
 

@@ -44,20 +44,13 @@ def position_in_order(grid: BlockGrid, head: int) -> torch.Tensor:
 
 
 def dense_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: BlockMask,
-    queries: torch.Tensor,
-    keys: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: BlockMask, queries: torch.Tensor
 ) -> torch.Tensor:
-    """Attends from tokens `queries` (positions in token order) to `keys` (default: all). Empty rows give zeros.
+    """Attends from tokens `queries` (positions in token order) to all. Empty rows give zeros.
 
     Absent keys of the mask are one more column of scores, whose value is zero.
     """
     allowed = token_mask(mask, queries)
-    if keys is not None:
-        allowed = allowed[:, :, keys]
     scores = (q.double() @ k.double().transpose(-1, -2)) * q.shape[-1] ** -0.5
     some = allowed.any(-1, keepdim=True)
     scores = scores.masked_fill(~allowed & some, -torch.inf)

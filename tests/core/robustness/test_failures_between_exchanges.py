@@ -112,7 +112,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=str)
 def test_failure_is_raised_on_all_ranks(threads, number, case):
     """Fails in a first attention, in one with a new plan, or in the first backward; ranks and strategies alternate."""
     when, settings, step, before, gradients = case

@@ -1,4 +1,4 @@
-"""Kernel tables: bits in, the packed blocks of every row out."""
+"""Kernel tables: bits in, the packed blocks of every row out; dense heads of a part are one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dbsp_core import BlockGrid, BlockMask, make_plan
-from dbsp_core.runtime.tables import table_layout, whole_head_tokens
+from dbsp_core.runtime.tables import build_tables, dense_spans_of, table_layout, whole_head_tokens
+from dbsp_kernels import DensePart
 from dbsp_kernels.tables import expand_rows, pack_bits, pack_rows
 from tests.support.generators import SEEDS, examples, masks
 from tests.support.interpreter import interpreted
@@ -106,3 +107,46 @@ def test_whole_heads_are_recognised(strategy, tokens, text_tokens, heads):
     else:
         assert found == tokens
         assert [len(plan.rows_of(rank)[0]) for rank in range(2)] == [heads * grid.nq] * 2
+
+
+def dense_parts(mask: BlockMask) -> tuple[DensePart, ...]:
+    """Returns the parts of the dense rows of one rank without a ring: heads are whole, and follow one another."""
+    dense = dense_spans_of(mask, torch.device("cuda"))
+    (of_chunk,) = build_tables(table_layout(make_plan(mask, "U1R1"), 0), mask, dense).dense
+    return of_chunk.parts if of_chunk else ()
+
+
+def covered(starts: range, count: int) -> list[list[int]]:
+    return [list(range(start, start + count)) for start in starts]
+
+
+@pytest.mark.parametrize("tokens", [96, 100])
+@pytest.mark.parametrize(
+    ("heads", "groups"),
+    [
+        ([], []),
+        ([0, 1, 2, 3, 4], [range(5)]),
+        ([3], [range(3, 4)]),
+        ([1, 4], [range(1, 5, 3)]),
+        ([0, 2, 4], [range(0, 5, 2)]),
+        ([0, 1, 3], [range(2), range(3, 4)]),
+        ([0, 1, 3, 4], [range(2), range(3, 5)]),
+    ],
+)
+def test_equal_dense_heads_at_equal_distance_are_one_part(heads, groups, tokens):
+    grid = BlockGrid.uniform(tokens, 16)
+    bits = torch.rand(5, grid.nq, grid.nk) < 0.5
+    bits[:, 0, 0], bits[heads] = False, True
+    parts, n = dense_parts(BlockMask(bits, grid)), grid.nq
+    every = [[list(range(head * n, (head + 1) * n)) for head in group] for group in groups]
+    assert [covered(part.row_starts, part.rows) for part in parts] == every
+    assert [covered(part.block_starts, part.blocks) for part in parts] == every
+    for part in parts:
+        assert (part.tokens is None) == (tokens == 96)
+        assert part.tokens is None or part.tokens.tolist() == list(range(tokens))
+
+
+def test_single_token_stays_with_the_block_kernel():
+    """cuDNN takes no single key."""
+    packed = BlockMask.packed([BlockMask.dense(2, BlockGrid.uniform(tokens, 16)) for tokens in (1, 40)])
+    assert [covered(part.row_starts, part.rows) for part in dense_parts(packed)] == [[[1, 2, 3], [5, 6, 7]]]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
+from dbsp_kernels import KernelRequirements, require_supported
 from tests.support.oracle import largest_difference
-from tests.support.settings import session_of
+from tests.support.settings import session_of, with_debug
+from tests.support.workers import assert_all_raise
 
 HEADS, LAYERS = 4, 2
 SPARGE = {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 16, "block_k": 16}}
@@ -52,3 +55,28 @@ def test_second_backward_on_a_retained_graph_gives_equal_gradients_or_raises(thr
         assert "checkpoint with use_reentrant=False to call it again on a retained graph" in rejection
     for rejection in threads(2).run(retained_graph, False, True):
         assert "2 forward passes of different sizes or masks wait for backward, or have retained graphs" in rejection
+
+
+def not_finite(rank: int, world: int, odd: int) -> None:
+    """Runs a backward pass in which the gradient of one rank's output is NaN."""
+    session = session_of(with_debug(SPARGE), f"U1R{world}", HEADS)
+    q = torch.randn(1, HEADS, session.begin(Video((2, 4, 8)), timestep=900.0).shard, 16, requires_grad=True)
+    out = session.attend(0, q, q, q)
+    out.backward(torch.full_like(out, float("nan") if rank == odd else 1.0))
+
+
+def inference_tensors(rank: int, world: int) -> None:
+    """Runs attention with gradients in which k is a tensor of inference mode."""
+    session = session_of(with_debug(SPARGE), f"U1R{world}", HEADS)
+    q = torch.randn(1, HEADS, session.begin(Video((2, 4, 8)), timestep=900.0).shard, 16, requires_grad=True)
+    with torch.inference_mode():
+        k = q.clone()
+    session.attend(0, q, k, q)
+
+
+def test_bad_input_raises(threads):
+    message = "rank(s) [1]: the gradient of attention's output has values that are not finite"
+    assert_all_raise(threads, 3, message, not_finite, 1)
+    assert_all_raise(threads, 2, "was made under torch.inference_mode()", inference_tensors)
+    with pytest.raises(UserError, match="it has no backward, but gradients are needed; use cpu or triton"):
+        require_supported("sparge", KernelRequirements(backward=True))

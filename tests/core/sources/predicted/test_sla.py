@@ -15,7 +15,7 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.masks.branches import LinearBranch
 from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
-from dbsp_core.sources import LocalQK, MaskRequest, SlaSource, sla
+from dbsp_core.sources import LocalQK, SlaSource, sla
 from dbsp_core.utils.errors import UserError
 from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
 from tests.support.attention_cases import at_padding, shards
@@ -96,21 +96,6 @@ def test_follows_its_definition(case):
     assert error < (1e-12 if case.dtype == torch.float64 else 1e-5)
 
 
-def test_linear_branch_of_six_tokens():
-    """Compares with numbers computed by hand: six tokens of two channels, and a projection that changes nothing."""
-    i, j = np.mgrid[:6, :2]
-    waves = [np.sin(a * i + b * j + c) + 0.5 * np.cos(0.31 * i * (j + 1)) for a, b, c in (
-        (0.9, 0.7, 0.3), (0.5, 1.1, 1.0), (0.2, 0.4, 2.0))]  # fmt: skip
-    q, k, v = (torch.from_numpy(wave)[None, None] for wave in waves)
-    identity = torch.cat([torch.zeros(1, 2), torch.eye(2)])
-    mask = SlaSource(2, 2, topk=0.5).mask(MaskRequest(0, 1, (1, 1, 6)), LocalQK.alone(q, k, v=v, gate=identity))
-    sums = torch.tensor([[3.51329, 0.59439, 4.2765], [1.72640, 0.79143, 1.7235]], dtype=torch.float64)
-    assert torch.allclose(mask.branch.sums[0, 0], sums, atol=5e-5, rtol=0)
-    expected = [(0.8954, 0.2704), (0.8713, 0.2274), (0.8498, 0.1892), (0.8426, 0.1765), (0.8477, 0.1855)]
-    expected = torch.tensor([*expected, (0.8656, 0.2173)], dtype=torch.float64)
-    assert torch.allclose(branch_of(mask.branch, q)[0], expected, atol=5e-5, rtol=0)
-
-
 def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, float, bytes]:
     """Returns the mask's fingerprint, how far this rank's branch is from the definition, and its sums."""
     tokens = local_tokens(rank, world, case, Strategy.parse(strategy))
@@ -123,7 +108,9 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
     return mask.fingerprint, error, mask.branch.sums.numpy().tobytes()
 
 
-@pytest.mark.parametrize(("name", "world", "strategy"), zip(CASES, (2, 3, 6), ("U2R1", "U1R3", "U3R2"), strict=True))
+@pytest.mark.parametrize(
+    ("name", "world", "strategy"), [*zip(CASES, (2, 3, 6), ("U2R1", "U1R3", "U3R2"), strict=True)]
+)
 def test_every_number_of_ranks_gives_identical_masks_and_branches(threads, world, strategy, name):
     layout = ("contiguous", "striped", "shuffled")[(list(CASES).index(name) + world) % 3]
     answers = threads(world).run(predict, replace(CASES[name], layout=layout), strategy)
@@ -148,7 +135,7 @@ def error_of(rank: int, world: int, case: SpargeCase, strategy: str) -> float:
     return largest_difference(out, whole[..., mine, :])
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2"), (8, "U2R4")])
+@pytest.mark.parametrize(("world", "strategy"), [(3, "U1R3"), (4, "U2R2")])
 def test_session_equals_one_process(threads, world, strategy):
     case = list(CASES.values())[world % 3]
     assert max(threads(world).run(error_of, replace(case, heads=5), strategy)) < 1e-5

@@ -63,20 +63,6 @@ def test_shares_keep_the_blocks_that_lightx2v_keeps(share, blocks, count):
     assert SpargeSource(**share).limits(blocks, step=0) == (None, count)
 
 
-def test_sla_keeps_the_largest_scores_of_mean_queries_and_mean_keys_less_their_mean():
-    case = SpargeCase(
-        thw=(4, 9, 11), text_tokens=30, settings={"sparsity": 0.7, "similarity": -1, "dense_text": False}
-    )
-    q, k = (tensor.double().flatten(0, 1) for tensor in case.tensors())
-    mask = alone(case)
-    means = [
-        torch.stack([part.mean(dim=1) for part in tokens.split(axis.lengths.tolist(), dim=1)], dim=1)
-        for tokens, axis in ((q, mask.grid.q_axis), (k - k.mean(dim=1, keepdim=True), mask.grid.k_axis))
-    ]
-    kept = (means[0] @ means[1].mT).topk(int((1 - 0.7) * mask.grid.nk)).indices
-    assert torch.equal(mask.bits, torch.zeros_like(mask.bits).scatter(-1, kept, True))
-
-
 def test_settings_by_step_are_those_of_the_step_and_the_last_ones_after_it():
     tokens = LocalQK.alone(*SpargeCase().tensors())
     for by_step, alike in (({"topk": [1, 0.5, 0.2]}, "topk"), ({"tau": (2.0, 0.5, 0.0)}, "tau")):

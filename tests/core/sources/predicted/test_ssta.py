@@ -88,19 +88,6 @@ def test_follows_its_definition(case):
         assert torch.equal(slots[~different], absent[~different])
 
 
-def test_rows_of_the_checkpoints_video_keep_32_to_59_of_360_tiles():
-    request = MaskRequest(0, 1, (31, 45, 80))
-    generator = torch.Generator().manual_seed(0)
-    q, k = torch.randn(2, 1, 1, request.tokens, 8, generator=generator)
-    mask = SstaSource().mask(request, LocalQK.alone(q, k))
-    tiles = np.unique(np.unravel_index(np.arange(request.tokens), request.thw)[0] // 6)
-    assert len(tiles) == 6
-    kept = mask.bits[0].double() @ torch.from_numpy(mask.grid.k_axis.lengths).double()
-    slots = (kept + mask.absent[0].exp().round().nan_to_num(0.0)).div(384)
-    assert torch.equal(slots, slots.round()), "whole tiles, with their padding"
-    assert 32 <= slots.min() <= slots.max() <= 59
-
-
 def test_kernels_without_a_log_sum_exp_and_unions_are_rejected():
     with pytest.raises(UserError, match="kernel 'sparge' does not support this plan: it returns no log-sum-exp"):
         DbspConfig.load({"mask": "ssta:block_k=64", "kernel": "sparge"})

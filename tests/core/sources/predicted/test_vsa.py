@@ -122,7 +122,7 @@ def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int
 WAYS = [(2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")]
 
 
-@pytest.mark.parametrize(("name", "way"), zip(CASES, WAYS, strict=True))
+@pytest.mark.parametrize(("name", "way"), [*zip(CASES, WAYS, strict=True)])
 def test_every_number_of_ranks_gives_identical_masks_and_branches(threads, name, way):
     world, strategy = way
     layout = ("contiguous", "striped", "shuffled")[(list(CASES).index(name) + world) % 3]
