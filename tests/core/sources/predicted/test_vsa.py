@@ -1,4 +1,4 @@
-"""Video Sparse Attention: tiles, masks and the coarse branch written out; and the same on every number of ranks."""
+"""Video Sparse Attention: tiles, masks and the coarse branch written out; for ranks see test_engine_session.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from dbsp_core.masks.grid import Video
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.sources import LocalQK, MaskRequest, VsaSource
 from dbsp_core.utils.errors import UserError
-from tests.core.sources.predicted.sparge_cases import SpargeCase, local_tokens
-from tests.support.attention_cases import at_padding, shards
-from tests.support.oracle import largest_difference
+from tests.core.sources.predicted.sparge_cases import SpargeCase
 
 BLOCKS = {"tile": [2, 3, 4], "block_q": 24, "block_k": 24}
 
@@ -107,28 +105,6 @@ def test_follows_its_definition(case):
     assert mask.grid.q_axis.lengths.tolist() == [len(tile) for tile in tiles(case)]
     assert torch.equal(mask.bits, bits)
     assert (branch_of(mask.branch, case.tensors()[0]) - branch).abs().max() < 1e-5
-
-
-def predict(rank: int, world: int, case: SpargeCase, strategy: str) -> tuple[int, float]:
-    """Returns the mask's fingerprint, and how far this rank's coarse branch is from the definition."""
-    tokens = local_tokens(rank, world, case, Strategy.parse(strategy))
-    (gate, v), mine, slots = shards(list(gate_and_values(case)), tokens.layout, rank, padded=True)
-    mask = case.source.mask(case.request, replace(tokens, gate=gate, v=v))
-    branch = branch_of(mask.branch, tokens.q)
-    assert not at_padding(branch[None], slots).any()
-    return mask.fingerprint, largest_difference(branch[:, slots], written_out(case)[1][:, mine])
-
-
-WAYS = [(2, "U2R1"), (3, "U1R3"), (4, "U2R2"), (6, "U3R2")]
-
-
-@pytest.mark.parametrize(("name", "way"), [*zip(CASES, WAYS, strict=True)])
-def test_every_number_of_ranks_gives_identical_masks_and_branches(threads, name, way):
-    world, strategy = way
-    layout = ("contiguous", "striped", "shuffled")[(list(CASES).index(name) + world) % 3]
-    for print_, error in threads(world).run(predict, replace(CASES[name], layout=layout), strategy):
-        assert print_ == alone(CASES[name]).fingerprint
-        assert error < 1e-5
 
 
 def test_gradients_of_a_coarse_branch_are_rejected():
