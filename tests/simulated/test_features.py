@@ -193,10 +193,9 @@ PAIRS = (
     ("LoRA", "sequential offload"),
     ("group offload by blocks", "MagCache"),
     ("fused QKV", "layerwise casting"),
-    ("model offload", "LoRA"),
 )
-ALONE = ("SeaCache", "TaylorSeer", "group offload on a stream", "first-block cache", "FasterCache", "cache-dit")
-"""With `PAIRS`, nearly every feature: the first of a pair before `enable`, the second after it, these before.
+ALONE = ("TaylorSeer", "group offload on a stream", "FasterCache", "cache-dit")
+"""With `PAIRS`, each kind of feature: the first of a pair before `enable`, the second after it, these before.
 
 In the long part each is tried alone, both before and after.
 """

@@ -21,8 +21,6 @@ def compare_on_gpus(rank: int, world: int, case: PackedCase) -> None:
 @pytest.mark.parametrize(
     ("world", "case"),
     [
-        case(2, "all ranks share in each", strategy="U1R2", local=False),
-        case(2, "a rank without samples", model="flux"),
         case(2, "text of its own length", model="hunyuan", mask="sparge"),
         case(4, "a bag of two and bags of one", "g1n2+g2n1"),
     ],

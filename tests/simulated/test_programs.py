@@ -1,4 +1,4 @@
-"""Programs of several processes on simulated GPUs: the ranks of `dbsp generate`, xDiT and ParaAttention."""
+"""Programs of several processes on simulated GPUs: training, the ranks of `dbsp generate`, and xDiT."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import torch.distributed as dist
 import yaml
 
 import dbsp_diffusers
-import dbsp_para
 from dbsp_diffusers.rank_program import process_group, use_local_device
 from tests.gpu_node.processes import GpuProcesses
 from tests.gpu_node.runtime import why_unavailable
 from tests.simulated.model_cases import MASKS, backward, brief_inputs, gradients_on_one_process, moved, on_one_process
 from tests.support.gradients import gradients_of
-from tests.support.models.tiny_pipelines import alone, latents, load, small_wan
+from tests.support.models.tiny_pipelines import load, small_wan
 from tests.support.models.tiny_transformers import make_brief_transformer
 from tests.support.outcomes import assert_near, outputs, said, share_apart
 from tests.support.single_process import attach_single_process
@@ -55,22 +54,6 @@ def summed_gradients(rank: int, world: int) -> None:
         dbsp_diffusers.disable(transformer)
     found = gradients_of(transformer)
     assert share_apart([found[name] for name in expected], expected.values()) <= 1e-5
-
-
-def parallelized_pipe(rank: int, world: int, folder: str) -> None:
-    """Compares para-attn's `parallelize_pipe(pipe, attn="dbsp")`, over its mesh of GPUs, with one process."""
-    from para_attn.context_parallel import init_context_parallel_mesh
-    from para_attn.context_parallel.diffusers_adapters import parallelize_pipe
-
-    config, size = {"mask": MASKS["static"]}, {"num_inference_steps": 1, "num_frames": 5}
-    pipe = load("wan", folder)
-    dense, expected, device = latents(pipe, **size), alone(pipe, config, **size), use_local_device()
-    with process_group(device):
-        mesh = init_context_parallel_mesh("cuda", max_ring_dim_size=2)
-        pipe = parallelize_pipe(load("wan", folder).to(device), attn="dbsp", mesh=mesh, config=config)
-        assert dbsp_para.session_of(pipe).strategy.ring == 2
-        assert_near(latents(pipe, **size), expected, dense)
-        dbsp_para.unparallelize(pipe)
 
 
 def generated(rank: int, world: int, folder: str, config_file: str, video: str) -> None:
@@ -133,11 +116,6 @@ def test_processes_reject_what_nccl_and_gloo_reject(ranks: GpuProcesses) -> None
 
 def test_gradients_are_summed_over_nccl(ranks: GpuProcesses) -> None:
     ranks.run(summed_gradients)
-
-
-@pytest.mark.skipif(find_spec("para_attn") is None, reason="para-attn is not installed")
-def test_parallelized_pipe_equals_one_process(ranks: GpuProcesses, folder: str) -> None:
-    ranks.run(parallelized_pipe, folder)
 
 
 def test_ranks_of_dbsp_generate_make_the_video_of_one_process(

@@ -85,9 +85,7 @@ BY_SOURCE = {
 
 
 SOURCES = [
-    pytest.param(
-        *one, marks=() if one[0] in ("window", "sparge", "vsa", "file", "subblock", "ssta") else pytest.mark.long
-    )
+    pytest.param(*one, marks=() if one[0] in ("sparge", "file", "subblock", "cube", "ssta") else pytest.mark.long)
     for one in BY_SOURCE.items()
 ]
 """All but subblock, cube and ssta have run on a GPU (docs/results/exact.md)."""
@@ -103,11 +101,9 @@ def test_source_on_gpus_equals_one_process(gpu_node: GpuNode, tmp_path: Path, na
     ("settings", "strategy", "dtype", "least", "most"),
     [
         ({"mask": SPARGE}, "U2R1", torch.bfloat16, 0, BFLOAT16),
-        ({"mask": WINDOW, "dense_schedule": {"first_steps": 1}}, "U1R2", torch.bfloat16, 0, BFLOAT16),
-        ({"mask": WINDOW, "precision": "int8"}, "U1R2", torch.float32, 1e-4, 0.2),
         ({"mask": WINDOW, "precision": {"qkv": "int8", "out": "int8"}}, "U2R1", torch.float32, 1e-4, 0.2),
     ],
-    ids=["sparge in bfloat16", "window in bfloat16", "int8 in exchanges", "outputs in int8"],
+    ids=["sparge in bfloat16", "inputs and outputs in int8"],
 )
 def test_rounded_numbers_are_near_one_process(
     gpu_node: GpuNode, settings: dict[str, Any], strategy: str, dtype: torch.dtype, least: float, most: float
