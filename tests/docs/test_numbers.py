@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from statistics import fmean
 
 import pytest
 
@@ -43,59 +42,6 @@ def test_table_of_balance(strategy):
         assert moved == pytest.approx(100 * balanced(strategy, *plan, "moved")[0], abs=within), plan
 
 
-def test_rounding_of_predicted_masks_is_that_of_the_models_page():
-    rows_of_page = dict(table("docs/trained-model.md", "| | largest difference of the final latents"))
-    assert said(r"latents of the trained model by ([\d.e-]+) ") == [
-        float(rows_of_page["float32, SpargeAttn's masks predicted again"])
-    ]
-
-
-def test_quality_by_mask():
-    """Expects a mask's settings in the order of the file, one more number for each."""
-    names = {
-        "window 1 × 3 × 5 + sparge": "window + sparge cdf",
-        "ssta, padding none": "ssta",
-        "lowrank, rank 8": "lowrank",
-    }
-    means: dict[str, list[tuple[float, float]]] = {}
-    found = rows("quality")
-    for source, setting in dict.fromkeys((row["source"], row["setting"]) for row in found):
-        videos = [row for row in found if (row["source"], row["setting"]) == (source, setting)]
-        absent = ", padding absent" if "absent" in setting else ""
-        mean = tuple(fmean(float(row[key]) for row in videos) for key in ("density", "psnr"))
-        means.setdefault(source + absent, []).append(mean)
-    on_page = {}
-    for mask, settings, *numbers in table("docs/results/quality.md", "| mask | settings |"):
-        name = mask.replace("`", "")
-        source = names.get(name, f"{name} {settings.split()[0]}" if name == "sparge" else name)
-        on_page[source] = [cell.split(", ") for cell in numbers]
-    assert on_page == {
-        source: [[f"{density:.2f}" for density, _ in values], [f"{psnr:.1f}" for _, psnr in values]]
-        for source, values in means.items()
-    }
-
-
-def test_claims_of_table_1_and_of_fig_3():
-    errors = [abs(float(row["error"])) for row in rows("table1", role="held out")]
-    text = " ".join((ROOT / "docs" / "results" / "even.md").read_text(encoding="utf-8").split())
-    (within, *others) = re.findall(
-        r"two of the four held-out rows \(within ([\d.]+) %\).* have ([\d.]+) and ([\d.]+) % m", text
-    )[0]
-    assert sorted(round(100 * error, 1) for error in errors)[1:] == [float(one) for one in (within, *others)]
-    shares = [100 * float(row["attention_share"]) for row in rows("fig3") if not row["line"].startswith("db-SP")]
-    (cells,) = [row for row in table("docs/results/fast.md", "| | measured by the authors |") if "Fig. 3" in row[0]]
-    assert [int(one) for one in re.findall(r"\d+", cells[2])] == [round(s) for s in (shares[0], shares[3], shares[7])]
-
-
-def test_overheads_are_those_of_the_file():
-    for planner, *cells in table("docs/results/even.md", "| planner | planning, of the time |"):
-        of = rows("overheads", planner=planner.strip("`"))
-        for cell, key in zip(cells, ("planning", "moving"), strict=False):
-            shares = [round(100 * float(row[key]), 1) for row in of if key == "planning" or row["strategy"] != "U8R1"]
-            said_here = [float(one) for one in re.findall(r"[\d.]+", cell)]
-            assert said_here == sorted({min(shares), max(shares)}), (planner, key)
-
-
 def test_each_known_class_has_a_row():
     classes = table("docs/diffusers.md", "| class in diffusers | pipelines | |")
     named = [name for cells in classes for name in re.findall(r"`(\w+)`", cells[0])]
@@ -133,22 +79,3 @@ def test_densities_at_which_dense_attention_is_faster():
         assert ratio == f"{rates.flops_per_s / rates.dense_flops_per_s:.3f}"
         tokens = (6_000, 32_760, 75_600, 115_000)
         assert limits == [f"{of_kernel.break_even(*blocks, 128, n):.2f}" for n in tokens]
-
-
-def test_rates_of_dense_attention():
-    for name, dense, sparse, share, _ in table("docs/latency-model.md", "| GPU | dense | block-sparse |"):
-        hardware = load_hardware(name.lower()).with_kernel("auto")
-        rates = hardware.at_blocks(128, 64)
-        assert dense.split(",")[0] == f"{rates.dense_flops_per_s / 1e12:.0f}"
-        assert sparse.split(",")[0] == f"{rates.flops_per_s / 1e12:.0f}"
-        assert share == f"{rates.flops_per_s / rates.dense_flops_per_s:.2f}"
-        for cell, key in ((dense, "dense_flops_per_s"), (sparse, "flops_per_s")):
-            assert cell.split(", ")[1] == hardware.sources[key]
-
-
-def test_memory_by_model():
-    for model, size, weights, *by_strategy in table("docs/latency-model.md", "| model | video | weights |"):
-        found = rows("memory", model=model, size=size.replace(" × ", "x"))
-        assert [row["strategy"] for row in found] == ["U1R1", "U8R1", "U1R8"]
-        assert {f"{float(row['weights_gb']):.1f}" for row in found} == {weights}
-        assert by_strategy == [f"{float(row['activations_gb']):.1f}" for row in found]

@@ -50,15 +50,10 @@ def test_the_model_that_is_added_is_right_on_two_ranks(tmp_path):
         assert sparse > 1e-3, "the mask must matter"
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [('text="last"', 'text="first"'), ("sequence=on_sample_grid(text_length)", "sequence=on_sample_grid()")],
-    ids=["text first", "no text"],
-)
-def test_a_wrong_entry_is_found(tmp_path, right, wrong):
+def test_a_wrong_entry_is_found(tmp_path):
     (program,) = programs_of(page("adding-a-model"), "init_process")
-    assert program.count(right) == 1
-    found = distances(tmp_path, program.replace(right, wrong))
+    assert program.count('text="last"') == 1
+    found = distances(tmp_path, program.replace('text="last"', 'text="first"'))
     assert len(found) == 2
     assert all(max(dense, ranks) > 1e-3 for dense, ranks, _ in found)
 

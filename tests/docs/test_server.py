@@ -170,7 +170,7 @@ def start(tmp_path_factory) -> Iterator[Callable[[], Client]]:
 
 @pytest.fixture(scope="module")
 def client(start) -> Client:
-    """A server that no test ends."""
+    """A server that the last of the tests here ends."""
     return start()
 
 
@@ -238,8 +238,7 @@ def test_a_full_queue_and_a_client_that_disconnects(client):
     assert client.codes() == ""
 
 
-def test_sigterm_gives_up_the_request_and_ends_all_ranks(start):
-    client = start()
+def test_sigterm_gives_up_the_request_and_ends_all_ranks(client):
     running = client.ask(SLOW)
     client.wait_until(state="generating", waiting=0)
     waiting = client.ask(SMALL)
