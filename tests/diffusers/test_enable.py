@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_i
 from tests.support.outcomes import alone, apart, assert_near, outputs, said
 from tests.support.references import by_first_rank
 from tests.support.steady_cases import collectives
-from tests.support.user_masks import MOMENTS
 
 CONFIG = {"mask": {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}}
 BRIEF = {"num_inference_steps": 1, "max_sequence_length": 16}
@@ -44,16 +42,6 @@ def test_transformer_in_one_process_without_ranks():
     statistics = session.statistics()
     assert (statistics["calls"], statistics["plans"]) == (2, 2)
     assert 1.0 <= statistics["mean_rho"] <= statistics["worst_rho"] < 2.0
-
-
-def test_settings_of_a_pipeline_are_not_read_as_attributes(folder):
-    """diffusers warns of each on every rank."""
-    pipe = load("wan", folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        dbsp_diffusers.enable(pipe, CONFIG)
-        assert list(dbsp_diffusers.sessions_of(pipe)) == ["transformer"]
-        dbsp_diffusers.disable(pipe)
 
 
 @by_first_rank
@@ -83,30 +71,6 @@ def run_pipeline(rank: int, world: int, folder: str) -> float:
 
 def test_pipeline_equals_one_process(pool, folder):
     assert len(set(pool(2).run(run_pipeline, folder))) == 1, "ranks must share their noise"
-
-
-def run_repeated_timesteps(rank: int, world: int, folder: str, steps: int) -> None:
-    """Runs a pipeline with a scheduler that gives all timesteps but the first twice."""
-    from diffusers import FlowMatchHeunDiscreteScheduler
-
-    pipe: Any = load("wan", folder).to(torch.float64)  # each step multiplies rounding
-    pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    mask = {"source": "callable", "function": "tests.support.user_masks:band_noting_moments", "depends_on": "step"}
-    config = {"mask": mask | {"block_q": 8, "block_k": 8}}
-    options = {"num_inference_steps": steps, "max_sequence_length": 16}
-    wanted = [(step, branch) for step in range(2 * steps - 1) for branch in range(2)]
-    MOMENTS.clear()
-    expected = tiny_pipelines.alone(pipe, config, **options)
-    assert list(dict.fromkeys(MOMENTS)) == wanted
-    MOMENTS.clear()
-    dbsp_diffusers.enable(pipe, config)
-    assert_near(latents(pipe, **options), expected)
-    assert list(dict.fromkeys(MOMENTS)) == wanted
-    dbsp_diffusers.disable(pipe)
-
-
-def test_repeated_timestep_is_another_step_and_not_a_cfg_pass(pool, folder):
-    pool(2).run(run_repeated_timesteps, folder, 3)
 
 
 def compared_before_attention(

@@ -38,7 +38,7 @@ with fast_exit(), join(rank, 2), exit_on_user_error():
     if rank == 0:
         collective()
     else:
-        {fails}
+        raise UserError('a mistake')
 """
 OVER_NCCL = """
 done = []
@@ -68,20 +68,11 @@ def ended(process: Program) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(
-    ("fails", "code", "said"),
-    [
-        ("raise RuntimeError('a fault')", 1, "RuntimeError: a fault"),
-        ("raise UserError('a mistake')", 2, "dbsp: error: a mistake"),
-    ],
-    ids=["a fault", "a mistake of the user"],
-)
-def test_all_ranks_end_when_one_fails(tmp_path, fails, code, said):
-    ranks = [start(RANK_IN_A_COLLECTIVE.format(fails=fails), tmp_path / "store", rank) for rank in range(2)]
+def test_all_ranks_end_when_one_fails(tmp_path):
+    ranks = [start(RANK_IN_A_COLLECTIVE, tmp_path / "store", rank) for rank in range(2)]
     (waiting, _, _), (failing, _, err) = [ended(rank) for rank in ranks]
-    assert (failing, said in err) == (code, True), err
-    assert err.count(said) == 1
-    assert waiting == 1
+    assert (failing, waiting) == (2, 1), err
+    assert err.count("dbsp: error: a mistake") == 1
 
 
 FAILS = "with fast_exit(), join():\n    raise ValueError('a fault')\n"
@@ -92,12 +83,11 @@ SUCCEEDS = "with fast_exit(), join():\n    print('done', flush=True)\n"
 @pytest.mark.parametrize(
     ("body", "aborts", "code", "written", "last"),
     [
-        (FAILS, "None", 1, "aborted\n", "ValueError: a fault\n"),
         (FAILS, "threading.Event().wait()", 1, "", "ValueError: a fault\n"),
         (CAUGHT, "None", 0, "aborted\nraised\n", ""),
         (SUCCEEDS, "None", 0, "done\ndestroyed\n", ""),
     ],
-    ids=["failure", "failure, abort hangs", "failure caught outside", "success"],
+    ids=["failure, abort hangs", "failure caught outside", "success"],
 )
 def test_nccl_is_aborted_after_a_failure_and_destroyed_after_a_success(tmp_path, body, aborts, code, written, last):
     found, out, err = ended(start(OVER_NCCL.format(aborts=aborts) + body, tmp_path / "store"))

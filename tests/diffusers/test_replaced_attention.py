@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,30 +28,25 @@ def sageattn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: A
     return torch.zeros_like(q)
 
 
-def falling_back(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """Calls torch's attention in the end, as kernels do where they do not support a call."""
-    return TORCHS(*args, **kwargs)
-
-
-def replaced(function: Callable[..., torch.Tensor], here: bool = True) -> AbstractContextManager[object]:
-    return mock.patch.object(F, "scaled_dot_product_attention", function if here else TORCHS)
+def replaced(here: bool = True) -> AbstractContextManager[object]:
+    return mock.patch.object(F, "scaled_dot_product_attention", sageattn if here else TORCHS)
 
 
 @torch.no_grad()
-def replaced_before(rank: int, world: int, kernel: Callable[..., torch.Tensor], ranks: list[int]) -> None:
+def replaced_before(rank: int, world: int, ranks: list[int]) -> None:
     transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
     dense, before = outputs(transformer, inputs), set(vars(transformer))
-    with replaced(kernel, rank in ranks):
+    with replaced(rank in ranks):
         answer = said(lambda: dbsp_diffusers.enable(transformer, CONFIG))
     who = "" if len(ranks) == world else f"rank(s) {ranks}: "
-    assert answer.startswith(f"UserError: {who}{REPLACED}{kernel.__module__}.{kernel.__qualname__}"), answer
+    assert answer.startswith(f"UserError: {who}{REPLACED}{__name__}.sageattn"), answer
     assert set(vars(transformer)) == before, "nothing is left attached"
     assert_near(outputs(transformer, inputs), dense)
 
 
-@pytest.mark.parametrize(("kernel", "ranks"), [(sageattn, [0, 1]), (falling_back, [1])], ids=["all ranks", "one rank"])
-def test_torch_attention_replaced_before_enable_raises_on_all_ranks(pool, kernel, ranks):
-    pool(2).run(replaced_before, kernel, ranks)
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all ranks", "one rank"])
+def test_torch_attention_replaced_before_enable_raises_on_all_ranks(pool, ranks):
+    pool(2).run(replaced_before, ranks)
 
 
 @torch.no_grad()
@@ -58,7 +54,7 @@ def replaced_after(rank: int, world: int) -> None:
     transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
     expected = alone(transformer, inputs, CONFIG)
     dbsp_diffusers.enable(transformer, CONFIG)
-    with replaced(sageattn):
+    with replaced():
         answer = said(lambda: transformer(**inputs))
     assert answer.startswith(f"UserError: {REPLACED}"), answer
     assert_near(outputs(transformer, inputs), expected)
@@ -76,23 +72,22 @@ SETTINGS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 
 @torch.no_grad()
-def under_setting(rank: int, world: int, setting: str, first: bool) -> None:
+def under_settings(rank: int, world: int) -> None:
+    """Enters a setting before `enable` or after it."""
     transformer, inputs = make_tiny_transformer("wan"), tiny_inputs("wan")
     dense, expected = outputs(transformer, inputs), alone(transformer, inputs, CONFIG)
-    if not first:
-        dbsp_diffusers.enable(transformer, CONFIG)
-    with SETTINGS[setting]():
-        if first:
+    for setting, first in itertools.product(SETTINGS, (False, True)):
+        if not first:
             dbsp_diffusers.enable(transformer, CONFIG)
-        assert_near(outputs(transformer, inputs), expected, dense)
-    dbsp_diffusers.disable(transformer)
+        with SETTINGS[setting]():
+            if first:
+                dbsp_diffusers.enable(transformer, CONFIG)
+            assert_near(outputs(transformer, inputs), expected, dense)
+        dbsp_diffusers.disable(transformer)
 
 
-@pytest.mark.parametrize(
-    ("setting", "first"), [("DIFFUSERS_ATTN_BACKEND", True), ("DIFFUSERS_ATTN_BACKEND", False), ("sdpa_kernel", False)]
-)
-def test_process_wide_setting_leaves_attention_with_db_sp(pool, setting, first):
-    pool(2).run(under_setting, setting, first)
+def test_process_wide_setting_leaves_attention_with_db_sp(pool):
+    pool(2).run(under_settings)
 
 
 class UserProcessor:
@@ -107,14 +102,10 @@ class UserProcessor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
-def test_dropout_of_a_users_processor_raises(first):
+def test_dropout_of_a_users_processor_raises():
     transformer = make_tiny_transformer("wan")
-    if not first:
-        dbsp_diffusers.enable(transformer, CONFIG)
+    dbsp_diffusers.enable(transformer, CONFIG)
     for block in transformer.blocks:
         block.attn1.processor = UserProcessor()
-    if first:
-        dbsp_diffusers.enable(transformer, CONFIG)
     answer = said(lambda: transformer(**tiny_inputs("wan")))
     assert answer.startswith("UserError: db-SP computes attention without dropout, got dropout_p=0.5"), answer

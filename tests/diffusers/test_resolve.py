@@ -107,14 +107,10 @@ class TestWhatWouldBeMade:
         assert made["model"] == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         assert (made["mask"]["sparsity"], made["strategy"]) == (0.75, "U8R1")
 
-    @pytest.mark.parametrize(
-        ("model", "tokens_of"),
-        [("hunyuanvideo", (720, 1280, 129)), ("hunyuanvideo1.5", (720, 1280, 121)), ("ltx-2", (1088, 1920, 241))],
-    )
-    def test_models_with_other_pipelines(self, dbsp, model, tokens_of):
-        made = self.asked(dbsp, "--model", model, "--nproc", 8, "--steps", 20)
+    def test_model_with_another_pipeline(self, dbsp):
+        made = self.asked(dbsp, "--model", "ltx-2", "--nproc", 8, "--steps", 20)
         video = made["generate"]
-        assert (video["height"], video["width"], video["num_frames"]) == tokens_of
+        assert (video["height"], video["width"], video["num_frames"]) == (1088, 1920, 241)
         assert (made["mask"]["source"], video["steps"], made["strategy"]) == ("subblock", 20, "U8R1")
 
     def test_unknown_local_model_runs_dense(self, dbsp, mistake, tmp_path):

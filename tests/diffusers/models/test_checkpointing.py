@@ -111,13 +111,10 @@ def train(
     "case",
     [
         ("qwen", "dense", "prompt", "no_grad", True),
-        ("hunyuan1.5", "dense", "prompt", "last first", False),
         ("z-image", "dense", "size", "last first", False),
         ("framepack", "dense", "size", "first first", False),
         ("ltx2", "dense", "size", "inference_mode", False),
-        ("minimax-h3", "dense", "size", "first first", True),
         ("wan", "sparge", "size", "last first", True),
-        ("wan", "sparge", "size", "first first", False),
     ],
     ids=lambda case: "-".join(map(str, case)),
 )

@@ -118,13 +118,10 @@ def run_guided(rank: int, world: int, guided: Guided, passes: float = 1, wrong: 
 MILD = (("guidance_scale", 2.0),)
 """Guidance multiplies rounding by its scale."""
 GUIDED = {
-    "static masks": (2, Guided()),
     "predicted masks": (4, Guided(mask="sparge", strategy="U1R2")),
-    "strategy auto": (4, Guided(strategy="auto")),
     "two transformers": (4, Guided(mask="sparge", two=True)),
     "sliced outputs": (2, Guided("QwenImagePipeline", "sparge")),
     "guider": (4, Guided("HunyuanVideo15Pipeline")),
-    "ovis": (2, Guided("OvisImagePipeline", call=MILD)),
     "one batch": (4, Guided("CogVideoXPipeline", "sparge", "U1R2", call=MILD)),
 }
 

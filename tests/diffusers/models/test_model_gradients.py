@@ -18,11 +18,10 @@ from tests.support.single_process import attach_single_process
 
 CASES = [
     ("wan", 2, "U1R2", "sparge", True),
-    ("cogvideox", 2, "U1R2", "synthetic", True),
     ("hunyuan", 2, "U1R2", "synthetic", False),
     ("flux", 2, "U2R1", "synthetic", True),
     ("ltx2", 2, "U2R1", "synthetic", False),
-    ("krea2", 2, "U1R2", "synthetic", True),
+    *(pytest.param(model, 2, "U1R2", "synthetic", True, marks=pytest.mark.long) for model in ("cogvideox", "krea2")),
     pytest.param("wan", 4, "U2R2", "synthetic", False, marks=pytest.mark.long),
 ]
 

@@ -7,10 +7,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import dbsp_diffusers
 from dbsp_core.runtime import session as sessions
@@ -49,40 +47,6 @@ def _loss(model: Any, step: int, first: int = 0, count: int = BATCH) -> torch.Te
 
 def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
     return {"mask": MASKS[mask], **({"strategy": strategy} if strategy else {})}
-
-
-def losses_of_training(rank: int, world: int, sequence: int, strategy: str) -> list[float]:
-    """Steps of AdamW over groups of `sequence` ranks, the rest data parallel by DDP. Returns each step's loss."""
-    mesh = init_device_mesh("cpu", (world // sequence, sequence), mesh_dim_names=("data", "sequence"))
-    data, mine = mesh["data"].get_group(), BATCH // (world // sequence)
-    transformer = make_tiny_transformer("wan").train()
-    if sequence > 1:
-        dbsp_diffusers.enable(transformer, _config("synthetic", strategy), group=mesh["sequence"].get_group())
-    else:
-        attach_single_process(transformer, _config("synthetic"))
-    model = DistributedDataParallel(transformer, process_group=data) if data.size() > 1 else transformer
-    optimizer = torch.optim.AdamW(transformer.parameters(), lr=1e-3)
-    losses = []
-    for step in range(3):
-        loss = _loss(model, step, mesh["data"].get_local_rank() * mine, mine)
-        optimizer.zero_grad()
-        loss.backward()
-        if sequence > 1:
-            dbsp_diffusers.sum_gradients(transformer)
-        optimizer.step()
-        total = loss.detach() / data.size()
-        dist.all_reduce(total, group=data)
-        losses.append(float(total))
-    dbsp_diffusers.disable(transformer)
-    return losses
-
-
-def test_steps_have_the_same_losses_on_one_two_and_four_ranks(pool):
-    """Trains on two items a step, each at its own timestep; on four ranks two groups of two have one item each."""
-    (alone,) = pool(1).run(losses_of_training, 1, "U1R1")
-    for world, strategy in [(2, "U1R2"), (4, "U2R1")]:
-        for losses in pool(world).run(losses_of_training, 2, strategy):
-            assert losses == pytest.approx(alone, abs=1e-5)
 
 
 @by_first_rank

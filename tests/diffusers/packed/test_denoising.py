@@ -42,7 +42,7 @@ def denoised(rank: int, world: int, kind: str, folder: str, output_type: str, ba
     ("world", "kind", "output_type", "bags"),
     [
         (1, "a14b", "np", None),
-        (2, "ti2v", "latent", None),
+        pytest.param(2, "ti2v", "latent", None, marks=pytest.mark.long),
         pytest.param(4, "ti2v", "latent", "g1n2+g2n1", marks=pytest.mark.long),
     ],
 )
