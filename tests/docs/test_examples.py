@@ -184,7 +184,7 @@ def learn_masks(rank: int, world: int) -> tuple[list[float], np.ndarray, float]:
 
 
 def test_predictors_learn_the_same_on_any_ranks(pool):
-    alone = learn_masks(0, 1)
+    (alone,) = pool(1).run(learn_masks)
     losses, bits, held = alone
     assert losses[-1] < 0.01 <= min(losses[:-1])
     assert 0.3 < 1 - bits.mean() < 0.9
