@@ -35,10 +35,8 @@ class TestPlan:
         ("gpus", "strategies", "planners", "keys", "layer"),
         [
             (1, "U1R1", "dbsp", "all", 0),
-            (8, "U8R1 U4R2 U2R4 U1R8", "dbsp", "all", 0),
             (26, "U26R1 U13R2 U2R13", "dbsp", "all", 0),  # no ring is longer than the mask's 13 KV blocks
             (4, "U4R1 U2R2 U1R4", "dbsp", "needed", 0),
-            (6, "U3R2", "paper,contiguous", "all", 1),
             (4, "U1R4", "all", "all", 1),
         ],
     )
@@ -154,30 +152,18 @@ def test_memory_is_weights_and_the_largest_moment_of_a_layer(strategy, tensors):
     assert held.activations == pytest.approx(max(tensor * (1 + 3 + tensors), mlp))
 
 
+PLAN_MODEL = ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8"]
 MISTAKES = [
     (["plan", "--gpus", "2"], "dbsp plan needs either a mask file or --model"),
-    (["plan", "MASK", "--model", "wan2.1-t2v-14b", "--gpus", "8"], "dbsp plan needs either a mask file or --model"),
     (["plan", "MASK", "--gpus", "2", "--machine", "a900"], "no hardware 'a900'"),
-    *(
-        (
-            ["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given],
-            f"{given[0]} is for a mask file, not for --model",
-        )
-        for given in (["--planner", "dbsp"], ["--keys", "all"], ["--layer", "1"])
-    ),
+    ([*PLAN_MODEL, "--planner", "dbsp"], "--planner is for a mask file, not for --model"),
     (["plan", "MASK", "--gpus", "2", "--dense-steps", "1"], "--dense-steps is for --model, not for a mask file"),
-    *(
-        (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", *given], said)
-        for given, said in (
-            (["--strategy", "U4R1"], "use one of U8R1"),
-            (["--dense-steps", "51"], "must be at most the 50 steps"),
-            (["--size", "720p"], "--size must be HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES, got '720p'"),
-            (["--size", "720x1270"], "--size: width must be a multiple of 16, for example 1264, got 1270"),
-            (["--size", "720x1280x80"], "--size: frames must be 4k + 1"),
-        )
-    ),
+    ([*PLAN_MODEL, "--strategy", "U4R1"], "use one of U8R1"),
+    ([*PLAN_MODEL, "--dense-steps", "51"], "must be at most the 50 steps"),
+    ([*PLAN_MODEL, "--size", "720p"], "--size must be HEIGHTxWIDTH or HEIGHTxWIDTHxFRAMES, got '720p'"),
+    ([*PLAN_MODEL, "--size", "720x1270"], "--size: width must be a multiple of 16, for example 1264, got 1270"),
+    ([*PLAN_MODEL, "--size", "720x1280x80"], "--size: frames must be 4k + 1"),
     (["plan", "--model", "wan2.1-t2v-14c", "--gpus", "8"], "did you mean 'wan2.1-t2v-14b'?"),
-    (["plan", "--model", "wan2.1-t2v-14b", "--gpus", "8", "--machine", "a900"], "no hardware 'a900'"),
     (
         ["generate", "--model", "qwen-image", "--prompt", "x"],
         "for other models, call dbsp_diffusers.enable in a script",
@@ -191,11 +177,8 @@ MISTAKES = [
         "negative_prompt=y has no effect: hunyuanvideo has no unconditional pass; remove negative_prompt",
     ),
     (["generate", "--model", "ltx-2", "--prompt", "x", "--num-frames", "240"], "must be 8k + 1 for LTX-2"),
-    (["plan", "MASK"], "--gpus"),
     (["plan", "MASK", "--gpus", "0"], "--gpus"),
     (["plan", "MASK", "--gpus", "4", "--strategy", "U2R3"], "use one of U4R1, U2R2, U1R4"),
-    (["plan", "MASK", "--gpus", "4", "--strategy", "4x1"], "not of the form UxRy"),
-    (["plan", "MASK", "--gpus", "4", "--planner", "greedy"], f"use one of {', '.join(PLANNERS)}"),
     (["plan", "MASK", "--gpus", "4", "--planner", "paper,greedy"], "unknown planner 'greedy'; use one of"),
     (["plan", "MASK", "--gpus", "4", "--layer", "2"], "has 2 layers, got index 2"),
     (["plan", "none.safetensors", "--gpus", "4"], "none.safetensors does not exist"),
@@ -204,17 +187,10 @@ MISTAKES = [
     (["tiny", "sora", "new"], "use one of wan, wan-trained, wan2.2"),
     (["tiny", "wan", "notes.txt"], "is not a checkpoint;"),
     (["tiny", "wan", "."], "is not a checkpoint;"),
-    (["bench", "wan2.1-t2v-14c"], "did you mean 'wan2.1-t2v-14b'?"),
     (["bench", "tiny-wan", "--out", "."], "is a folder; give the name of a file"),
-    *(
-        (command, "are the same path")
-        for command in (
-            ["masks", "convert", "MASK", "MASK", "tokens=64"],
-            ["masks", "convert", "MASK", "LINK", "tokens=64"],
-            ["masks", "info", "MASK", "--picture", "MASK"],
-            ["masks", "fit", "MASK", "MASK"],
-        )
-    ),
+    (["masks", "convert", "MASK", "LINK", "tokens=64"], "are the same path"),
+    (["masks", "info", "MASK", "--picture", "MASK"], "are the same path"),
+    (["masks", "fit", "MASK", "MASK"], "are the same path"),
 ]
 
 

@@ -38,36 +38,25 @@ def test_measures_are_those_of_scikit_image(tmp_path):
     assert compare_videos(tmp_path / "0", tmp_path / "0") == {"psnr": math.inf, "ssim": pytest.approx(1.0)}
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"frames": 2}, "the video of .*b has fewer frames than the other"),
-        ({"size": (40, 48)}, "the videos have different frame sizes, 56×40 and 48×40"),
-        ((), "b has no videos, expected one; put exactly one mp4 there"),
-        (("one.mp4", "two.mp4"), "b has 2 videos"),
-        (("damaged.mp4",), "damaged.mp4 cannot be read as a video"),
-    ],
-)
-def test_videos_that_cannot_be_compared_are_one_line(tmp_path, other, message):
+def test_videos_and_latents_that_cannot_be_compared_are_one_line(tmp_path):
     save_video(tmp_path / "a")
-    if isinstance(other, dict):
-        save_video(tmp_path / "b", **other)
-    else:
-        (tmp_path / "b").mkdir()
-        for name in other:
-            (tmp_path / "b" / name).write_bytes(b"no video")
-    with pytest.raises(UserError, match=message) as raised:
-        compare_videos(tmp_path / "a", tmp_path / "b")
-    assert "\n" not in str(raised.value)
-
-
-def test_latents_are_compared_by_their_range(tmp_path):
+    save_video(tmp_path / "short", frames=2)
+    save_video(tmp_path / "narrow", size=(40, 48))
     latents = torch.tensor([[-1.0, 0.0, 3.0]])
-    for name, tensor in (("a", latents), ("b", latents + 0.4), ("c", latents[:, :2])):
-        (tmp_path / name).mkdir()
+    for name, tensor in (("a", latents), ("short", latents + 0.4), ("narrow", latents[:, :2]), ("damaged", latents)):
+        (tmp_path / name).mkdir(exist_ok=True)
         save_file({"latents": tensor}, tmp_path / name / video_quality.LATENTS)
-    assert compare_latents(tmp_path / "a", tmp_path / "b")["latents_psnr"] == pytest.approx(20.0, abs=1e-5)
-    assert compare_latents(tmp_path / "a", tmp_path / "a") == {"latents_psnr": math.inf}
-    for folder, message in (("c", r"shapes, \[1, 3\] and \[1, 2\]"), ("gone", "gone has no readable latents")):
-        with pytest.raises(UserError, match=message):
-            compare_latents(tmp_path / "a", tmp_path / folder)
+    (tmp_path / "damaged" / "v.mp4").write_bytes(b"no video")
+    (tmp_path / "none").mkdir()
+    for compare, other, message in (
+        (compare_videos, "short", "the video of .*short has fewer frames than the other"),
+        (compare_videos, "narrow", "the videos have different frame sizes, 56×40 and 48×40"),
+        (compare_videos, "none", "none has no videos, expected one; put exactly one mp4 there"),
+        (compare_videos, "damaged", "v.mp4 cannot be read as a video"),
+        (compare_latents, "narrow", r"shapes, \[1, 3\] and \[1, 2\]"),
+        (compare_latents, "none", "none has no readable latents"),
+    ):
+        with pytest.raises(UserError, match=message) as raised:
+            compare(tmp_path / "a", tmp_path / other)
+        assert "\n" not in str(raised.value)
+    assert compare_latents(tmp_path / "a", tmp_path / "short")["latents_psnr"] == pytest.approx(20.0, abs=1e-5)

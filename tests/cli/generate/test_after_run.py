@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from base64 import b64decode
@@ -10,8 +9,6 @@ from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
-import diffusers
-import pytest
 import torch
 from PIL import Image
 from torch import nn
@@ -20,7 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from dbsp_cli.generate.inputs import Features
 from dbsp_cli.generate.ranks import RankInfo
 from dbsp_cli.generate.request import GenerationRequest, resolve
-from dbsp_cli.generate.videos import _make_videos, make_videos, quantized_weights
+from dbsp_cli.generate.videos import _make_videos, quantized_weights
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.reports.run_report import RunReport
 
@@ -76,19 +73,6 @@ def test_two_ranks_count_what_the_cache_skips_and_the_page_has_the_video(tmp_pat
     assert json.loads(out)["skipped"] == {name: list(counts) for name, counts in report.skipped.items()}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
-def test_two_ranks_report_the_bytes_of_quantized_weights(tmp_path, pool):
-    make_tiny("wan", tmp_path / "tiny")
-    pool(2).run(make_on_ranks, str(tmp_path), {"quantize": "int8"})
-    layers, before, after = RunReport.read(tmp_path / "report").quantized["transformer"]
-    stock = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "tiny" / "transformer")
-    linear = {name: layer for name, layer in stock.named_modules() if isinstance(layer, nn.Linear)}
-    weights = [layer.weight for name, layer in linear.items() if "time_embedder" not in name]  # which stays in float32
-    assert (layers, before) == (len(weights), sum(weight.nbytes for weight in weights))
-    numbers = sum(weight.numel() for weight in weights)
-    assert numbers < after <= 1.2 * numbers, "a byte each, and the scales"
-
-
 def test_quantized_weights_are_counted_as_both_libraries_keep_them():
     """torchao keeps a tensor of several, bitsandbytes packed numbers; plain layers count nothing."""
     of_torchao, of_bitsandbytes, plain = (nn.Linear(6, 4) for _ in range(3))
@@ -100,14 +84,3 @@ def test_quantized_weights_are_counted_as_both_libraries_keep_them():
     of_bitsandbytes.weight.quant_state = state
     whole = {"transformer": nn.Sequential(of_torchao, plain, of_bitsandbytes), "transformer_2": plain}
     assert quantized_weights(whole) == {"transformer": (2, 24 * 4 + 24 * 2, 2 * 24 * 4 + 12 + 4)}
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_compiling_is_counted_by_torch(tmp_path, monkeypatch):
-    """Compiles CogVideoX, whose blocks diffusers does not name, with no compiler behind dynamo, which is slow."""
-    make_tiny("cogvideox", tmp_path / "tiny")
-    compile_block = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda block: compile_block(block, backend="eager"))
-    (report,) = make_videos(resolve(request_for(tmp_path, compile=True), RankInfo())).values()
-    assert 0 < report.compile_s < report.seconds
-    assert RunReport.read(tmp_path / "report").compile_s == report.compile_s

@@ -28,7 +28,7 @@ GREY = np.linspace(0, 255, 96 * 64).reshape(64, 96).round().astype(np.uint8)
 
 @pytest.mark.parametrize(
     ("mode", "suffix", "most"),
-    [("P", "png", 0), ("LA", "png", 0), ("CMYK", "jpg", 16), ("1", "png", 0)],
+    [("P", "png", 0), ("CMYK", "jpg", 16), ("1", "png", 0)],
 )
 def test_an_image_of_any_colours_is_read_in_rgb(tmp_path, mode, suffix, most):
     grey = Image.fromarray(GREY)
@@ -51,9 +51,7 @@ def transparent(mode):
     ("image", "options", "message"),
     [
         (Image.fromarray(GREY.astype(np.uint16) * 257), {}, "has values of more than 8 bits, .*; save it with 8 bits"),
-        (Image.fromarray(GREY.astype(np.float32)), {}, "has values of more than 8 bits, .*; save it with 8 bits"),
         (transparent("RGB"), {}, "has transparent parts, .*; save it on a background"),
-        (transparent("L"), {}, "has transparent parts, .*; save it on a background"),
         (Image.fromarray(GREY).convert("P"), {"transparency": 0}, "has transparent parts"),
         (b"\x89PNG\r\n\x1a\n" + b"\0" * 60, {}, "cannot be read as an image; name a file such as a PNG"),
     ],
@@ -101,8 +99,6 @@ class TestLora:
                 r"modules \(layers.0.attn.q, …\) are not in the model",
             ),
             (lora(down=1536), r"blocks.0.attn1.to_q, \[4, 1536\] and \[288, 4\], do not fit the \[288, 288\]"),
-            (lora(ranks=(4, 8)), r"\[4, 288\] and \[288, 8\], do not fit"),
-            ({}, "none of its 0 weights"),
         ],
     )
     def test_weights_of_another_model_are_rejected(self, tmp_path, weights, message):
@@ -115,21 +111,16 @@ class TestLora:
         ("name", "content", "message"),
         [
             ("gone.safetensors", None, "does not exist; give a file, a folder or a repository"),
-            ("a/b/gone", None, "does not exist"),
             ("a.safetensors", POINTER, "is a pointer of Git LFS, not the file itself"),
             ("a.safetensors", "no weights", r"cannot be read \("),
-            ("folder/pytorch_lora_weights.safetensors", POINTER, r"cannot be read \("),
             ("some/lora", None, r"cannot be read \(.*offline"),
         ],
     )
     def test_files_without_weights_are_rejected(self, tmp_path, name, content, message):
-        path = tmp_path / name
         if content is not None:
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(content)
-        source = name if content is None or "/" not in name else name.partition("/")[0]
-        with pytest.raises(UserError, match=rf"^--lora {source}.*{message}") as raised:
-            with_lora(tmp_path, source)
+            (tmp_path / name).write_text(content)
+        with pytest.raises(UserError, match=rf"^--lora {name}.*{message}") as raised:
+            with_lora(tmp_path, name)
         assert "\n" not in str(raised.value)
 
     def test_weights_with_diffusers_names_or_others_name_one_of_two_transformers(self, tmp_path):
@@ -154,7 +145,6 @@ class TestSourceVideo:
             ({"fps": 32}, [0, 2, 4, 6, 8]),
             ({"fps": 24}, [0, 2, 3, 4, 6]),
             ({"fps": 8}, [0, 0, 1, 2, 2]),
-            ({"width": 128}, [0, 1, 2, 3, 4]),
         ],
     )
     def test_frames_are_the_nearest_in_time_in_the_new_size(self, tmp_path, changes, taken):
@@ -169,9 +159,7 @@ class TestSourceVideo:
         [
             ({"width": 64, "height": 128}, "is 64×128: more than half of it would be cut off in a video of 96×64"),
             ({"frames": 6}, "too few frames: got 6 frames at 16 a second, expected 9; set generate.num_frames=5"),
-            ({"frames": 9, "fps": 32}, "too few frames: got 5 frames at 16 a second, .*; set generate.num_frames=5"),
             (bytes(range(256)), "has no frames that ffmpeg can read"),
-            (POINTER.encode(), "is a pointer of Git LFS"),
         ],
     )
     def test_what_does_not_fit_is_rejected_in_one_line(self, tmp_path, video, message):
@@ -218,7 +206,6 @@ class TestCheckpoint:
                 "is a pointer of Git LFS, not the file itself; fetch it with",
             ),
             (WEIGHTS, b"", "cannot be read as weights .*; download it again$"),
-            (WEIGHTS, b"\x09" + b"\0" * 7 + b'{"a": {}}', "cannot be read as weights .*; download it again$"),
         ],
     )
     def test_a_damaged_file_is_named_in_one_line(self, tmp_path, tiny, name, content, message):

@@ -5,9 +5,6 @@ The checkpoints are tiny and have random weights; tests/support/models/tiny_chec
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -116,7 +113,11 @@ def check(model: str, folder: Path, image: Path | None) -> None:
     assert float(np.abs(sound - stock).max()) < 1e-3
 
 
-CASES = [("hunyuanvideo", False), ("hunyuanvideo-1.5", False), ("ltx-2", False), ("ltx-2", True)]
+CASES = [
+    *(pytest.param(model, False, marks=pytest.mark.long) for model in ("hunyuanvideo", "ltx-2")),
+    ("hunyuanvideo-1.5", False),
+    ("ltx-2", True),
+]
 
 
 @pytest.fixture
@@ -146,17 +147,3 @@ def test_a_cache_that_diffusers_lacks_is_rejected_before_weights_are_loaded(tmp_
     request = GenerationRequest(model=folder, prompt=PROMPT, features=Features(cache="first-block"), **SIZE)
     with pytest.raises(UserError, match=r"^--cache: diffusers cannot cache a .* remove --cache$"):
         resolve(request, RankInfo())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("model", "from_image"), CASES)
-def test_the_command_makes_what_stock_diffusers_makes(tmp_path, first_image, model, from_image):
-    folder = make_checkpoint(model, tmp_path / "checkpoint")
-    options = [part for name, value in SIZE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    options += [part for change in _changes(model) for part in ("--set", change)]
-    options += ["--image", str(first_image)] if from_image else []
-    options += ["--out", str(tmp_path / "video.mp4"), "--report", str(tmp_path / "report"), "--nproc", "2"]
-    line = [sys.executable, "-m", "dbsp_cli", "generate", "--model", folder, "--prompt", PROMPT, *options]
-    done = subprocess.run(line, capture_output=True, text=True, env=os.environ, check=False)
-    assert done.returncode == 0, done.stderr
-    check(model, tmp_path, first_image if from_image else None)

@@ -36,10 +36,8 @@ class TestJoining:
         ("environment", "local_world", "address", "port"),
         [
             (TORCHRUN | MEETING, 2, "node0", 1234),
-            (SLURM | TORCHRUN | MEETING, 2, "node0", 1234),
             (SLURM | MEETING, 2, "node0", 1234),
             (SLURM | {"MASTER_ADDR": "node0", "MASTER_PORT": ""}, 2, "node0", 29500),
-            (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "4"}, 4, "127.0.0.1", 29500),
             (OPEN_MPI, 4, "127.0.0.1", 29500),
             (MPICH | {"MASTER_ADDR": "node0"}, 2, "node0", 29500),
             (PALS | MEETING, 2, "node0", 1234),
@@ -69,9 +67,7 @@ class TestJoining:
         [
             {},
             {"RANK": "0", "WORLD_SIZE": "1"},  # of a pod that is alone
-            {"RANK": "", "WORLD_SIZE": "", "PMI_RANK": "0"},
             {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},  # the batch script itself
-            TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"},
         ],
     )
     def test_a_process_that_is_alone_joins_nobody(self, environment):
@@ -85,10 +81,8 @@ class TestJoining:
                 "^RANK='1', WORLD_SIZE='2' say that there are several ranks, but LOCAL_RANK is missing or not a n",
             ),
             (TORCHRUN | {"WORLD_SIZE": "²"}, "but WORLD_SIZE is missing or not a number"),
-            (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "but WORLD_SIZE is missing"),  # more digits than Python reads
             ({"PMI_RANK": "1", "PMI_SIZE": "2"}, "but MPI_LOCALRANKID is missing .* unset PMI_RANK and PMI_SIZE to"),
             (MPICH, "set MASTER_ADDR to rank 0's host, with Slurm: export"),
-            (TORCHRUN | MEETING | {"MASTER_PORT": "http"}, "^MASTER_PORT must be 1 to 65535, got 'http'"),
             (TORCHRUN | MEETING | {"MASTER_PORT": "65536"}, "^MASTER_PORT must be 1 to 65535, got '65536'"),
         ],
     )
@@ -107,7 +101,7 @@ class TestJoining:
         assert str(decided(tmp_path, RankInfo.from_environment(SLURM | MEETING)).config.strategy) == "U2R2"
 
 
-@pytest.mark.parametrize(("gpus", "nproc", "count"), [(0, None, 1), (0, 3, 3), (8, None, 8), (8, 2, 2), (1, 1, 1)])
+@pytest.mark.parametrize(("gpus", "nproc", "count"), [(0, None, 1), (0, 3, 3), (8, None, 8), (8, 2, 2)])
 def test_there_is_a_rank_for_each_gpu(monkeypatch, gpus, nproc, count):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert processes_here(nproc) == count
@@ -138,9 +132,7 @@ def test_ranks_of_nodes_with_other_files_make_the_videos_of_rank_0(tmp_path, poo
     [
         ({0: 1, 1: -9, 2: 1, 3: -15}, 1, "dbsp: rank 1 was killed by signal 9; out of memory? see dmesg\n"),
         ({0: 1, 1: 1, 2: -15}, 1, ""),  # they have said why themselves
-        ({0: -15, 2: 7}, 7, ""),
         ({0: -11, 1: 1}, 1, "dbsp: rank 0 was killed by signal 11\n"),
-        ({0: 2, 1: 2}, 2, ""),
     ],
 )
 def test_the_rank_that_was_killed_is_named(capsys, codes, code, explained):
@@ -164,12 +156,10 @@ def test_rank_0_names_its_host_where_there_are_others(dbsp, monkeypatch, tmp_pat
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("option", ["", "--dry-run", "--resume"])
-def test_warnings_are_said_once_by_rank_0_of_those_that_a_launcher_started(dbsp, monkeypatch, tmp_path, option):
-    """Runs the command as each rank in turn, which makes nothing; `--resume` finds the video there."""
-    (tmp_path / "ball.mp4").write_bytes(b"made before" if option == "--resume" else b"")
+def test_warnings_are_said_once_by_rank_0_of_those_that_a_launcher_started(dbsp, monkeypatch, tmp_path):
+    """Runs the command as each rank in turn, which makes nothing."""
     line = ["generate", "--config", "tiny-wan", "--prompt", "a ball", "--out", tmp_path / "ball.mp4"]
-    line += ["--set", "dense_schedule.first_steps=99", *filter(None, [option])]
+    line += ["--set", "dense_schedule.first_steps=99"]
     monkeypatch.setattr("dbsp_cli.generate.videos.make_videos", lambda _: {})
     said = ""
     for rank in "01":

@@ -31,8 +31,8 @@ from tests.cli.generate.test_requests import save_video
 from tests.support.single_process import attach_single_process
 
 FILES = {path.stem: path for path in sorted(shipped_configs().glob("tiny-*.yaml"))}
-USUAL = ("tiny-wan-trained", "tiny-cogvideox-paro")
-"""Predicted masks and those of a file, next to the plain ones of other tests."""
+USUAL = ("tiny-cogvideox-paro",)
+"""Masks of a file, next to the plain ones of other tests."""
 PROMPT = "a red ball bounces over a blue floor"
 SIZES = {"height": 64, "width": 96, "num_frames": 9, "steps": 2, "guidance_scale": 2.0}
 SMALL = tuple(f"generate.{name}={value}" for name, value in SIZES.items())
@@ -200,27 +200,17 @@ def test_quantized_weights_are_asked_for_by_transformer(monkeypatch):
     assert set(_quantization("fp8", TINY_MODELS["wan2.2"])) == {"transformer", "transformer_2"}
 
 
-def test_wans_vae_is_in_float32_and_cogvideox_in_the_dtype_of_all(tmp_path):
-    settings = GenerateSettings(dtype="bfloat16")
-    for name, expected in (("wan", torch.float32), ("cogvideox", torch.bfloat16)):
-        folder = str(make_tiny(name, tmp_path / name))
-        pipe = load_pipeline(folder, TINY_MODELS[name], settings, Features(), torch.device("cpu"))
-        assert (pipe.transformer.dtype, pipe.vae.dtype) == (torch.bfloat16, expected)
-
-
 class TestPaths:
     @pytest.fixture
     def pictures(self):
         return list(np.zeros((3, 16, 16, 3), dtype=np.float32))
 
-    @pytest.mark.parametrize("left", [0, -100], ids=["nothing", "without its end"])
-    def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures, left):
+    def test_a_video_that_ffmpeg_could_not_finish_leaves_the_older_one(self, tmp_path, monkeypatch, pictures):
         export = diffusers.utils.export_to_video
 
         def cut_short(frames, path, fps):
             export(frames, path, fps=fps)
-            content = Path(path).read_bytes()
-            Path(path).write_bytes(content[:left])
+            Path(path).write_bytes(Path(path).read_bytes()[:-100])
 
         monkeypatch.setattr(diffusers.utils, "export_to_video", cut_short)
         (tmp_path / "ball.mp4").write_bytes(b"an older video")
