@@ -73,31 +73,21 @@ def test_pipeline_equals_one_process(pool, folder):
     assert len(set(pool(2).run(run_pipeline, folder))) == 1, "ranks must share their noise"
 
 
-def compared_before_attention(
-    rank: int, world: int, folder: str, settings: dict[str, Any], again: bool
-) -> dict[str, int]:
-    """Returns what ranks send from `enable` to the first q, or from a second call to its first q, by name."""
+def compared_before_attention(rank: int, world: int, folder: str) -> dict[str, int]:
+    """Returns what ranks send from `enable` to the first q, by name."""
     group, pipe = dist.new_group(list(range(world))), load("wan", folder)
     sent = mock.patch.object(Route, "start", side_effect=CommunicationError("far enough"))
-    if again:
-        dbsp_diffusers.enable(pipe, settings, group=group)
-        latents(pipe, seed=None, **BRIEF)
     with collectives() as seen, sent:
-        if not again:
-            dbsp_diffusers.enable(pipe, settings, group=group)
+        dbsp_diffusers.enable(pipe, CONFIG, group=group)
         assert said(lambda: latents(pipe, seed=None, **BRIEF)) == "CommunicationError: far enough"
     dbsp_diffusers.disable(pipe)
     return dict(seen)
 
 
-@pytest.mark.parametrize("again", [False, True])
-def test_ranks_compare_four_times_from_enable_to_the_first_attention(pool, folder, again):
-    """Expects comparisons when db-SP is enabled, at the call, before the pass and at the attention.
-
-    At the second call, whose attention has nothing new, two are left.
-    """
-    for seen in pool(2).run(compared_before_attention, folder, CONFIG, again):  # headers, random numbers, inputs
-        assert seen == {"all_gather": 2 if again else 4, "broadcast": 4}
+def test_ranks_compare_four_times_from_enable_to_the_first_attention(pool, folder):
+    """Expects comparisons when db-SP is enabled, at the call, before the pass and at the attention."""
+    for seen in pool(2).run(compared_before_attention, folder):  # headers, random numbers, inputs
+        assert seen == {"all_gather": 4, "broadcast": 4}
 
 
 @pytest.mark.parametrize(
@@ -120,15 +110,6 @@ def test_call_that_gains_nothing_is_logged(folder, capfd, config, line):
     lines = [line for line in capfd.readouterr().err.splitlines() if "gained" in line or "speed up" in line]
     assert len(lines) == (line is not None), lines
     assert line is None or line in lines[0]
-
-
-@pytest.mark.parametrize("plan", ["lagged", "current"])
-def test_call_with_current_plans_ends_with_their_price(folder, capfd, plan):
-    pipe = load("wan", folder)
-    dbsp_diffusers.enable(pipe, {"mask": {"source": "sparge", "cdf": 0.6, "block_q": 8, "block_k": 8}, "plan": plan})
-    latents(pipe, width=64, num_frames=5, guidance_scale=1.0)
-    text = capfd.readouterr().err
-    assert ("dbsp: plan current: 1.00 host waits per call of " in text) == (plan == "current"), text
 
 
 def enabled_pipeline(folder: str) -> Any:

@@ -216,16 +216,6 @@ def test_training_by_data_codes_is_that_of_one_process(folder):
             assert 1 <= after < np.inf
 
 
-def test_gamma_is_what_steps_were_timed_with(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    example = runpy.run_path(str(EXAMPLES / "train_knapformer.py"))
-    tokens = np.array([64, 256, 1024, 4096])
-    flop = 4 * example["LAYERS"] * example["flop"](tokens, 0.4)
-    assert example["fit_gamma"](tokens, 0.02 + flop / 1e12) == pytest.approx((0.4, 1e12))
-    with pytest.raises(SystemExit, match="start again, or give --gamma"):
-        example["fit_gamma"](tokens, [1.0, 0.9, 0.8, 0.7])
-
-
 @pytest.mark.long
 def test_encoders_of_packed_training_share_their_work(folder):
     """Lets one rank load a clip of nine frames and an image, the other one five images."""

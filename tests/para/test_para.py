@@ -24,7 +24,6 @@ MASK = {"source": "synthetic", "density": 0.3, "block_q": 16, "block_k": 8}
 BLOCKS = {"block_q": 16, "block_k": 8}
 SOURCES = {
     "tiles": {"source": "window", "tile": [1, 3, 4], "window": [1, 1, 3], "block_q": 12, "block_k": 12},
-    "tiles cut by blocks": {"source": "window", "tile": [2, 3, 4], "window": [1, 1, 1], **BLOCKS},
     "svg": {"source": "svg", "frames": 1, "bandwidth": 0.2, "temporal_heads": [0, 1, 4], **BLOCKS},
 }
 
@@ -60,7 +59,7 @@ def run_transformer(rank: int, world: int, model: str, config: dict[str, Any]) -
 @pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(
     ("model", "strategy", "source"),
-    [("wan", "U1R2", "tiles"), ("cogvideox", "U2R1", "tiles cut by blocks"), ("cogvideox", "U1R2", "svg")],
+    [("wan", "U1R2", "tiles"), ("cogvideox", "U2R1", "svg")],
 )
 def test_transformer_equals_one_process(pool, model, strategy, source):
     """Tries sources of patterns in whole models; tests/diffusers/models has every strategy of each class."""

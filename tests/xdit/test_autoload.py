@@ -20,12 +20,9 @@ FLAG = ["--model", "m", "--sp-backend", "dbsp"]
     [
         (["python", "/venv/bin/xdit", *FLAG], 5, True),
         (["python", "-u", "-m", "xfuser.runner", *FLAG], 5, True),
-        (["python", "-uWignore", "-mxfuser.runner", *FLAG], 5, True),
         (["python", "-m", "xfuser.cli", "--sp_backend=dbsp"], 2, True),
-        (["python", "/venv/bin/xdit", "--model", "m", "--sp-config", "sparge"], 5, True),
         (["python", "/venv/bin/xdit", "--help"], 2, True),
         (["python", "/venv/bin/xdit", "--model", "m"], 3, False),
-        (["python", "/venv/bin/xdit", "--prompt", "sp-backend"], 3, False),
         (["python", "-m", "torch.distributed.run", "-m", "xfuser.runner", *FLAG], 7, False),
         (["python", "-W", "xdit", "train.py", *FLAG], 5, False),
         (["python", "-c", "import torch", "xdit", *FLAG], 6, False),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -14,11 +13,7 @@ import dbsp_xdit
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_diffusers.api import sessions_of
 from tests.diffusers.models.wan22_cases import SIZE, alone, latents, make_image
-from tests.support import outcomes
-from tests.support.models.gated_wan import VSA, put_gates, save_gated
-from tests.support.models.tiny_pipelines import fingerprint
-from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
-from tests.support.outcomes import apart, assert_near, outputs
+from tests.support.outcomes import apart, assert_near
 from tests.support.references import by_first_rank
 from tests.xdit.xdit_cases import family_class
 
@@ -75,13 +70,6 @@ def run_pipeline(rank: int, world: int, case: WanCase, other: dict[str, Any] | N
     return calls
 
 
-def test_two_transformers_equal_one_process(xfuser, tmp_path):
-    folder = str(make_tiny("wan2.2", tmp_path / "wan2.2"))
-    for calls in xfuser(2).run(run_pipeline, WanCase("wan2.2", folder, {"mask": SPARGE, "strategy": "U1R2"})):
-        layers, steps, passes = 4, 2, 2
-        assert (len(calls), sum(calls)) == (2, layers * steps * passes)
-
-
 @pytest.fixture
 def image_case(tmp_path):
     folder = str(make_tiny("wan-i2v", tmp_path / "wan-i2v"))
@@ -89,8 +77,11 @@ def image_case(tmp_path):
 
 
 @pytest.mark.usefixtures("debug")
-def test_cfg_passes_on_groups_of_their_own_keep_their_masks(xfuser, image_case):
-    xfuser(2, 2).run(run_pipeline, image_case(BY_BRANCH), SWAPPED)
+def test_cfg_passes_of_two_transformers_on_groups_of_their_own_keep_their_masks(xfuser, tmp_path):
+    folder = str(make_tiny("wan2.2", tmp_path / "wan2.2"))
+    for calls in xfuser(2, 2).run(run_pipeline, WanCase("wan2.2", folder, {"mask": BY_BRANCH}), SWAPPED):
+        layers, steps = 4, 2
+        assert (len(calls), sum(calls)) == (2, layers * steps)
 
 
 def run_decoding(rank: int, world: int, case: WanCase) -> tuple[int, int]:
@@ -118,23 +109,3 @@ def test_ranks_of_both_cfg_passes_decode_a_video_together(xfuser, image_case):
     whole = found[0][0]
     assert sum(together for _, together in found) == whole
     assert max(together for _, together in found) < 0.7 * whole
-
-
-def run_gated(rank: int, world: int, folder: str) -> None:
-    """Compares a wrapper whose gates are in its checkpoint with one process whose gates were put in by hand."""
-    stock, wrapped = put_gates(make_tiny_transformer("wan")), family_class("wan").from_pretrained(folder, **THW)
-    before, pipe = fingerprint(wrapped), SimpleNamespace(transformer=wrapped)
-    dbsp_xdit.attach(pipe, {"mask": VSA, "strategy": "U1R2"})
-    for batch in (1, 2):
-        inputs = tiny_inputs("wan", batch=batch)
-        gated, plain = (outcomes.alone(stock, inputs, {"mask": VSA | {"coarse": coarse}}) for coarse in (True, False))
-        with torch.no_grad():
-            assert_near(outputs(wrapped, inputs), gated, plain)
-    dbsp_xdit.detach(pipe)
-    assert fingerprint(wrapped) == before, "detach left something behind"
-
-
-@pytest.mark.usefixtures("debug")
-def test_gates_of_a_coarse_branch_equal_one_process(xfuser, tmp_path):
-    save_gated(make_tiny_transformer("wan"), tmp_path)
-    xfuser(2).run(run_gated, str(tmp_path))

@@ -308,7 +308,10 @@ ONE_LAYER = {"vace": {"vace_layers": [0]}, **dict.fromkeys(("hunyuan", "flux", "
 """Next to num_layers."""
 
 
-_SELDOM = ("AnyFlow", "EasyAnimate", "Ernie", "Krea2", "LongCat", "Ovis", "WanAnimate")
+_SELDOM = (
+    *("AnyFlow", "ChronoEdit", "EasyAnimate", "Ernie", "Flux2", "FluxPipe", "HunyuanImage", "Krea2", "LongCat"),
+    *("Ovis", "QwenImageEdit", "SkyReels", "WanAnimate"),
+)
 """How the names of pipelines begin that are like others, and run in the long part alone."""
 
 

@@ -27,7 +27,7 @@ def long(*values):
     [
         (2, PackedCase(mask="sparge", strategy="U1R2", local=False, checkpointing=True)),
         (2, PackedCase(model="flux-dev", mask="sparge", strategy="U1R2", checkpointing=True)),
-        (2, PackedCase(model="hunyuan", mask="sparge", strategy="U2R1", checkpointing=True)),
+        (2, PackedCase(model="hunyuan", mask="sparge", strategy="U2R1", checkpointing=True, brief=True)),
         long(2, PackedCase(model="wan-i2v", strategy="U2R1")),
         long(2, PackedCase(model="wan-ti2v", strategy="U1R2")),
         long(2, PackedCase(model="hunyuan-lora", mask="dense", strategy="U1R2")),

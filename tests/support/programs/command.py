@@ -32,19 +32,10 @@ class Command:
     unbuffered: bool = False
 
     @classmethod
-    def from_line(
-        cls, line: Sequence[str | bytes | os.PathLike], candidates: Sequence[bytes] | None = None
-    ) -> Command | None:
-        """Returns the command of a line that runs this interpreter without options other than -u; None for any other.
-
-        Args:
-            candidates: Files to execute, of which the first that exists is.
-        """
+    def from_line(cls, line: Sequence[str | bytes | os.PathLike]) -> Command | None:
+        """Returns the command of a line that runs this interpreter, with no option but -u; None for any other."""
         words = [os.fsdecode(word) for word in line]
-        paths = [words[0]] if candidates is None else [os.fsdecode(path) for path in candidates]
-        executable = next((path for path in paths if os.path.exists(path)), "")
-        if not os.path.dirname(executable):
-            return None
+        executable = words[0]
         if executable != sys.executable:
             if not _is_script(executable):
                 return None

@@ -1,18 +1,10 @@
-"""Makes a forked process what an interpreter is at its start, but for the modules that have been imported.
-
-Not undone are changes inside the objects that imported modules hold, such as an attribute of a class, and modules of
-the same packages that were imported later: torch's own operators can be registered only once.
-"""
+"""Makes a process that was forked from the server what an interpreter is at its start, but for imported modules."""
 
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
 import importlib.machinery
 import io
-import linecache
-import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -21,118 +13,28 @@ import runpy
 import signal
 import sys
 import tempfile
-import threading
 import types
-import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from tests.support.programs.command import Command, read_at_import
+from tests.support.programs.command import Command
 
 FOLDER = os.path.dirname(__file__)
+_OWN = ("__main__", "tests", "scripts", "xfuser", "para_attn", "cache_dit")
+"""Packages that no program finds imported."""
 _KEPT: list[object] = []
-"""What must not be taken apart: streams would write what the parent has begun, stores wait for its threads."""
+"""What must not be taken apart: streams would write what the parent has begun."""
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """The state that every program begins with.
-
-    Attributes:
-        path: Of modules, without PYTHONPATH's folders and the program's own.
-        namespaces: Names of each module, for those that are not Python's own.
-        packages: Those whose modules stay imported.
-        files: Numbers of the files that imported modules have open.
-        at_import: See `read_at_import`.
-    """
-
-    path: list[str]
-    modules: dict[str, types.ModuleType]
-    namespaces: dict[str, dict[str, Any]]
-    packages: frozenset[str]
-    meta_path: list[Any]
-    path_hooks: list[Any]
-    filters: list[Any]
-    handlers: list[logging.Handler]
-    level: int
-    files: frozenset[int]
-    at_import: dict[str, str]
-
-    @classmethod
-    def now(cls, own: Iterable[str], files: Iterable[int]) -> Beginning:
-        """Keeps this process's state. own: packages that no program finds imported;  files: those that none has"""
-        own = tuple(own)
-        given = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}
-        modules = {name: one for name, one in sys.modules.items() if name.split(".")[0] not in (*own, "__main__")}
-        packages = frozenset(name.split(".")[0] for name in modules)
-        return cls(
-            path=[folder for folder in sys.path[1:] if os.path.abspath(folder) not in given],
-            modules=modules,
-            namespaces={
-                name: dict(vars(one))
-                for name, one in modules.items()
-                if name.split(".")[0] not in sys.stdlib_module_names
-            },
-            packages=packages,
-            meta_path=list(sys.meta_path),
-            path_hooks=list(sys.path_hooks),
-            filters=list(warnings.filters),
-            handlers=list(logging.root.handlers),
-            level=logging.root.level,
-            files=frozenset(open_files()) - set(files),
-            at_import=read_at_import(os.environ),
-        )
-
-    def can_be(self, environment: dict[str, str]) -> bool:
-        """Returns whether a program in this environment would have begun so."""
-        return read_at_import(environment) == self.at_import
-
-    def again(self) -> None:
-        """Makes this process so, for any program before it has done."""
-        gc.freeze()
-        _KEPT.extend(sys.modules.values())
-        for name in list(sys.modules):
-            if name not in self.modules and name.split(".")[0] not in self.packages:
-                del sys.modules[name]
-        sys.modules.update(self.modules)
-        for name, namespace in self.namespaces.items():
-            names = vars(self.modules[name])
-            if names.keys() != namespace.keys() or any(names[one] is not namespace[one] for one in namespace):
-                imported = {one: value for one, value in names.items() if _is_module(value, f"{name}.{one}")}
-                names.clear()
-                names.update(imported | namespace)
-        sys.meta_path[:], sys.path_hooks[:] = self.meta_path, self.path_hooks
-        sys.path_importer_cache.clear()
-        importlib.invalidate_caches()
-        linecache.clearcache()
-        warnings.filters[:] = self.filters
-        warnings._filters_mutated()  # type: ignore[attr-defined]
-        logging.root.handlers[:] = self.handlers
-        logging.root.setLevel(self.level)
-        sys.excepthook, sys.displayhook = sys.__excepthook__, sys.__displayhook__
-        sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
-        atexit._clear()
-        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
-        multiprocessing.process._children = set()  # type: ignore[attr-defined]
-        tempfile.tempdir = None
-        random.seed()
-        np.random.seed()
-        torch.default_generator.seed()
-
-
-def _is_module(value: object, name: str) -> bool:
-    return isinstance(value, types.ModuleType) and sys.modules.get(name) is value
-
-
-def run_program(beginning: Beginning, command: Command, environment: dict[str, str]) -> None:
+def run_program(command: Command, environment: dict[str, str]) -> None:
     """Becomes a fresh interpreter, in a process that has the program's folder and files, and runs the program."""
-    beginning.again()
+    _set_path(command, environment)
     os.environ.clear()
     os.environ.update(environment)
+    _forget()
     _set_signals()
     _set_streams(command.unbuffered or bool(environment.get("PYTHONUNBUFFERED")))
     sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
@@ -143,7 +45,6 @@ def run_program(beginning: Beginning, command: Command, environment: dict[str, s
     sys.argv = [command.mode or command.program, *command.arguments]
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
-    _set_path(beginning, command, environment)
     if environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1":  # as the import of torch does
         torch._import_device_backends()
     if command.mode == "-m":
@@ -160,13 +61,34 @@ def run_program(beginning: Beginning, command: Command, environment: dict[str, s
         exec(compile(source, path, "exec"), vars(main))
 
 
-def _set_path(beginning: Beginning, command: Command, environment: dict[str, str]) -> None:
+def _folders(environment: dict[str, str]) -> list[str]:
+    return [os.path.abspath(one) for one in environment.get("PYTHONPATH", "").split(os.pathsep) if one]
+
+
+def _set_path(command: Command, environment: dict[str, str]) -> None:
+    """Replaces PYTHONPATH's folders and the server's own by the program's."""
     first = {"-m": os.getcwd(), "-c": ""}.get(command.mode)
     if first is None:
         first = os.path.dirname(os.path.realpath(command.program))
-    given = environment.get("PYTHONPATH", "")
-    folders = [os.path.abspath(folder) for folder in given.split(os.pathsep)] if given else []
-    sys.path[:] = [first, *dict.fromkeys([*folders, *beginning.path])]
+    before = _folders(dict(os.environ))
+    rest = [folder for folder in sys.path[1:] if os.path.abspath(folder) not in before]
+    sys.path[:] = [first, *dict.fromkeys([*_folders(environment), *rest])]
+
+
+def _forget() -> None:
+    """Undoes what the server has done since its start."""
+    _KEPT.extend(sys.modules.values())
+    for name in [name for name in sys.modules if name.split(".")[0] in _OWN]:
+        del sys.modules[name]
+    sys.path_importer_cache.clear()
+    importlib.invalidate_caches()
+    atexit._clear()
+    multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    multiprocessing.process._children = set()  # type: ignore[attr-defined]
+    tempfile.tempdir = None
+    random.seed()
+    np.random.seed()
+    torch.default_generator.seed()
 
 
 def _set_signals() -> None:
@@ -198,34 +120,15 @@ def _writer(number: int, name: str, unbuffered: bool, **options: Any) -> io.Text
 
 def open_files() -> list[int]:
     """Numbers of this process's open files."""
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    return [number for number in map(int, os.listdir(folder)) if _is_open(number)]
+    folder = "/proc/self/fd"  # the file that it is listed with is closed again
+    return [int(number) for number in os.listdir(folder) if os.path.lexists(f"{folder}/{number}")]
 
 
-def _is_open(number: int) -> bool:
-    """Returns False for the file that the others were listed with, which is closed by now."""
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
-
-
-def close_files(kept: Iterable[int]) -> None:
-    """Closes all files but these."""
-    for number in set(open_files()) - set(kept):
-        os.close(number)
-
-
-def set_streams(streams: Iterable[int]) -> None:
-    """Makes files the standard streams 0, 1, 2; -1 leaves one as it is."""
-    apart = [number if number < 0 else _dup_above(number) for number in streams]
-    for target, number in enumerate(apart):
-        if number >= 0:
-            os.dup2(number, target)
-
-
-def _dup_above(number: int) -> int:
-    import fcntl
-
-    return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, 3)
+def take_streams(streams: Iterable[int], kept: Iterable[int]) -> None:
+    """Makes open files the standard streams, and closes all others but those that are kept."""
+    for target, number in enumerate(streams):  # which are above 2
+        os.dup2(number, target)
+    last, kept = 2, sorted(one for one in kept if one > 2)
+    for number in [*kept, os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(last + 1, number)
+        last = number

@@ -5,57 +5,67 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pickle
 import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
 from functools import cache
-from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from tests.support.programs.command import Command, read_at_import
 from tests.support.repository import ROOT, child_environment
 
+MOST_BYTES = 1 << 20
+"""Of a request, which has the environment."""
 
-class _Server:
-    """This process's end of the server, which is started at first use, and ends with this process."""
 
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair()
-        self.at_import = read_at_import(os.environ)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.programs.server", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-        )
-        theirs.close()
-        self._pipe = Connection(os.dup(self._ours.fileno()))
-        self._lock = threading.Lock()
-        atexit.register(self._close)
+@dataclass(frozen=True)
+class Client:
+    """The way to the server. at_import: `read_at_import` of the server's environment"""
+
+    address: bytes | str
+    at_import: dict[str, str]
 
     def start(self, request: dict[str, Any], streams: Sequence[int]) -> tuple[int, int]:
         """Forks a program with these standard streams. Returns its number, and the file that its status comes from."""
         status, write = os.pipe()
         try:
-            with self._lock:
-                self._pipe.send(request)
-                socket.send_fds(self._ours, [b"x"], [*streams, write])
-                return self._pipe.recv(), status
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+                connection.connect(self.address)
+                socket.send_fds(connection, [pickle.dumps(request)], [*streams, write])
+                return int.from_bytes(connection.recv(4), "little"), status
         finally:
             os.close(write)
 
-    def _close(self) -> None:
-        self._pipe.close()
-        self._ours.close()
-        self._process.wait()
+
+client: Client | None = None
+"""In a program that was forked: of the server that it was forked from."""
 
 
-_server = cache(_Server)
+@cache
+def _new_server() -> Client:
+    """Starts a server, which ends with this process."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(f"\0dbsp-programs-{os.getpid()}")
+    listener.listen(64)
+    life, alive = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.programs.server", str(listener.fileno()), str(life)],
+        pass_fds=[listener.fileno(), life],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+    )
+    address = listener.getsockname()
+    listener.close()
+    os.close(life)
+    atexit.register(lambda: (os.close(alive), process.wait()))
+    return Client(address, read_at_import(os.environ))
 
 
 class Program(subprocess.Popen):
@@ -74,17 +84,18 @@ class Program(subprocess.Popen):
         )
         line = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
         command = Command.from_line(line) if usual and not pass_fds and close_fds else None
-        if command is None or read_at_import(environment) != _server().at_import:
+        server = None if command is None else client or _new_server()
+        if command is None or server is None or read_at_import(environment) != server.at_import:
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
             return
         streams = [own if given < 0 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         request = {
-            "command": command,
+            "command": astuple(command),
             "environment": environment,
             "folder": os.path.abspath(cwd or "."),
             "new_session": new_session,
         }
-        self.pid, self._status = _server().start(request, streams)
+        self.pid, self._status = server.start(request, streams)
         self.forked = self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -139,11 +150,12 @@ def output_of(module: str, *arguments: object, timeout: float = 300) -> str:
 
 def end_with_descendants(process: int) -> None:
     """Kills a process, and what it has started."""
-    from tests.support.programs.server import descendants
-
-    for one in (process, *descendants(process)):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+    with contextlib.suppress(OSError):
+        for children in Path(f"/proc/{process}/task").glob("*/children"):
+            for child in map(int, children.read_text().split()):
+                end_with_descendants(child)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
 
 
 @contextlib.contextmanager

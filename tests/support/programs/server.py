@@ -1,4 +1,4 @@
-"""The process that programs are forked from: `python -m tests.support.programs.server SOCKET`.
+"""The process that programs are forked from: `python -m tests.support.programs.server LISTENER LIFE`.
 
 It imports what is large and not db-SP's: that is imported anew in each program.
 """
@@ -9,13 +9,14 @@ import contextlib
 import gc
 import importlib
 import os
+import pickle
 import select
 import signal
 import socket
+import struct
+import subprocess
 import sys
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 PRELOADED = (
@@ -29,7 +30,6 @@ PRELOADED = (
     "diffusers.pipelines.auto_pipeline",
 )
 """Of these, those that are installed. Not xfuser, para-attn and cache-dit: db-SP acts when they are imported."""
-_OWN = ("tests", "scripts", "xfuser", "para_attn", "cache_dit")
 
 
 def _preload() -> None:
@@ -41,82 +41,82 @@ def _preload() -> None:
 
 
 class Server:
-    """Forks a program for each request, and reports its exit status to the process that asked."""
+    """Forks a program for each request, and reports its exit status to the process that asked.
 
-    def __init__(self, asked: socket.socket) -> None:
-        from tests.support.programs.fresh import Beginning
+    Args:
+        life: A file that ends with the process whose server this is.
+    """
 
-        self._asked, self._requests = asked, Connection(os.dup(asked.fileno()))
-        self._waiting: dict[int, int] = {}  # by process, where its status is written
+    def __init__(self, listener: socket.socket, life: int) -> None:
+        self._listener, self._life = listener, life
+        self._client = Client(listener.getsockname(), read_at_import(os.environ))
+        self._started: dict[int, tuple[int, int]] = {}  # by process, where its status is written, and who asked for it
         self._woken, wake = os.pipe()
         os.set_blocking(wake, False)
         self._before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGCHLD)}
-        own = (asked.fileno(), self._requests.fileno(), self._woken, wake)
-        self._beginning = Beginning.now(_OWN, own)
+        self._files = set(open_files()) - {listener.fileno(), life, self._woken, wake}
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Runs until nobody asks any more; nothing that was started outlives that."""
+        """Runs until the life ends; nothing that was started outlives it."""
         gc.collect()
         gc.freeze()
         while True:
-            ready, _, _ = select.select([self._asked, self._woken], [], [])
+            ready, _, _ = select.select([self._listener, self._life, self._woken], [], [])
+            if self._life in ready:
+                break
             if self._woken in ready:
                 os.read(self._woken, 1 << 12)
                 self._report()
-            if self._asked in ready:
-                try:
-                    request = self._requests.recv()
-                except EOFError:
-                    break
-                _, files, _, _ = socket.recv_fds(self._asked, 1, 4)
-                self._requests.send(self._start(request, files))
-        for process in [one for started in self._waiting for one in (started, *descendants(started))]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+            if self._listener in ready:
+                self._answer()
+        for process in self._started:
+            end_with_descendants(process)
 
-    def _start(self, request: dict[str, Any], files: list[int]) -> int:
-        process = os.fork()
-        if process == 0:
-            from_here = lambda: self._become(request, files[:3])  # noqa: E731
-            run_to_its_end(from_here, FOLDER)
+    def _answer(self) -> None:
+        connection, _ = self._listener.accept()
+        with connection:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            request, files, _, _ = socket.recv_fds(connection, MOST_BYTES, 4)
+            if files:
+                process = self._start(pickle.loads(request), files[:3])
+                self._started[process] = files[3], struct.unpack("3i", credentials)[0]
+                connection.send(process.to_bytes(4, "little"))
         for number in files[:3]:
             os.close(number)
-        self._waiting[process] = files[3]
+
+    def _start(self, request: dict[str, Any], streams: list[int]) -> int:
+        process = os.fork()
+        if process == 0:
+            run_to_its_end(lambda: self._become(request, streams), FOLDER)
         return process
 
     def _become(self, request: dict[str, Any], streams: list[int]) -> None:
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        set_streams(streams)
-        close_files([0, 1, 2, *self._beginning.files])
+        take_streams(streams, self._files)
         os.chdir(request["folder"])
         if request["new_session"]:
             os.setsid()
-        fork_children(self._beginning)
-        run_program(self._beginning, request["command"], request["environment"])
+        program.client = self._client
+        subprocess.Popen = program.Program  # type: ignore[misc]
+        run_program(Command(*request["command"]), request["environment"])
 
     def _report(self) -> None:
-        while self._waiting:
+        """Reports the end of processes, and ends what they had started: it has no other parent."""
+        while self._started:
             process, status = os.waitpid(-1, os.WNOHANG)
             if process == 0:
                 return
-            where = self._waiting.pop(process)
+            where, _ = self._started.pop(process)
             with contextlib.suppress(BrokenPipeError):
                 os.write(where, status.to_bytes(4, "little"))
             os.close(where)
-
-
-def descendants(process: int) -> list[int]:
-    """Processes that a process has started, and so on."""
-    found = []
-    for children in Path(f"/proc/{process}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            found += [child, *descendants(child)]
-    return found
+            for child in [child for child, (_, parent) in self._started.items() if parent == process]:
+                os.kill(child, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -136,8 +136,11 @@ if __name__ == "__main__":
     with _silence():
         _preload()
     # Not before: they import torch.
-    from tests.support.programs.children import fork_children
+    from tests.support.programs import program
+    from tests.support.programs.command import Command, read_at_import
     from tests.support.programs.ending import run_to_its_end
-    from tests.support.programs.fresh import FOLDER, close_files, run_program, set_streams
+    from tests.support.programs.fresh import FOLDER, open_files, run_program, take_streams
+    from tests.support.programs.program import MOST_BYTES, Client, end_with_descendants
 
-    run_to_its_end(Server(socket.socket(fileno=int(sys.argv[1]))).run)
+    listener, life = map(int, sys.argv[1:])
+    run_to_its_end(Server(socket.socket(fileno=listener), life).run)
