@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.util
 import inspect
-import json
 import re
 import runpy
 import shlex
@@ -24,7 +23,6 @@ from dbsp_cli.tiny_models import make_tiny
 from dbsp_core import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
-from dbsp_core.layout.strategy import Strategy
 from dbsp_core.sources import LocalQK, MaskRequest
 from tests.docs.ranks import run_on_ranks
 from tests.support.ports import free_port
@@ -273,16 +271,6 @@ def test_command_of_the_table_has_a_plan(tmp_path, monkeypatch, dbsp):
     assert code == 0, err
     assert "my_masks" in out + err
     assert videos(tmp_path / "examples") == []
-
-
-def test_lightx2v_s_settings_are_db_sp_s_too():
-    settings = json.loads((EXAMPLES / "lightx2v.json").read_text())
-    parallel = settings["parallel"]
-    assert parallel["seq_p_attn_type"] == "dbsp"
-    strategy = DbspConfig.load(parallel["dbsp"]).strategy
-    assert isinstance(strategy, Strategy)
-    strategy.require_world(parallel["seq_p_size"])
-    assert f"--nproc_per_node {parallel['seq_p_size']} " in (EXAMPLES / "lightx2v.sh").read_text()
 
 
 def scripts() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""vLLM-Omni with backend DBSP: its own models on CPU ranks equal one process of them, where stock rejects or is wrong.
+"""vLLM-Omni with backend DBSP: its own models on CPU ranks equal one process of them.
 
 Runs in an environment of its own: `scripts/engines test`.
 """
@@ -169,14 +169,6 @@ def test_its_own_entry_makes_the_frames_of_one_process(tmp_path):
     assert found["dense"] > 1
 
 
-def test_what_vllm_omni_rejects_or_computes_otherwise_without_it():
-    heads, padded = run(ENGINE, 2, 1, Case(3, (EVEN,), None), Case(4, (UNEQUAL,), None))
-    assert "strict mode" in heads["rejected"]
-    assert padded["error"] > 1e-3, "padding is attended to"
-    (ring,) = run(ENGINE, 1, 2, Case(4, (UNEQUAL,), None))
-    assert "Cannot use Ring attention which does not support attention_mask" in ring["rejected"]
-
-
 def test_step_caches_skip_on_all_ranks_or_on_none():
     """cache-dit: all would skip, and one would; TeaCache: what has changed is on rank 1, and counts or does not."""
     dit = Case(3, (UNEQUAL,), KNOWN, passes=2, cache="cache_dit", model="hunyuan_video_15")
@@ -199,15 +191,6 @@ def test_magcache_skips_by_the_step():
     (found,) = run(ENGINE, 2, 1, case)
     assert found["error"] <= 1e-5
     assert found["calls"] == 2 * LAYERS
-
-
-def test_seacache_is_for_a_model_that_dbsp_does_not_support():
-    """vLLM-Omni has SeaCache for Cosmos3 alone, whose attention has fewer key heads, and keys of another stream."""
-    from vllm_omni.diffusion.cache.seacache.backend import CUSTOM_SEACACHE_ENABLERS
-
-    assert set(CUSTOM_SEACACHE_ENABLERS) == {"Cosmos3OmniDiffusersPipeline", "Cosmos3OmniPipeline"}
-    (found,) = run(ENGINE, 2, 1, Case(3, (EVEN,), KNOWN, cache="sea_cache"))
-    assert "SeaCache does not support pipeline type" in found["rejected"]
 
 
 def test_a_step_cache_that_is_not_known_is_rejected_on_several_ranks():

@@ -1,4 +1,4 @@
-"""dbsp_para: transformers through its functions and para-attn's equal one process; stock para-attn's faults."""
+"""dbsp_para: transformers through its functions and para-attn's equal one process."""
 
 from __future__ import annotations
 
@@ -166,30 +166,3 @@ def test_para_attn_accepts_the_argument_before_db_sp_is_imported(tmp_path, start
     done = start([sys.executable, "-c", FRESH], env=child_environment(tmp_path), **pipes)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["WindowSource", "as it was"]
-
-
-def run_stock(rank: int, world: int, model: str, frames: int) -> float | str:
-    """Returns stock para-attn's relative difference from one process, or what it raises."""
-    from para_attn.context_parallel.diffusers_adapters import parallelize_transformer
-
-    transformer, inputs = make_tiny_transformer(model), tiny_inputs(model, (frames, 4, 4))
-    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"][:, :8]  # shared equally
-    with torch.no_grad():
-        expected = transformer(**inputs)[0]
-        parallelize_transformer(transformer, mesh=para_mesh(world))
-        try:
-            out = transformer(**inputs)[0]
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-    return float((out - expected).norm() / expected.norm())
-
-
-def test_stock_para_attn_fails_on_wan_and_is_wrong_on_cogvideox_1_5(pool):
-    """Shows what docs/paraattention.md says; CogVideoX 1.0, that the comparison is a fair one.
-
-    When this fails, para-attn has been corrected: say so there.
-    """
-    pytest.importorskip("para_attn")
-    assert all("'tuple' object has no attribute 'shape'" in str(r) for r in pool(2).run(run_stock, "wan", 2))
-    assert all(r <= 1e-5 for r in pool(2).run(run_stock, "cogvideox1.0", 3))
-    assert all(r > 0.1 for r in pool(2).run(run_stock, "cogvideox", 3))
