@@ -51,7 +51,7 @@ app.command("generate", short_help="Generate videos on all GPUs.")(generate_comm
 app.command("doctor", short_help="Show what works on this machine, what is missing, and the fix.")(doctor_command)
 app.command("tiny", short_help="Make a tiny checkpoint for trying things out.")(tiny_command)
 app.command("report", short_help="Show the report of a run, or compare two.")(report_command)
-app.command("plan", short_help="Plan a mask file's attention, or predict a video's time.")(plan_command)
+app.command("plan", short_help="Predict the time of a model's video, without a GPU.")(plan_command)
 app.command("bench", short_help="Measure this machine, for strategy: auto and kernel: auto.")(bench_command)
 app.add_typer(masks_app, name="masks")
 

@@ -1,4 +1,4 @@
-"""Compares the videos and latents of two runs: PSNR and SSIM. Needs imageio."""
+"""Compares the videos and latents of two runs: PSNR and SSIM. Needs imageio and scikit-image."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -18,8 +16,8 @@ from dbsp_kernels.errors import install_command
 
 VIDEO, LATENTS = "video.mp4", "latents.safetensors"
 """The files in a report's folder to compare."""
-_SIGMA, _RADIUS = 1.5, 5
-"""Standard deviation and radius of SSIM's Gaussian window, in pixels."""
+_WINDOW = 11
+"""Size of SSIM's Gaussian window in pixels (Wang et al., 2004, §III.B)."""
 
 
 def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
@@ -32,6 +30,10 @@ def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
     Raises:
         UserError: A folder has no video or several, a video cannot be read, or frame sizes or counts differ.
     """
+    try:
+        from skimage.metrics import structural_similarity
+    except ImportError as error:
+        raise UserError(f"{error.name} is needed to compare videos; {install_command('diffusers')}") from error
     squared_error, values, similarities = 0.0, 0, []
     for frame, other in zip_longest(_frames(a), _frames(b)):
         if frame is None or other is None:
@@ -39,11 +41,12 @@ def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
         if frame.shape != other.shape:
             sizes = " and ".join(f"{image.shape[1]}×{image.shape[0]}" for image in (frame, other))
             raise UserError(f"the videos have different frame sizes, {sizes}")
-        if min(frame.shape[:2]) <= 2 * _RADIUS:
+        if min(frame.shape[:2]) < _WINDOW:
             raise UserError(f"frames of {frame.shape[1]}×{frame.shape[0]} are smaller than SSIM's window of 11×11")
         squared_error += float(((frame - other) ** 2).sum())
         values += frame.size
-        similarities.append(structural_similarity(frame, other))
+        setting = {"gaussian_weights": True, "use_sample_covariance": False, "data_range": 1.0}
+        similarities.append(float(structural_similarity(frame, other, channel_axis=2, **setting)))
     return {"psnr": _psnr(squared_error / values, 1.0), "ssim": math.fsum(similarities) / len(similarities)}
 
 
@@ -83,28 +86,6 @@ def _frames(folder: Path) -> Iterator[np.ndarray]:
             yield np.asarray(frame, dtype=np.float64) / 255
     except (OSError, RuntimeError, ValueError, IndexError, SyntaxError) as error:
         raise UserError(f"{videos[0]} cannot be read as a video") from error
-
-
-def structural_similarity(frame: np.ndarray, other: np.ndarray) -> float:
-    """Returns the SSIM of two frames (Wang et al., 2004, §III.B), mean over pixels and colors.
-
-    Args:
-        frame, other: float64[H, W, 3] in [0, 1], of at least 11 × 11 pixels.
-    """
-    offsets = torch.arange(-_RADIUS, _RADIUS + 1, dtype=torch.float64, device="cpu")
-    window = torch.exp(-(offsets**2) / (2 * _SIGMA**2))
-    window = window / window.sum()
-    # 1. Local means, variances and covariance: [5 · 3, 1, H, W] → [5, 3, H − 10, W − 10]
-    x, y = (torch.from_numpy(image).permute(2, 0, 1) for image in (frame, other))
-    maps = torch.stack((x, y, x * x, y * y, x * y)).reshape(-1, 1, *x.shape[1:])
-    maps = F.conv2d(F.conv2d(maps, window.view(1, 1, -1, 1)), window.view(1, 1, 1, -1))
-    mean_x, mean_y, xx, yy, xy = maps.reshape(5, 3, *maps.shape[2:])
-    variance_x, variance_y, covariance = xx - mean_x**2, yy - mean_y**2, xy - mean_x * mean_y
-    # 2. Luminance times contrast and structure, with the paper's constants for a range of 1
-    c1, c2 = 0.01**2, 0.03**2
-    luminance = (2 * mean_x * mean_y + c1) / (mean_x**2 + mean_y**2 + c1)
-    structure = (2 * covariance + c2) / (variance_x + variance_y + c2)
-    return float((luminance * structure).mean())
 
 
 def _psnr(mean_squared_error: float, value_range: float) -> float:

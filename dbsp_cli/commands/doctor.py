@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import importlib.util
 import ipaddress
 import platform
@@ -111,8 +110,8 @@ ENGINES = (
     ("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
 )
 """Serving engines with plug-ins: name, entry-point group, and the plug-in's expected host."""
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-"""Environment variables with the network interfaces to other nodes."""
+GLOO = "GLOO_SOCKET_IFNAME"
+"""Environment variable with gloo's network interface to other nodes."""
 
 
 def run_checks() -> list[Check]:
@@ -125,7 +124,7 @@ def run_checks() -> list[Check]:
         *(Check(name, "ok", version) for name, version in versions),
         _accelerator(),
         _communication(),
-        *_between_nodes(),
+        _between_nodes(),
         *imported,
         *(_engine(*engine) for engine in ENGINES if installed_version(engine[2].package)),
         *_kernels(),
@@ -167,36 +166,20 @@ def _communication() -> Check:
     return Check("communication", "missing", "none", "install a torch with gloo or NCCL")
 
 
-def _between_nodes() -> list[Check]:
-    """Checks the configured interfaces of gloo and NCCL, or else the address at which gloo listens."""
-    here, host = [name for _, name in socket.if_nameindex()], socket.gethostname()
-    example = next((name for name in here if not name.startswith(("docker", "virbr", "lo"))), "eth0")
-    fix = f"for several nodes, set {{}} on each to their common network's interface, such as {example}"
-    checks = []
-    # 1. Configured interfaces: exact names for gloo; prefixes for NCCL, unless after "="
-    for backend, variable in (("gloo", GLOO), ("NCCL", NCCL)):
-        title, value = f"{backend} between nodes", environment_value(variable)
-        if value is None or (backend == "NCCL" and value.startswith("^")):  # excluded interfaces
-            continue
-        names = value if backend == "gloo" else value[1:] if value[0] == "=" else value.replace(",", "*,") + "*"
-        unknown = [name for name in names.split(",") if not fnmatch.filter(here, name)]
-        state, detail = "ok", f"{variable}={value}"
-        if unknown:
-            state, detail = "missing", f"{detail} names {', '.join(unknown)}; here are {', '.join(here)}"
-        elif value in ("lo", "=lo"):
-            state, detail = "not here", f"{detail} is loopback"
-        checks.append(Check(title, state, detail, "" if state == "ok" else fix.format(variable)))
-    if environment_value(GLOO) is not None:
-        return checks
-    # 2. Address of the host name, at which gloo listens
+def _between_nodes() -> Check:
+    """Checks that gloo, without GLOO_SOCKET_IFNAME, listens at an address that other nodes can reach."""
+    interface, host, title = environment_value(GLOO), socket.gethostname(), "gloo between nodes"
+    if interface is not None:
+        return Check(title, "ok", f"{GLOO}={interface}")
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
         address = ""
     if address and not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
-        return [Check("gloo between nodes", "ok", f"gloo listens at {address}, the address of {host}"), *checks]
+        return Check(title, "ok", f"gloo listens at {address}, the address of {host}")
     detail = f"the host name {host} is {address or 'unknown'}, so gloo listens on loopback"
-    return [Check("gloo between nodes", "not here", detail, fix.format(GLOO)), *checks]
+    fix = f"for several nodes, set {GLOO} on each to their common network's interface, such as eth0"
+    return Check(title, "not here", detail, fix)
 
 
 def _engine(what: str, group: str, expected: ExpectedHost) -> Check:

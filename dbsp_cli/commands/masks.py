@@ -118,7 +118,7 @@ def info(
     balance = f"balance on {gpus} GPUs, mean over sampled layers"
     tables = [
         TextTable.of("density", _DENSITY, facts["layers"]),
-        TextTable.of(balance, _BALANCE, facts["balance"], left=("strategy",)),
+        TextTable.of(balance, _BALANCE, facts["balance"], _ABOUT_BALANCE, left=("strategy",)),
         TextTable.of(f"from step to step, {len(series.steps)} steps", _DRIFT, facts["drift"]),
     ]
     print_tables(table for table in tables if table.rows)
@@ -137,8 +137,14 @@ _BALANCE = (
     ("ρ_s before", "rho_before", "{:.4f}".format),
     ("ρ_s", "rho", "{:.4f}".format),
     ("max", "rho_max", "{:.4f}".format),
+    ("bound", "rho_bound", "{:.4f}".format),
     ("moved", "moved", "{:.1%}".format),
+    ("KV in", "kv_all", "{:.2f}".format),
+    ("if needed", "kv_needed", "{:.2f}".format),
 )
+_ABOUT_BALANCE = """\
+ρ_s: slowest rank over mean; bound: lower bound for whole rows; moved: rows moved to other ring ranks;
+KV in: K and V received per rank, relative to one rank's Q, with all keys or only needed ones sent"""
 _DRIFT = (
     ("layer", "layer", str),
     ("least IoU", "iou", lambda pairs: f"{min(pairs):.3f}"),

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, StoredTensor, read_tensors, stacked
+from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, read_tensors, stacked
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.masks.mask_file import MaskFile, Orders, one_or_each
@@ -156,7 +156,7 @@ def convert_masks(
         raise UserError(
             f"counts of shape {list(counts.shape)} do not fit lists of shape {list(shape)}: one number a row"
         )
-    lengths = None if counts is None else counts.read().reshape(-1, *shape[-3:-1])
+    lengths = None if counts is None else counts.reshape(-1, *shape[-3:-1])
     # 2. Steps, token orders, and the way blocks are counted
     groups, orders = _groups(shape, options), _token_orders(options.orders, tensors, shape)
     blocks = ForeignBlocks.find(shape[-2], None if options.lut else shape[-1], grid, options.joined_text)
@@ -164,8 +164,7 @@ def convert_masks(
 
     # 3. Convert one mask at a time: bool[H, nq, nk]
     def converted() -> Iterator[torch.Tensor]:
-        read = (tensor.read() for tensor in stored)  # one at a time
-        masks = (tensor[index] for tensor in read for index in np.ndindex(tensor.shape[:-3]))
+        masks = (tensor[index] for tensor in stored for index in np.ndindex(tensor.shape[:-3]))
         for number, mask in enumerate(masks):
             if options.lut is None:
                 bits = _as_bits(mask, source)
@@ -236,7 +235,7 @@ def convert_recording(
     return layout
 
 
-def _counts(tensors: Mapping[str, StoredTensor], options: ConvertOptions, source: object) -> StoredTensor | None:
+def _counts(tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source: object) -> torch.Tensor | None:
     """Returns the lengths of lists of key blocks, by name or a usual name, or None."""
     name = options.counts or next((name for name in _COUNTS if name in tensors), None)
     if name is not None and name not in tensors:
@@ -245,8 +244,8 @@ def _counts(tensors: Mapping[str, StoredTensor], options: ConvertOptions, source
 
 
 def _masks(
-    tensors: Mapping[str, StoredTensor], options: ConvertOptions, source: object
-) -> tuple[list[StoredTensor], tuple[int, ...], str | None]:
+    tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source: object
+) -> tuple[list[torch.Tensor], tuple[int, ...], str | None]:
     """Returns the tensors of masks, the shape of all, [layers, …] or [groups, layers, …], and their name.
 
     Without a single tensor of masks, joins the layers' tensors of the list or mapping `key`, or all large tensors.
@@ -315,7 +314,7 @@ def _groups(shape: Sequence[int], options: ConvertOptions) -> StepGroups | None:
     return groups
 
 
-def _token_orders(orders: str | None, tensors: Mapping[str, StoredTensor], shape: Sequence[int]) -> tuple[Orders, ...]:
+def _token_orders(orders: str | None, tensors: Mapping[str, torch.Tensor], shape: Sequence[int]) -> tuple[Orders, ...]:
     """Returns the token orders of each mask [H, nq, nk], or one for all, from text or a plan's tensor 'permute'."""
     in_file = orders is not None and Path(orders).suffix in SUFFIXES
     if orders is not None and not in_file:
@@ -336,8 +335,7 @@ def _token_orders(orders: str | None, tensors: Mapping[str, StoredTensor], shape
     leading = tuple(shape[:-2])
     if not stored.shape or stored.shape != leading[len(leading) - len(stored.shape) :]:
         raise UserError(f"token orders of shape {list(stored.shape)} do not fit masks of shape {list(shape)}")
-    table = stored.read()
-    if int(table.min()) < 0 or int(table.max()) >= len(PARO_ORDERS):
-        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), got {int(table.max())}")
-    rows = table.expand(leading).reshape(-1, leading[-1]).long().tolist()
+    if int(stored.min()) < 0 or int(stored.max()) >= len(PARO_ORDERS):
+        raise UserError(f"token orders must be 0 to 5 ({', '.join(PARO_ORDERS)}), got {int(stored.max())}")
+    rows = stored.expand(leading).reshape(-1, leading[-1]).long().tolist()
     return tuple(one_or_each([PARO_ORDERS[number] for number in row]) for row in rows)

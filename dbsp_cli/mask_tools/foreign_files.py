@@ -8,9 +8,7 @@ import os
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,30 +24,8 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".npy", ".npz")
 _PLAIN = "save plain tensors, in mappings at most: torch.save({'sparse': masks}, path)"
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file; tensors of .npz files are unpacked only when read."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    tensor: torch.Tensor | None = None  # None: in an .npz file
-
-    def read(self) -> torch.Tensor:
-        """Returns the tensor. Raises UserError if it is damaged, sparse or quantized."""
-        if self.tensor is None:
-            with _readable(self.path), np.load(self.path, allow_pickle=False) as archive:
-                return torch.from_numpy(archive[self.name])
-        if self.tensor.layout != torch.strided or self.tensor.is_quantized or self.tensor.device.type != "cpu":
-            shape = list(self.shape)
-            raise UserError(
-                f"{self.path}: a tensor of shape {shape} is sparse or quantized; save it as .to_dense() makes it"
-            )
-        return self.tensor
-
-
-def read_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
-    """Returns every tensor in a file by name: "" for a single tensor, "a/b" in nested mappings, "a/0" in lists.
+def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """Returns every dense tensor in a file by name: "" for a single tensor, "a/b" in nested mappings, "a/0" in lists.
 
     Nothing is unpickled. Files are memory-mapped if their format allows it.
 
@@ -60,67 +36,44 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     require_file(path, "file", "give the path of a file with masks")
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path} has an unknown suffix; masks are read from {', '.join(SUFFIXES)}")
-    with _readable(path):
-        if path.suffix == ".npz":
-            tensors = _packed_tensors(path)
-        else:
-            named = _named_tensors(_content(path))
-            tensors = {name: StoredTensor(path, name, tuple(tensor.shape), tensor) for name, tensor in named}
-    if not tensors:
-        raise UserError(f"{path} has no tensors in it that can be read without unpickling objects; {_PLAIN}")
-    return tensors
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turns errors of file libraries into a UserError."""
     try:
-        yield
+        content: Any
+        if path.suffix == ".safetensors":
+            content = load_file(path)
+        elif path.suffix == ".npy":
+            content = torch.from_numpy(np.load(path, allow_pickle=False, mmap_mode="c"))
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+            content = {name: torch.from_numpy(array) for name, array in arrays.items() if array.dtype.kind in "biufc"}
+        else:
+            can_map = zipfile.is_zipfile(path)  # older files are not archives
+            if can_map:
+                with zipfile.ZipFile(path) as archive:
+                    can_map = all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
     except Exception as error:  # damaged files may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
             f"{path} cannot be read without unpickling objects, or is damaged ({reason}); {_PLAIN}"
         ) from error
-
-
-def _packed_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Returns the numeric arrays of an .npz file by their headers, without unpacking them."""
-    tensors = {}
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.namelist():
-            with archive.open(member) as file:
-                is_first = np.lib.format.read_magic(file) == (1, 0)
-                read = np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(file)
-            if dtype.kind in "biufc":
-                name = member.removesuffix(".npy")
-                tensors[name] = StoredTensor(path, name, shape)
+    tensors = dict(_named_tensors(content))
+    if not tensors:
+        raise UserError(f"{path} has no dense tensors in it that can be read without unpickling objects; {_PLAIN}")
     return tensors
 
 
-def _content(path: Path) -> Any:
-    """Reads a file without executing code in it."""
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    if path.suffix == ".npy":
-        return torch.from_numpy(np.load(path, allow_pickle=False, mmap_mode="c"))
-    can_map = zipfile.is_zipfile(path)  # older files are not archives
-    if can_map:
-        with zipfile.ZipFile(path) as archive:
-            can_map = all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=can_map)
-
-
 def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of nested mappings and lists by name."""
+    """Yields the dense tensors of nested mappings and lists by name."""
     if isinstance(content, torch.Tensor):
-        yield name, content
+        if content.layout == torch.strided and not content.is_quantized and content.device.type == "cpu":
+            yield name, content
     elif isinstance(content, (Mapping, list, tuple)):
         for key, value in content.items() if isinstance(content, Mapping) else enumerate(content):
             yield from _named_tensors(value, f"{name}/{key}" if name else str(key))
 
 
-def stacked(tensors: Mapping[str, StoredTensor]) -> tuple[list[StoredTensor], tuple[int, ...]] | None:
+def stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]] | None:
     """Returns one tensor […, H, nq, nk], or joins the layers' tensors [H, nq, nk] or [1, H, nq, nk].
 
     The names of layers' tensors must differ in one number from 0 to L − 1.
@@ -129,7 +82,7 @@ def stacked(tensors: Mapping[str, StoredTensor]) -> tuple[list[StoredTensor], tu
         The tensors in order, and their joint shape; None if it is not clear how to join them.
     """
     # 1. One tensor
-    shapes = {tensor.shape for tensor in tensors.values()}
+    shapes = {tuple(tensor.shape) for tensor in tensors.values()}
     if len(tensors) == 1:
         return [*tensors.values()], shapes.pop()
     # 2. The part in which names differ

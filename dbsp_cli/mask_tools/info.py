@@ -13,11 +13,13 @@ import numpy as np
 
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.config import DbspConfig
-from dbsp_core.cost.prediction import candidates
+from dbsp_core.cost.prediction import candidates, traffic_of
+from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL
 from dbsp_core.masks.mask_file import MaskFile
 from dbsp_core.masks.steps import DenoisingStep
+from dbsp_core.planning.chunks import NEEDED
 from dbsp_core.planning.plan import Plan, make_plan, plan_from_counts, usual_layout
 from dbsp_core.planning.reuse import replay
 from dbsp_core.reports.style import STYLE, heading, rank_colour
@@ -25,6 +27,7 @@ from dbsp_core.utils.errors import UserError
 
 _SAMPLED_LAYERS = 4
 _PLANNER = "dbsp"
+_OF_PLANS = ("rho_before", "rho", "rho_bound", "moved")
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
 
     Returns:
         The output of `dbsp masks info --json`: the grid, "density" of all and by head in "layers", "balance" per
-        strategy (means over layers), "drift" of each layer, and "warnings".
+        strategy (means over layers; "kv_all" and "kv_needed" are the keys and values that a rank receives under
+        `keys: all` and `needed`, relative to one rank's q), "drift" of each layer, and "warnings".
     """
     # 1. Density of all layers, float64[layers, H], where H includes batch items with their own masks
     rows = [mask.counts.rows.sum(axis=1) / mask.grid.pairs for mask in map(series.first, series.layers)]
@@ -84,12 +88,19 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
     masks = [series.first(layer) for layer in sampled]
     balance = []
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
-        plans = []
+        plans, received = [], []
         for mask in masks:
-            layout = usual_layout(_PLANNER, mask.grid.with_orders((CANONICAL,)), strategy)
+            grid = mask.grid.with_orders((CANONICAL,))
+            layout = usual_layout(_PLANNER, grid, strategy)
             plans.append(make_plan(mask, strategy, _PLANNER, layout=layout))
-        means = {name: fmean(getattr(plan, name) for plan in plans) for name in ("rho_before", "rho", "moved")}
-        balance.append({"strategy": str(strategy), **means, "rho_max": max(plan.rho for plan in plans)})
+            contiguous = SequenceLayout.contiguous(grid.tokens, gpus)
+            needed = make_plan(mask, strategy, _PLANNER, layout=contiguous, keys=NEEDED, compare=False)
+            both = traffic_of(plans[-1], layout).kv_received, traffic_of(needed, contiguous).kv_received
+            received.append(np.array(both) * gpus / (mask.heads * grid.tokens))
+        means = {name: fmean(getattr(plan, name) for plan in plans) for name in _OF_PLANS}
+        kv_all, kv_needed = np.mean(received, axis=0).tolist()
+        of_keys = {"kv_all": kv_all, "kv_needed": kv_needed}
+        balance.append({"strategy": str(strategy), **means, "rho_max": max(plan.rho for plan in plans), **of_keys})
     # 3. Changes from step to step
     drift = [_drift(series, layer, gpus) for layer in sampled] if len(series.steps) > 1 else []
     # 4. Warnings

@@ -155,14 +155,6 @@ class Plan:
         """Number of heads with rows on more than one Ulysses rank."""
         return int((self._columns > 1).sum())
 
-    @property
-    def extra_kv(self) -> float:
-        """k and v elements sent more than once (keys "all": within a ring row), as a fraction of q, k and v."""
-        if self.chunks.keys == NEEDED:
-            copies = (self.chunks.sent.sum(axis=0) - 1).clip(min=0).sum(axis=0)
-            return int(copies @ self.grid.k_axis.lengths) * 2 / (3 * self.heads * self.grid.tokens)
-        return int((self._columns - 1).clip(min=0).sum()) * 2 / (3 * self.heads)
-
     @cached_property
     def _columns(self) -> np.ndarray:
         """int64[H]: number of Ulysses ranks with rows of each head."""
