@@ -17,9 +17,10 @@ from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, read_tens
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
 from dbsp_core.masks.mask_file import MaskFile, Orders, one_or_each
-from dbsp_core.masks.mask_writer import MaskLayout, write_masks
+from dbsp_core.masks.mask_writer import MaskLayout, mask_file_bytes
 from dbsp_core.masks.steps import DenoisingStep, StepGroups
 from dbsp_core.utils.errors import UserError, cut_short, in_short
+from dbsp_core.utils.files import write_atomically
 from dbsp_core.utils.schema import build, setting_names
 from dbsp_core.utils.yaml_file import parse_value
 
@@ -134,7 +135,7 @@ class ConvertOptions:
 def convert_masks(
     source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions
 ) -> MaskLayout:
-    """Writes a mask file from masks in any form listed in docs/mask-files.md, with one mask in memory at a time.
+    """Writes a mask file from masks in any form listed in docs/mask-files.md.
 
     Returns:
         The layout of the mask file.
@@ -173,7 +174,7 @@ def convert_masks(
             yield blocks.fit(bits, tail_dense)
 
     layout = MaskLayout(grid, shape[-3], shape[-4] if len(shape) > 3 else None, groups, orders)
-    write_masks(target, layout, converted(), packed=True)
+    write_atomically(target, mask_file_bytes(layout, converted()))
     return layout
 
 
@@ -231,7 +232,8 @@ def convert_recording(
             raise UserError(f"{folder}: layers differ in their {quantity} at step {moment.step}; record fewer layers")
     orders = tuple(one_or_each(grid.orders) for grid, _ in sizes)
     layout = MaskLayout(grids.pop(), heads.pop(), recording.layers, orders=orders)
-    write_masks(target, layout, (recording.mask(i, moment).bits for i in range(recording.layers)), packed=True)
+    masks = (recording.mask(i, moment).bits for i in range(recording.layers))
+    write_atomically(target, mask_file_bytes(layout, masks))
     return layout
 
 

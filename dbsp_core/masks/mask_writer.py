@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from safetensors.numpy import save
 
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
@@ -16,33 +16,6 @@ from dbsp_core.masks.mask_file import SIZES, Orders, mask_values
 from dbsp_core.masks.steps import StepGroups
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import user_path, write_atomically
-
-
-@dataclass(frozen=True)
-class ByteTensor:
-    """A uint8 tensor written in pieces, in row-major order."""
-
-    shape: tuple[int, ...]
-    pieces: Iterable[bytes]
-
-
-def safetensors_pieces(tensors: Mapping[str, ByteTensor], metadata: Mapping[str, str]) -> Iterator[bytes]:
-    """Yields the content of a safetensors file. Raises ValueError if a tensor's pieces do not add up to its shape."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + math.prod(tensor.shape)
-        header[name] = {"dtype": "U8", "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text = text.ljust(-(-len(text) // 8) * 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name, tensor in tensors.items():
-        written = 0
-        for piece in tensor.pieces:
-            written += len(piece)
-            yield piece
-        if written != math.prod(tensor.shape):
-            raise ValueError(f"tensor {name!r} of shape {list(tensor.shape)} was given {written} bytes")
 
 
 @dataclass(frozen=True)
@@ -67,7 +40,7 @@ class MaskLayout:
         layers = (self.layers or 1,) if self.layers is not None or self.groups else ()
         return groups + layers
 
-    def metadata(self) -> tuple[dict[str, str], ByteTensor | None]:
+    def metadata(self) -> tuple[dict[str, str], dict[str, np.ndarray]]:
         """Returns the file's metadata, and its tensor `orders` if heads or layers differ."""
         texts = {key: str(getattr(self.grid, key)) for key in SIZES}
         if self.grid.thw is not None:
@@ -78,26 +51,23 @@ class MaskLayout:
         if names != [CANONICAL]:
             texts["orders"] = ",".join(names)
         if len(names) == 1:
-            return texts, None
+            return texts, {}
         of_heads = [orders if len(orders) > 1 else orders * self.heads for orders in self.orders]
-        table = bytes(names.index(str(order)) for orders in of_heads for order in orders)
-        return texts, ByteTensor((*(self.leading if len(of_heads) > 1 else ()), self.heads), [table])
+        table = np.array([[names.index(str(order)) for order in orders] for orders in of_heads], dtype=np.uint8)
+        return texts, {"orders": table.reshape(*(self.leading if len(table) > 1 else ()), self.heads)}
 
 
-def write_masks(path: str | os.PathLike[str], layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool) -> int:
-    """Writes a mask file atomically, with one mask in memory at a time; returns its size in bytes.
+def mask_file_bytes(layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool = True) -> bytes:
+    """Returns the content of a mask file.
 
-    `masks` yields `BlockMask.bits` by group and layer.
+    Args:
+        masks: Each mask's bits, bool[H, nq, nk], by group and layer.
+        packed: True to store eight blocks per byte.
     """
-    return write_atomically(path, _mask_file_pieces(layout, masks, packed))
-
-
-def _mask_file_pieces(layout: MaskLayout, masks: Iterable[torch.Tensor], packed: bool) -> Iterator[bytes]:
-    pieces = (mask_values(bits, packed).tobytes() for bits in masks)
+    values = np.stack([mask_values(bits, packed) for bits in masks])
     metadata, orders = layout.metadata()
-    nq, nk = layout.grid.nq, -(-layout.grid.nk // 8) if packed else layout.grid.nk
-    tensors = {"packed" if packed else "mask": ByteTensor((*layout.leading, layout.heads, nq, nk), pieces)}
-    return safetensors_pieces(tensors if orders is None else tensors | {"orders": orders}, metadata)
+    values = values.reshape(*layout.leading, *values.shape[1:])
+    return save({"packed" if packed else "mask": values, **orders}, metadata)
 
 
 def save_mask(
@@ -138,10 +108,4 @@ def save_mask(
     if besides is not None:
         raise UserError(f"a mask file cannot store a {besides}; save BlockMask(mask.bits, mask.grid) instead")
     layout = MaskLayout(grid, heads, layers, groups, tuple(mask.grid.orders for mask in flat))
-    write_masks(user_path(path), layout, (mask.bits for mask in flat), packed)
-
-
-def mask_file_bytes(mask: BlockMask) -> bytes:
-    """Returns the content of a packed mask file with one mask for all layers; drops the branch."""
-    layout = MaskLayout(mask.grid.with_orders((CANONICAL,)), mask.heads, orders=(mask.grid.orders,))
-    return b"".join(_mask_file_pieces(layout, [mask.bits], packed=True))
+    write_atomically(user_path(path), mask_file_bytes(layout, (mask.bits for mask in flat), packed))

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.masks.mask_writer import mask_file_bytes
+from dbsp_core.masks.grid import CANONICAL
+from dbsp_core.masks.mask_writer import MaskLayout, mask_file_bytes
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_core.utils.errors import UserError
@@ -132,7 +133,9 @@ class MaskRecorder(SessionObserver):
         if lasting or (self._records_step() and self._records_layer(layer)):
             name = self._names[key] = f"{mask.fingerprint:016x}"
             if name not in self._written:
-                self._pending[name] = mask_file_bytes(mask)
+                grid = mask.grid.with_orders((CANONICAL,))
+                layout = MaskLayout(grid, mask.heads, orders=(mask.grid.orders,))
+                self._pending[name] = mask_file_bytes(layout, [mask.bits])
 
     @_never_raises
     def mask_used(self, layer: int, key: Hashable) -> None:

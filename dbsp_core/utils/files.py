@@ -8,10 +8,8 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from dbsp_core.utils.errors import UserError, cut_short, in_short
 
@@ -151,15 +149,15 @@ def _require_writable(path: Path, what: str, folder: Path) -> None:
         ) from error
 
 
-@contextmanager
-def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Opens a file for writing that replaces the old one when the body ends without an error.
+def write_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Writes a file that replaces the old one when it is complete.
 
     Follows links and keeps the mode of an existing file. A device or pipe is written in place.
     """
+    content = content.encode() if isinstance(content, str) else content
+    path = Path(path)
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        with open(path, "wb") as file:
-            yield file
+        path.write_bytes(content)
         return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,15 +167,8 @@ def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with os.fdopen(handle, "wb") as file:
             with suppress(FileNotFoundError):
                 os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
-            yield file
+            file.write(content)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def write_atomically(path: str | os.PathLike[str], content: bytes | str | Iterable[bytes]) -> int:
-    """Writes a file atomically, possibly in pieces, and returns its size in bytes."""
-    content = content.encode() if isinstance(content, str) else content
-    with open_atomically(path) as file:
-        return sum(file.write(piece) for piece in ((content,) if isinstance(content, bytes) else content))

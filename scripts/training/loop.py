@@ -5,6 +5,7 @@ Every random number of a step is drawn from (seed, step), so a resumed run goes 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from dbsp_core.utils.files import open_atomically
+from dbsp_core.utils.files import write_atomically
 
 SAVE_EVERY = 50  # steps
 
@@ -39,8 +40,9 @@ def train(
         progress.update(task, completed=len(losses), description=f"{name}, loss {sum(recent) / len(recent):.4f}")
         if len(losses) % SAVE_EVERY == 0 or len(losses) == steps:
             state = {part_name: part.state_dict() for part_name, part in parts.items()}
-            with open_atomically(checkpoint) as file:
-                torch.save({"parts": state, "losses": losses}, file)
+            content = io.BytesIO()
+            torch.save({"parts": state, "losses": losses}, content)
+            write_atomically(checkpoint, content.getvalue())
     return losses
 
 
