@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import os
 import re
 import secrets
@@ -11,7 +10,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from dbsp_core.utils.errors import UserError, cut_short, in_short
+from dbsp_core.utils.errors import UserError, cut_short
 
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}iB": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}
@@ -37,22 +36,10 @@ def in_bytes(count: float) -> str:
 
 
 def expand_path(path: str | os.PathLike[str]) -> str:
-    """Expands "~" and "~NAME" at the beginning of a path, like a shell.
-
-    A path that the locale cannot encode is encoded in UTF-8. Raises UserError for an empty path, a character that file
-    names cannot have, or an unknown home folder.
-    """
-    text = os.fspath(path)
-    if not text or "\0" in text:
-        fault = "has a NUL character" if text else "is empty"
-        raise UserError(f"path {in_short(text)} {fault}; give the name of a file or folder, or omit it")
-    path = os.path.expanduser(text)
-    if path.startswith("~"):
-        raise UserError(f"path {in_short(text)} names a home folder that is not known; give the whole path")
-    try:
-        return os.fsdecode(path.encode("utf-8", "surrogateescape"))
-    except UnicodeEncodeError as error:
-        raise UserError(f"path {in_short(path)} has half a character; no file can have that name") from error
+    """Expands "~" and "~NAME" at the beginning of a path, like a shell. Raises UserError for an empty path."""
+    if not os.fspath(path):
+        raise UserError("path '' is empty; give the name of a file or folder, or omit it")
+    return os.path.expanduser(os.fspath(path))
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
@@ -64,36 +51,19 @@ def require_file(path: Path, what: str, advice: str) -> None:
     """Raises UserError unless `path`, called `what`, is a readable file; `advice` is the fix."""
     shown = f"{what} {cut_short(str(path))}"
     try:
-        mode = path.stat().st_mode
+        if path.is_dir():
+            raise UserError(f"{shown} is a folder, not a file; {advice}")
+        if is_pointer(path):
+            raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
     except (FileNotFoundError, NotADirectoryError):
-        if path.is_symlink():
-            shown += f" is a link to {cut_short(os.readlink(path))}, which"
         raise UserError(f"{shown} does not exist; {advice}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{shown} cannot be read ({getattr(error, 'strerror', None) or error}); {advice}") from None
-    if not stat.S_ISREG(mode):
-        kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
-        raise UserError(f"{shown} is a {kind}, not a file; {advice}")
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{shown} cannot be read (Permission denied); make it readable, or give another one")
-    if is_pointer(path):
-        raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
-
-
-_MOST_TEXT = 256 * 2**20  # bytes, in case of a file of weights
 
 
 def read_text(path: Path) -> str:
-    """Reads text as UTF-8, or UTF-16 with a byte order mark (removed), in every locale.
-
-    Raises UserError for a file that is too large for text, and UnicodeError if it is not text.
-    """
-    size = path.stat().st_size
-    if size > _MOST_TEXT:
-        raise UserError(f"{path} has {in_bytes(size)}, too much for text; give the path of a text file")
-    content = path.read_bytes()
-    wide = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    return content.decode("utf-16" if wide else "utf-8-sig")
+    """Reads text as UTF-8 in every locale, without a byte order mark. Raises UnicodeError if it is not text."""
+    return path.read_bytes().decode("utf-8-sig")
 
 
 def is_pointer(path: Path) -> bool:
@@ -130,22 +100,16 @@ def require_path(path: Path, what: str) -> None:
 
 
 def _require_writable(path: Path, what: str, folder: Path) -> None:
-    """Raises UserError unless `folder` can be created and written to, and `path` is a valid name.
-
-    Tries it by creating a folder with a name as long as any in `path`, since permissions are not conclusive.
-    """
+    """Raises UserError unless `folder` can be created and written to, by trying it: permissions are not conclusive."""
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not existing.is_dir():
         raise UserError(f"{what} {path}: {existing} is a file, not a folder; give another path")
     try:
-        with suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(path)  # raises if the whole path is too long
-        longest = max(len(os.fsencode(part)) for part in Path(os.path.realpath(path)).parts)
-        os.rmdir(tempfile.mkdtemp(dir=existing, prefix=TEMPORARY.ljust(longest - 8, "_")))
-    except (OSError, ValueError) as error:
-        reason, shown = getattr(error, "strerror", None) or error, cut_short(str(path))
+        os.rmdir(tempfile.mkdtemp(dir=existing, prefix=TEMPORARY))
+    except OSError as error:
         raise UserError(
-            f"{what} {shown} cannot be written to ({reason}); give another path, or make {existing} writable"
+            f"{what} {cut_short(str(path))} cannot be written to ({error.strerror}); give another path, or make "
+            f"{existing} writable"
         ) from error
 
 

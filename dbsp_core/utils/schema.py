@@ -15,7 +15,6 @@ from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_y
 from dbsp_core.utils.files import expand_path
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")  # numbers such as 1e9, which YAML reads as text
-_LARGEST = 2**63 - 1  # largest int64
 
 
 @functools.cache
@@ -73,9 +72,6 @@ def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
 
     `name` is the setting for messages, `key` its key, for errors within a mapping.
     """
-    for number in value if isinstance(value, (list, tuple)) else (value,):
-        if type(number) is int and abs(number) > _LARGEST:
-            raise UserError(f"{name} has a number of {number.bit_length()} bits; 63 are the most")
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None

@@ -62,7 +62,7 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, location: s
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
     """Reads the mapping in a YAML file, which may be empty; `what` names it, such as "configuration file".
 
-    The file is UTF-8, or UTF-16 with a byte order mark, in every locale. Raises UserError with file and line.
+    Raises UserError with file and line.
     """
     path = Path(path)
     require_file(path, what, "give the path of a YAML file")
@@ -121,10 +121,7 @@ def _parsed(text: str, where: str, with_lines: bool = False) -> tuple[Any, dict[
     if node is None:
         return None, {}
     note_locations(node, ())
-    try:
-        return loader.construct_document(node), locations
-    except (LookupError, AttributeError, OverflowError) as error:  # raised by PyYAML for "!!bool maybe", "!!int ''"
-        raise ValueError("a value is not what its tag says, or too large a number") from error
+    return loader.construct_document(node), locations
 
 
 def shipped_configs() -> Path:
