@@ -36,10 +36,13 @@ def in_bytes(count: float) -> str:
 
 
 def expand_path(path: str | os.PathLike[str]) -> str:
-    """Expands "~" and "~NAME" at the beginning of a path, like a shell. Raises UserError for an empty path."""
+    """Expands "~" and "~NAME" at the beginning of a path, like a shell. Raises UserError for an empty path.
+
+    A path that the locale cannot encode is encoded in UTF-8.
+    """
     if not os.fspath(path):
         raise UserError("path '' is empty; give the name of a file or folder, or omit it")
-    return os.path.expanduser(os.fspath(path))
+    return os.fsdecode(os.path.expanduser(path).encode("utf-8", "surrogateescape"))
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
@@ -51,14 +54,17 @@ def require_file(path: Path, what: str, advice: str) -> None:
     """Raises UserError unless `path`, called `what`, is a readable file; `advice` is the fix."""
     shown = f"{what} {cut_short(str(path))}"
     try:
-        if path.is_dir():
-            raise UserError(f"{shown} is a folder, not a file; {advice}")
-        if is_pointer(path):
-            raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
+        mode = path.stat().st_mode
+        pointer = stat.S_ISREG(mode) and is_pointer(path)
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{shown} does not exist; {advice}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{shown} cannot be read ({getattr(error, 'strerror', None) or error}); {advice}") from None
+    if not stat.S_ISREG(mode):
+        kind = "folder" if stat.S_ISDIR(mode) else "pipe or device"
+        raise UserError(f"{shown} is a {kind}, not a file; {advice}")
+    if pointer:
+        raise UserError(f"{shown} is a pointer of Git LFS, not the file itself; fetch the file with git lfs pull")
 
 
 def read_text(path: Path) -> str:
@@ -105,6 +111,8 @@ def _require_writable(path: Path, what: str, folder: Path) -> None:
     if not existing.is_dir():
         raise UserError(f"{what} {path}: {existing} is a file, not a folder; give another path")
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path)  # raises if the name is too long
         os.rmdir(tempfile.mkdtemp(dir=existing, prefix=TEMPORARY))
     except OSError as error:
         raise UserError(

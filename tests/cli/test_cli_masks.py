@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dbsp_cli.mask_tools.recording import Recording, recordings_in
-from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceGroup, Strategy, make_plan, save_mask
+from dbsp_core import BlockGrid, BlockMask, MaskFile, SequenceGroup, SequenceLayout, Strategy, make_plan, save_mask
 from dbsp_core.config import DbspConfig
+from dbsp_core.cost.prediction import traffic_of
 from dbsp_core.masks.grid import Video
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.planning.plan import usual_layout
@@ -79,6 +80,12 @@ class TestInfo:
             assert row["rho_before"] == pytest.approx(np.mean([plan.rho_before for plan in plans]))
             assert row["rho"] == pytest.approx(np.mean([plan.rho for plan in plans]))
             assert row["rho_max"] == pytest.approx(max(plan.rho for plan in plans))
+            assert row["rho_bound"] == pytest.approx(np.mean([plan.rho_bound for plan in plans]))
+            contiguous = SequenceLayout.contiguous(masks[0].grid.tokens, 4)
+            needed = [make_plan(mask, row["strategy"], layout=contiguous, keys="needed") for mask in masks]
+            for key, made, of_made in (("kv_all", plans, layout), ("kv_needed", needed, contiguous)):
+                received = [traffic_of(plan, of_made).kv_received for plan in made]
+                assert row[key] == pytest.approx(np.mean(received) * 4 / (masks[0].heads * masks[0].grid.tokens))
 
     def test_drift_of_a_recording_by_branch(self, dbsp, recording):
         for branch in (0, 1):

@@ -136,7 +136,7 @@ def test_standard_streams_take_all_text_and_may_be_closed(tmp_path):
     """A closed stream's number is not given to a file that is opened later."""
     mask_file = tmp_path / "m.safetensors"
     save_mask(mask_file, BlockMask.dense(2, GRID))
-    done = start("plan", mask_file, "--gpus", 2, **ASCII)
+    done = start("masks", "info", mask_file, "--gpus", 2, **ASCII)
     assert (done.returncode, done.stderr) == (0, b"")
     assert "?_s" in done.stdout.decode("ascii"), "ρ_s"
     done = start("masks", "info", mask_file, "--gpus", "2", closed=(0, 1))
@@ -167,7 +167,6 @@ def test_nothing_in_a_file_reaches_the_terminal_as_it_is(dbsp, tmp_path):
         ("masks", "info", folder, "--gpus", 2),
         ("masks", "info", folder / "0.safetensors", "--gpus", 2),
         ("masks", "info", folder / "gone", "--gpus", 2),
-        ("plan", folder / "0.safetensors", "--gpus", 2),
         ("report", folder / "index.json"),
     ):
         _, out, err = dbsp(*arguments)

@@ -56,9 +56,9 @@ def test_demo(tmp_path, dbsp):
         "demo.mp4", "frames.png", "balance.png", "report.html", "report.json", "masks.safetensors", "xdit.log",
     }  # fmt: skip
 
-    code, out, _ = dbsp("plan", tmp_path / "masks.safetensors", "--gpus", 8, "--json")
+    code, out, _ = dbsp("masks", "info", tmp_path / "masks.safetensors", "--gpus", 8, "--json")
     assert code == 0
-    assert len(json.loads(out)["plans"]) == 4
+    assert len(json.loads(out)["balance"]) == 4
 
 
 def test_above_the_tolerance_it_fails_and_leaves_no_video(tmp_path):

@@ -36,11 +36,10 @@ def decided(folder: Path, info: RankInfo = RankInfo(), **given: object) -> Gener
 
 
 class TestPrompts:
-    @pytest.mark.parametrize(("encoding", "end"), [("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-16-be", "\r")])
+    @pytest.mark.parametrize(("encoding", "end"), [("utf-8", "\n"), ("utf-8-sig", "\r\n"), ("utf-8", "\r")])
     def test_a_file_has_a_prompt_on_each_line_which_ends_as_systems_end_it(self, tmp_path, encoding, end):
         prompts = ["a red ball", "one\u2028prompt", "and\u0085another", "with\va tab\x0c\x1d", "ein Bär"]
-        mark = "\ufeff" if encoding == "utf-16-be" else ""
-        content = (mark + end + end.join([*prompts, "", ""])).encode(encoding)
+        content = (end + end.join([*prompts, "", ""])).encode(encoding)
         (tmp_path / "p.txt").write_bytes(content)
         made = decided(tmp_path, prompt=f"@{tmp_path / 'p.txt'}", out=str(tmp_path / "{index}.mp4"))
         assert [output.prompt for output in made.outputs] == [prompt.strip() for prompt in prompts]
@@ -137,7 +136,6 @@ IMAGES = [
 REJECTED = [
     ({"prompt": None}, "there is no prompt; give one with --prompt"),
     ({"prompt": "@empty.txt"}, "^--prompt: .*has no prompts; write one per line$"),
-    ({"prompt": "@large.txt"}, "^large.txt has 1 TiB, too much for text; give the path of a text file$"),
     ({"prompt": "@gone.txt"}, "^--prompt: .*gone.txt does not exist; give a text, or @FILE with one prompt per line$"),
     *(({"videos": 3, "out": out}, re.escape(said)) for out, said in PATTERNS.items()),
     ({"videos": 100_001}, "--videos 100001 is out of range; use at least 1 a prompt, 100,000 in all at most"),
@@ -169,8 +167,6 @@ def test_request_that_cannot_be_met_is_rejected(tmp_path, monkeypatch, request_c
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else found(name))
     monkeypatch.chdir(tmp_path)
     Path("empty.txt").write_text("\n", encoding="utf-8")
-    with open("large.txt", "wb") as file:
-        file.truncate(1 << 40)  # no bytes on disk
     Path("folder.mp4").mkdir()
     Path("file").touch()
     save_video("from.mp4")

@@ -144,7 +144,7 @@ BAD_FILES = {
     ":2: kernel 'sparge' does not support this plan: it returns no": b"strategy: U1R2\nkernel: sparge",
     ":2: dense_schedule.first_steps=-3 must": b"dense_schedule: {last_steps: 1,\n  first_steps: -3}",
     ":3: generate.height=719 must be a multiple": b"generate:\n  width: 832\n  height: 719",
-    ":2: 'seed' in 'generate' has a number of 67 bits; 63 are the most": b"generate:\n  seed: 99999999999999999999",
+    ":2: generate.seed=99999999999999999999 must be at most": b"generate:\n  seed: 99999999999999999999",
     ":3: mask file /dev/null is a pipe or device, not a file": b"mask:\n  source: paro\n  path: /dev/null",
 }
 """Messages, with the files that give them."""
