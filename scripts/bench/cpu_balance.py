@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,33 +18,12 @@ import torch
 from dbsp_core import BlockGrid, BlockMask, DualBalancedAttention, Plan, Strategy, make_plan
 from dbsp_core.planning.plan import usual_layout
 from scripts.bench.alone_rank import AloneRank
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 
 HEADS, TOKENS, HEAD_DIM, BLOCK, DENSITY = 12, 16384, 64, 64, 0.3
 CASES = (("U2R1", 1, 0.6), ("U1R2", 2, 0.5))
 """Strategy, seed and slope of the mask."""
 PLANNERS = "contiguous", "dbsp"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One strategy.
-
-    Attributes:
-        before_s, after_s: CPU seconds of the slowest rank under the contiguous plan and under planner "dbsp".
-        expected: ρ_s before over ρ_s after.
-        reached: Speed-up over `expected`.
-    """
-
-    strategy: str
-    rho_before: float
-    rho: float
-    before_s: float
-    after_s: float
-    speedup: float
-    expected: float
-    reached: float
-    label: str = "measured on a CPU"
 
 
 def growing_mask(seed: int, slope: float) -> BlockMask:
@@ -67,6 +45,7 @@ def calls_of_ranks(plan: Plan, mask: BlockMask) -> Iterator[Callable[[], object]
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """before_s, after_s: CPU seconds of the slowest rank under each planner; reached: speed-up over `expected`"""
     torch.set_num_threads(1)
     for name, seed, slope in CASES:
         strategy, mask = Strategy.parse(name), growing_mask(seed, slope)
@@ -86,13 +65,23 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         before, after = (max(map(statistics.median, of_plan)) for of_plan in seconds)
         rho_before, rho = plans[1].rho_before, plans[1].rho
         speedup, expected = before / after, rho_before / rho
-        yield Row(name, rho_before, rho, before, after, speedup, expected, speedup / expected)
+        yield Row(
+            strategy=name,
+            rho_before=rho_before,
+            rho=rho,
+            before_s=before,
+            after_s=after,
+            speedup=speedup,
+            expected=expected,
+            reached=speedup / expected,
+            label="measured on a CPU",
+        )
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--turns", type=int, default=9, help="times that each is measured; the median counts")
-    Result("cpu-balance", "Speed-up over ρ_s", Row).run(parser, measure)
+    Result("cpu-balance", "Speed-up over ρ_s").run(parser, measure)
 
 
 if __name__ == "__main__":

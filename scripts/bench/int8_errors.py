@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 from unittest import mock
@@ -20,35 +19,15 @@ from torch.nn import functional
 
 from dbsp_kernels.exchange import butterflies, restore_rows, rows_of_tokens, signs
 from dbsp_kernels.rounding import norm_of, stages_of
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
 
 HEADS, TOKENS, HEAD_DIMS = 4, 1536, (128, 64, 72, 96, 120, 256)
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """q, k and v, float64[H, N, D]."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """Errors of one kind of tokens: the norm of the difference over the output's.
-
-    Attributes:
-        rotated_together: Channels that rotation mixes.
-        unrotated: q, k and v sent as int8 without rotation.
-        qkv: `precision: int8`.
-        qkv_and_out: `precision: {qkv: int8, out: int8}`.
-        kernel_unrotated, kernel: `unrotated` and `qkv` with kernel `triton-int8`, which rounds q and k once more.
-    """
-
-    head_dim: int
-    rotated_together: int
-    tokens: str
-    unrotated: float
-    qkv: float
-    qkv_and_out: float
-    kernel_unrotated: float
-    kernel: float
-    label: str = "measured"
+ERRORS = ("unrotated", "qkv", "qkv_and_out", "kernel_unrotated", "kernel")
+"""Without rotation; of `precision: int8`; with the output, too; and the first two with kernel `triton-int8`, which
+rounds q and k once more."""
 
 
 def kinds(head_dim: int) -> Iterator[tuple[str, QKV]]:
@@ -98,7 +77,7 @@ def rotated_back(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def errors(qkv: QKV) -> list[float]:
-    """Returns the numbers of a `Row`."""
+    """Returns `ERRORS`: the norm of the difference over the output's."""
     q, k, v = qkv
     exact, k = attention(qkv), k - k.mean(dim=1, keepdim=True)
     came, turned = ((sent(q, on), sent(k, on), sent(v, on)) for on in (False, True))
@@ -136,8 +115,15 @@ def rows(_: argparse.Namespace) -> Iterator[Row]:
 
 
 def row(head_dim: int, tokens: str, numbers: list[float]) -> Row:
-    return Row(head_dim, 1 << stages_of(head_dim), tokens, *(float(f"{error:.2e}") for error in numbers))
+    rounded = (float(f"{error:.2e}") for error in numbers)
+    return Row(
+        head_dim=head_dim,
+        rotated_together=1 << stages_of(head_dim),  # channels
+        tokens=tokens,
+        **dict(zip(ERRORS, rounded, strict=True)),
+        label="measured",
+    )
 
 
 if __name__ == "__main__":
-    Result("int8", "Relative error of an attention in 8 bits", Row).run(arguments(__doc__), rows)
+    Result("int8", "Relative error of an attention in 8 bits").run(arguments(__doc__), rows)

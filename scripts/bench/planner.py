@@ -21,7 +21,6 @@ from dataclasses import replace
 from itertools import product
 
 import numpy as np
-from rich.console import Console
 
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
@@ -88,10 +87,10 @@ def one_dense(heads: int, blocks: int, seed: int) -> np.ndarray:
     return bits
 
 
+SYNTHETIC = ((0.2, 1.0), (0.3, 0.6), (0.4, 0.3), (0.5, 0.6), (0.7, 1.0))
+"""Densities and spreads."""
 MASKS: dict[str, Callable[[int, int, int], np.ndarray]] = {
-    **{
-        f"synthetic {d} ±{s}": synthetic(d, s) for d, s in ((0.2, 1.0), (0.3, 0.6), (0.4, 0.3), (0.5, 0.6), (0.7, 1.0))
-    },
+    **{f"synthetic {density} ±{spread}": synthetic(density, spread) for density, spread in SYNTHETIC},
     "beta": beta,
     "banded": banded,
     "sinks": sinks,
@@ -192,16 +191,6 @@ def extremes(args: argparse.Namespace) -> Rows:
             yield {"mask": name, "heads": len(rows), "seed": SEED, **numbers}
 
 
-def summary(plans: list[dict[str, object]]) -> dict[str, dict[str, float]]:
-    """The worst of each kind of strategy."""
-    worst = {}
-    for kind, is_ulysses in (("Ulysses", True), ("ring and hybrids", False)):
-        records = [record for record in plans if str(record["strategy"]).endswith("R1") == is_ulysses]
-        if records:
-            worst[kind] = {key: max(float(str(r[key])) for r in records) for key in ("rho", "moved", "kv", "plan_ms")}
-    return worst
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="plans timed; the shortest time counts")
@@ -210,19 +199,12 @@ def main() -> None:
     parser.add_argument("--recorded", metavar="FILE", help="masks of a mask file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
-
-    log = Console(stderr=True)
     kinds = {recorded: args.recorded, scale: args.scale, extremes: args.extremes}
-    plans = []
-    for record in next((kind for kind, chosen in kinds.items() if chosen), masks)(args):
-        plans.append(record)
-        line = f"{record['mask']}, {record['heads']} heads, {record['strategy']}: ρ_s {record['rho']:.5f}"
-        log.print(line, highlight=False)
+    plans = list(next((kind for kind, chosen in kinds.items() if chosen), masks)(args))
     if args.json:
-        print(json.dumps({"plans": plans, "worst": summary(plans)}, indent=1))
+        print(json.dumps({"plans": plans}, indent=1))
         return
     print_table(f"planner dbsp, {LAYOUT} layout", [{field: record[field] for field in FIELDS} for record in plans])
-    print_table("worst", [{"kind": kind, **worst} for kind, worst in summary(plans).items()])
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import chain
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,69 +18,30 @@ from dbsp_core import BlockMask, Plan, Strategy
 from dbsp_core.config import DbspConfig
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.planning.plan import plan_from_counts
-from dbsp_core.planning.reuse import MakePlan, next_use, replay
-from scripts.reproduce.common import arguments
+from dbsp_core.planning.reuse import replay
+from scripts.reproduce.common import FIG_11, STRATEGIES, arguments
 from scripts.reproduce.fig11 import masks_by_step
 from scripts.results.figures import imbalance_axis, legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 from scripts.training.trained_model.demo import PREDICTED
 from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
 from scripts.training.world import Scene
 
-STRATEGIES = ("U8R1", "U4R2", "U2R4", "U1R8")
 THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.10)
 SETTLED = 2
 """Calls of a single video after which its worst ρ_s is looked for: the first has no counts before it."""
 VIDEOS = ((50, 4), (8, 10), (4, 10))  # steps, and number of videos one after another, each of another prompt
-DRIFT = "slow drift, 50 steps"
+DRIFT, DRIFT_STEPS = "slow drift, 50 steps", FIG_11["steps"]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One series of masks under one strategy and threshold; means over layers.
-
-    Attributes:
-        plans: Made by one attention in the whole series, the first included.
-        rho: Mean ρ_s in use; rho_worst: the largest of any layer. Of several videos, from the second on; of one,
-            rho_worst is looked for after the first `SETTLED` calls.
-        rho_last, worst_last: The same if plans were judged by the last call's counts alone (`by_last_call`).
-        rho_fresh: Mean ρ_s if each call had a plan made from its own counts.
-    """
-
-    series: str
-    strategy: str
-    threshold: float
-    plans: float
-    rho: float
-    rho_worst: float
-    rho_last: float
-    worst_last: float
-    rho_fresh: float
-    label: str = "counted"
-
-
-@dataclass(frozen=True)
-class Series:
-    """The masks of one attention after another.
-
-    Attributes:
-        steps: Denoising steps of a video; the series may have several videos.
-    """
-
-    name: str
-    masks: list[BlockMask]
-    steps: int
-
-
-def drifting(options: argparse.Namespace) -> Iterator[Series]:
-    """Synthetic masks of Wan2.1 under SpargeAttn, whose drift is fitted to the paper's Fig. 11."""
+def drifting(options: argparse.Namespace) -> Iterator[list[BlockMask]]:
+    """Yields masks of Wan2.1 under SpargeAttn by layer, whose drift is fitted to the paper's Fig. 11."""
     for layer in range(options.layers):
-        masks = masks_by_step(layer, options)
-        yield Series(DRIFT, masks, len(masks))
+        yield masks_by_step(layer, options)
 
 
-def trained(steps: int, videos: int, name: str) -> Iterator[Series]:
-    """Masks that SpargeAttn's predictor finds in videos of the small trained model, without guidance."""
+def trained(steps: int, videos: int) -> Iterator[list[BlockMask]]:
+    """Yields masks by layer that SpargeAttn's predictor finds in videos of the small trained model, no guidance."""
     pipeline = load_pipeline()
     by_layer: dict[int, list[BlockMask]] = {}
     others = [Scene.draw(0, index).caption for index in range(videos - len(PROMPTS))]
@@ -90,79 +49,51 @@ def trained(steps: int, videos: int, name: str) -> Iterator[Series]:
         _, watched = generate(pipeline, prompt, seed, steps, PREDICTED, keep=True, guidance=1.0)
         for at in sorted(watched.masks, key=lambda at: at.step):
             by_layer.setdefault(at.layer, []).append(watched.masks[at])
-    yield from (Series(name, masks, steps) for masks in by_layer.values())
+    yield from by_layer.values()
 
 
-def measure(series: Series, strategy: str) -> list[Row]:
-    """Returns one row per threshold, with the layout that sessions have for predicted masks."""
-    grid, parsed = series.masks[0].grid, Strategy.parse(strategy)
+def of_layer(masks: list[BlockMask], steps: int, strategy: str) -> Iterator[dict[str, float]]:
+    """Yields numbers for each threshold, with the layout that sessions have for predicted masks."""
+    grid, parsed = masks[0].grid, Strategy.parse(strategy)
     layout = SequenceLayout.striped(grid, parsed)
 
     def make(rows: np.ndarray, _current: Plan | None = None) -> Plan:
         return plan_from_counts(rows, grid, parsed, layout=layout, compare=False)
 
-    counts = [mask.counts.rows for mask in series.masks]
-    videos = len(counts) // series.steps
-    first, settled = (series.steps,) * 2 if videos > 1 else (0, SETTLED)
+    counts = [mask.counts.rows for mask in masks]
+    first, settled = (steps,) * 2 if len(counts) > steps else (0, SETTLED)
     fresh = float(np.mean([make(rows).rho for rows in counts[first:]]))
-    rows_by_threshold = []
     for threshold in THRESHOLDS:
-        uses = replay(counts, threshold, make, steps=series.steps)
+        uses = replay(counts, threshold, make, steps=steps)
         rho = [use.counted.rho for use in uses if use.counted is not None]
-        rho_last = by_last_call(counts, threshold, make, series.steps)
-        rows_by_threshold.append(
-            Row(
-                series=series.name,
-                strategy=strategy,
-                threshold=threshold,
-                plans=sum(use.new for use in uses),
-                rho=float(np.mean(rho[first:])),
-                rho_worst=max(rho[settled:]),
-                rho_last=float(np.mean(rho_last[first:])),
-                worst_last=max(rho_last[settled:]),
-                rho_fresh=fresh,
-            )
-        )
-    return rows_by_threshold
+        yield {
+            "plans": sum(use.new for use in uses),
+            "rho": float(np.mean(rho[first:])),
+            "rho_worst": max(rho[settled:]),
+            "rho_fresh": fresh,
+        }
 
 
-def by_last_call(counts: list[np.ndarray], threshold: float, make: MakePlan, steps: int) -> list[float]:
-    """Returns ρ_s in use by call if nothing was expected: a plan is kept while the last call's counts are balanced.
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Means over layers, but for the worst, for each kind of series, strategy and threshold.
 
-    A video begins with the plan that the last video's first call led to.
+    plans: made by one attention in the whole series, the first included
+    rho: ρ_s in use, of several videos from the second on;  rho_worst: the largest, of one video after `SETTLED` calls
+    rho_fresh: ρ_s if each call had a plan made from its own counts
     """
-    rho, plan, first = [], make(counts[0], None), None
-    for call, rows in enumerate(counts):
-        if first is not None and call % steps == 0:
-            plan = first
-        elif call > 0:
-            plan = next_use(plan.counted(counts[call - 1], compare=False), counts[call - 1], threshold, make).plan
-        if call % steps == 1:
-            first = plan
-        rho.append(plan.counted(rows, compare=False).rho)
-    return rho
-
-
-def over_layers(rows: list[Row]) -> Row:
-    """Returns the mean of rows that differ by layer alone, and the worst of their worst."""
-    means = {
-        name: float(np.mean([getattr(row, name) for row in rows]))
-        for name in ("plans", "rho", "rho_last", "rho_fresh")
-    }
-    worst = {name: max(getattr(row, name) for row in rows) for name in ("rho_worst", "worst_last")}
-    return replace(rows[0], **means, **worst)
-
-
-def all_rows(options: argparse.Namespace) -> list[Row]:
-    """Returns a row for each kind of series, strategy and threshold."""
-    by_kind: dict[tuple[str, str, float], list[Row]] = {}
-    kinds = [drifting(options)]
-    kinds += [trained(steps, videos, f"trained model, {videos} videos of {steps} steps") for steps, videos in VIDEOS]
-    for series in chain.from_iterable(kinds):
+    kinds = {DRIFT: (drifting(options), DRIFT_STEPS)}
+    for steps, videos in VIDEOS:
+        kinds[f"trained model, {videos} videos of {steps} steps"] = trained(steps, videos), steps
+    for name, (series, steps) in kinds.items():
+        layers = list(series)
         for strategy in STRATEGIES:
-            for row in measure(series, strategy):
-                by_kind.setdefault((row.series, strategy, row.threshold), []).append(row)
-    return [over_layers(rows) for rows in by_kind.values()]
+            by_threshold = zip(*(of_layer(masks, steps, strategy) for masks in layers), strict=True)
+            for threshold, found in zip(THRESHOLDS, by_threshold, strict=True):
+                numbers = {
+                    key: float((max if "worst" in key else np.mean)([layer[key] for layer in found]))
+                    for key in found[0]
+                }
+                yield Row(series=name, strategy=strategy, threshold=threshold, **numbers, label="counted")
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -185,13 +116,8 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-REUSE = Result("reuse", "ρ_s in use over P_s, plans one call behind", Row, draw)
-
-
-def main() -> None:
-    options = arguments(__doc__, layers=10).parse_args()
-    REUSE.publish(all_rows(options), options.out)
+REUSE = Result("reuse", "ρ_s in use over P_s, plans one call behind", draw)
 
 
 if __name__ == "__main__":
-    main()
+    REUSE.run(arguments(__doc__, layers=10), measure)

@@ -2,17 +2,12 @@
 
 Counted: rows start in order, each on the first slot that is free, and take a step for each of their blocks; a part
 takes 2 steps more. The slowest rank's end over the mean work per slot of all ranks, so ρ_s is in it.
-
-python -m scripts.bench.row_makespans                  17 cases, on 132 slots (an H100, blocks of 128×64)
-python -m scripts.bench.row_makespans --out FILE       the same on the other GPUs too, as CSV
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import heapq
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,12 +20,12 @@ from dbsp_core.sources.base import MaskRequest
 from dbsp_core.sources.synthetic.source import SyntheticSource
 from dbsp_kernels.row_parts import LONG_ROW, PART_BLOCKS
 from dbsp_kernels.schedule import cut_rows, order_rows
+from scripts.results.result import Result, Row, arguments
 
 HUNYUAN, HUNYUAN_480, MINIMAX, MINIMAX_480 = (31, 45, 80), (31, 30, 52), (52, 48, 84), (24, 30, 52)
 WAN, WAN_480, COG = (21, 45, 80), (21, 30, 52), (21, 51, 80)
 GPUS = (("H100", 128, 132), ("H100", 64, 264), ("A800", 128, 216), ("B200", 128, 148))
 """A GPU, queries of a block, and rows at a time: multiprocessors × programs on each / programs of a row."""
-FIELDS = ("case", "gpus", "gpu", "block_q", "slots", "rows", "row_share", "rho", "by_head", "ordered", "cut", "added")
 
 
 class Case(NamedTuple):
@@ -101,45 +96,42 @@ def ends_of_rank(plan: Plan, work: np.ndarray, rank: int, slots: int, cut: bool)
     return *ends, last_end(items[:, 2] + PART_BLOCKS * (items[:, 4] >= 0), slots), len(items) - len(count)
 
 
-def measured(gpus: tuple[tuple[str, int, int], ...]) -> Iterator[dict[str, object]]:
+def measure(options: argparse.Namespace) -> Iterator[Row]:
     """Counts each case on each GPU."""
-    for block_q in sorted({block_q for _, block_q, _ in gpus}):
-        for case in CASES:
+    for block_q in sorted({block_q for _, block_q, _ in GPUS}):
+        for case in CASES[: options.cases]:
             work, grid = case.row_work(block_q)
             plan = plan_from_counts(work, grid, f"U{case.world}R1", compare=False)
-            for gpu, _, slots in (gpu for gpu in gpus if gpu[1] == block_q):
+            for gpu, _, slots in (gpu for gpu in GPUS if gpu[1] == block_q):
                 share = plan.row_share(slots)
                 ends = [ends_of_rank(plan, work, rank, slots, share >= LONG_ROW) for rank in range(case.world)]
-                *latest, added = (max(of_rank) for of_rank in zip(*ends, strict=True))
+                by_head, ordered, cut, added = (max(of_rank) for of_rank in zip(*ends, strict=True))
                 mean = plan.work.sum() / (case.world * slots)
-                ratios = dict(zip(("by_head", "ordered", "cut"), (end / mean for end in latest), strict=True))
-                of_case = {"case": case.name, "gpus": case.world, "gpu": gpu, "block_q": block_q, "slots": slots}
-                rows = int(np.bincount(plan.owner.ravel()).max())
-                yield {**of_case, "rows": rows, "row_share": share, "rho": plan.rho, **ratios, "added": added}
+                yield Row(
+                    case=case.name,
+                    gpus=case.world,
+                    gpu=gpu,
+                    block_q=block_q,
+                    slots=slots,
+                    rows=int(np.bincount(plan.owner.ravel()).max()),
+                    row_share=f"{share:.3f}",
+                    rho=f"{plan.rho:.3f}",
+                    by_head=f"{by_head / mean:.3f}",
+                    ordered=f"{ordered / mean:.3f}",
+                    cut=f"{cut / mean:.3f}",
+                    added=added,
+                )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", metavar="FILE", help="CSV of all GPUs")
-    options = parser.parse_args()
-    results = []
-    for result in measured(GPUS if options.out else GPUS[:1]):
-        results.append({name: f"{value:.3f}" if isinstance(value, float) else value for name, value in result.items()})
-        print(results[-1], file=sys.stderr)
-    for gpu, block_q, slots in GPUS if options.out else GPUS[:1]:
-        of_gpu = [row for row in results if (row["gpu"], row["block_q"], row["slots"]) == (gpu, block_q, slots)]
-        means = (
-            f"{name} {np.mean([float(str(row[name])) for row in of_gpu]):.3f}, "
-            f"worst {max(float(str(row[name])) for row in of_gpu):.3f}"
-            for name in ("by_head", "ordered", "cut")
-        )
-        print(f"{gpu}, {block_q} queries a block, {slots} slots: {'; '.join(means)}")
-    if options.out:
-        with open(options.out, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(results)
+def summary(rows: list[Row]) -> Iterator[str]:
+    for gpu, block_q, slots in GPUS:
+        here = [row for row in rows if (row.gpu, row.block_q) == (gpu, block_q)]
+        for name in ("by_head", "ordered", "cut"):
+            values = [float(getattr(row, name)) for row in here]
+            yield f"{gpu}, {block_q}, {slots} slots, {name}: mean {np.mean(values):.3f}, worst {max(values):.3f}"
 
 
 if __name__ == "__main__":
-    main()
+    parser = arguments(__doc__)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="of them, the first")
+    Result("rows", "Ends of ranks over the mean work of a slot").run(parser, measure, summary)

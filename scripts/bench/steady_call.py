@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,7 +38,7 @@ from dbsp_kernels.kernel import KERNELS
 from dbsp_kernels.tables import pack_bits
 from dbsp_kernels.triton import exchange, forward, int8, launch, merge, prediction, schedule, tables
 from scripts.bench.alone_rank import AloneRank
-from scripts.results.result import FOLDER, print_table, write_csv
+from scripts.results.result import Result, Row, arguments
 
 HEADS, HEAD_DIM, LAYERS, WORLD = 40, 8, 40, 8
 VIDEO = Video((4, 8, 9))
@@ -52,30 +51,6 @@ MASKS: dict[str, dict[str, Any]] = {
 STRATEGIES = "U8R1", "U2R4", "U1R8"
 WARM_UP = 2
 """Forward passes that are not timed. The first one plans."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One attention in a steady step.
-
-    Attributes:
-        launches: Of Triton kernels.
-        collectives: Exchanges and gathers.
-        python_us: Thread CPU time of all but launches, least and median over calls, in µs.
-        launch_us: What Triton's launches add to the least time, up to its compiled launcher.
-        begin_us: The start of a forward pass, once for all layers, median.
-        additions_s: The machine's speed in that run: thread CPU time of ten million additions in a loop of Python.
-    """
-
-    mask: str
-    strategy: str
-    launches: int
-    collectives: int
-    least_python_us: float
-    python_us: float
-    launch_us: float
-    begin_us: float
-    additions_s: float
 
 
 @dataclass(frozen=True)
@@ -108,20 +83,14 @@ class SteadyCalls:
         shape = 1, shard, HEADS, HEAD_DIM
         self.qkv = [torch.randn(shape).to(torch.bfloat16).transpose(1, 2) for _ in range(3)]
 
-    def begin(self) -> None:
-        self._step += 1
-        self.session.begin(VIDEO, timestep=1000.0 - self._step)
-
-    def attend(self, layer: int = 0) -> None:
-        self.session.attend(layer, *self.qkv)
-
     def forward(self) -> tuple[float, list[float]]:
         """Runs a forward pass; returns the seconds of thread CPU time of its start and of each attention."""
         times = [time.thread_time()]
-        self.begin()
+        self._step += 1
+        self.session.begin(VIDEO, timestep=1000.0 - self._step)
         times.append(time.thread_time())
         for layer in range(LAYERS):
-            self.attend(layer)
+            self.session.attend(layer, *self.qkv)
             times.append(time.thread_time())
         begin, *attentions = (after - before for before, after in pairwise(times))
         return begin, attentions
@@ -191,16 +160,13 @@ def triton_stood_in() -> Iterator[None]:
             driver._active = before
 
 
-def seconds_of_additions() -> float:
-    """Times a hundredth of ten million additions; returns the seconds of all."""
-    start, total = time.thread_time(), 0
-    for number in range(100_000):
-        total += number
-    return (time.thread_time() - start) * 100
+def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Times the variants by turns, so that all of them see the same machine.
 
-
-def measure(passes: int) -> Iterator[Row]:
-    """Times the variants by turns, so that all of them see the same machine."""
+    python_us: thread CPU time of all but launches, least and median over calls
+    launch_us: what Triton's launches add to the least time, up to its compiled launcher
+    begin_us: the start of a forward pass, once for all layers
+    """
     launches: Counter[str] = Counter()
 
     def count(kernel: Any, *_: Any, **__: Any) -> None:
@@ -216,12 +182,10 @@ def measure(passes: int) -> Iterator[Row]:
         counts = {}
         for name, calls in variants.items():
             launches.clear(), calls.group.started.clear()
-            calls.attend()
+            calls.session.attend(0, *calls.qkv)
             counts[name] = launches["launches"], calls.group.started["collectives"]
     gc.freeze()  # or each collection would go through all variants
-    additions = []
-    for _ in range(passes):
-        additions.append(seconds_of_additions())
+    for _ in range(options.passes):
         for name, calls in variants.items():
             with gpu_stood_in(count):
                 begin, times = calls.forward()
@@ -232,18 +196,19 @@ def measure(passes: int) -> Iterator[Row]:
     gc.unfreeze()
     for name in names:
         least, python = min(attentions[name]), statistics.median(attentions[name])
-        seconds = least, python, min(launched[name]) - least, statistics.median(begins[name])
-        times = [round(value * 1e6) for value in seconds]
-        yield Row(*name, *counts[name], *times, additions_s=round(min(additions), 2))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--passes", type=int, default=25, help="Timed forward passes of each variant.")
-    parser.add_argument("--out", type=Path, default=FOLDER, help="Folder of steady-call.csv.")
-    options = parser.parse_args()
-    print_table("One attention of a steady step", write_csv("steady-call", list(measure(options.passes)), options.out))
+        yield Row(
+            mask=name[0],
+            strategy=name[1],
+            launches=counts[name][0],
+            collectives=counts[name][1],
+            least_python_us=round(1e6 * least),
+            python_us=round(1e6 * python),
+            launch_us=round(1e6 * (min(launched[name]) - least)),
+            begin_us=round(1e6 * statistics.median(begins[name])),
+        )
 
 
 if __name__ == "__main__":
-    main()
+    parser = arguments(__doc__)
+    parser.add_argument("--passes", type=int, default=25, help="timed forward passes of each variant")
+    Result("steady-call", "One attention of a steady step").run(parser, measure)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,34 +16,15 @@ from dbsp_core.planning.balance import rho_bound
 from dbsp_core.planning.planners import PLANNERS
 from scripts.reproduce.common import BALANCED, MEASURED, STRATEGIES, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 PRESETS = ("wan2.1-t2v-14b", "cogvideox1.5-5b")
 WAYS = (*((planner, "contiguous") for planner in PLANNERS), ("contiguous", "striped"), ("dbsp", "striped"))
 """Planners, with their sequence layouts."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """Means over layers, but for rho_max. moved: share of all ranks' Q, K and V that changes ring rank."""
-
-    preset: str
-    strategy: str
-    planner: str
-    layout: str
-    rho: float
-    rho_max: float
-    rho_before: float
-    bound: float
-    moved: float
-    paper: str
-    slides: str
-    label: str
-    layers: int
-
-
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """Plans the same masks in every way."""
+    """Plans the same masks in every way; means over layers. moved: share of Q, K and V that changes ring rank"""
     for preset in PRESETS:
         layers = list(masks(preset, options))
         for strategy in STRATEGIES:
@@ -60,10 +40,10 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                     for mask in layers
                 ]
                 yield Row(
-                    preset,
-                    strategy,
-                    planner,
-                    layout,
+                    preset=preset,
+                    strategy=strategy,
+                    planner=planner,
+                    layout=layout,
                     rho=float(np.mean([plan.rho for plan in plans])),
                     rho_max=max(plan.rho for plan in plans),
                     rho_before=before,
@@ -77,4 +57,4 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    Result("balanced", "ρ_s after balancing, 8 GPUs", Row).run(arguments(__doc__, layers=40), measure)
+    Result("balanced", "ρ_s after balancing, 8 GPUs").run(arguments(__doc__, layers=40), measure)

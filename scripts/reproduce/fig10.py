@@ -8,8 +8,6 @@ by their own times. "auto" takes the strategy that the model predicts to be fast
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -26,31 +24,13 @@ from scripts.reproduce.lockstep import plan_ring, predict_ring
 from scripts.reproduce.modelled import modelled_layer
 from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 NAMES = [str(strategy) for strategy in STRATEGIES]
 BLOCK = 128
 REWARD = 20.0
 """R_b. Rows differ by chance alone, so that none need move: a high R_b keeps them. At R_b = 2 a fifth of them move,
 and the ring takes 0.9 ms more than the authors measured."""
-LABEL = "measured by the paper's authors; modelled (a800)"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Mean attention times of a layer. error: modelled_ms over measured_ms, less one;  rho, ours_rho: of its plans"""
-
-    layer: int
-    strategy: str
-    half: str
-    heaviest_head: float
-    measured_ms: float
-    modelled_ms: float
-    error: float
-    rho: float
-    ours_ms: float
-    ours_rho: float
-    label: str = LABEL
 
 
 def family_mask(layer: int, hardware: Hardware, block: int = BLOCK) -> BlockMask:
@@ -65,7 +45,7 @@ def family_mask(layer: int, hardware: Hardware, block: int = BLOCK) -> BlockMask
 
 
 def measure(layers: int = 40) -> list[Row]:
-    """Of the first so many layers."""
+    """Mean attention times of the first so many layers, and ρ_s of their plans."""
     hardware, spec = load_hardware("a800"), MODEL_SPECS[WAN]
     measured, half = attention_ms().mean(axis=0), fitted_half(40)
     rows = []
@@ -79,16 +59,17 @@ def measure(layers: int = 40) -> list[Row]:
             ours, predicted = modelled_layer(strategy, "dbsp", mask, spec, hardware)
             rows.append(
                 Row(
-                    layer,
-                    name,
-                    "fitted" if half[layer] else "held out",
-                    max(head.mean() for head in mask.bits.numpy()),
-                    ms,
-                    modelled_ms,
-                    modelled_ms / ms - 1,
-                    plan.rho,
-                    predicted.total_s * 1e3,
-                    ours.rho,
+                    layer=layer,
+                    strategy=name,
+                    half="fitted" if half[layer] else "held out",
+                    heaviest_head=max(head.mean() for head in mask.bits.numpy()),
+                    measured_ms=ms,
+                    modelled_ms=modelled_ms,
+                    error=modelled_ms / ms - 1,
+                    rho=plan.rho,
+                    ours_ms=predicted.total_s * 1e3,
+                    ours_rho=ours.rho,
+                    label="measured by the paper's authors; modelled (a800)",
                 )
             )
     return rows
@@ -154,7 +135,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-TIMES = Result("fig10", "Attention times by strategy, 8 GPUs", Row, draw)
+TIMES = Result("fig10", "Attention times by strategy, 8 GPUs", draw)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -20,28 +19,13 @@ from dbsp_core.sources import MaskRequest
 from scripts.reproduce.common import FIG_11, MEASURED, arguments, layer_count, preset_model, preset_source
 from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.figures import STAR, imbalance_axis, in_words, legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 PRESET = "wan2.1-t2v-14b-sparge"
 STRATEGY = "U8R1"
 VIDEO = (21, 9, 16)
-LABEL = f"{MEASURED}, drift fitted to the paper's one point"
 PLANNERS = "paper", "dbsp"
 THRESHOLDS = (1.03, 1.05, 1.07, 1.10, 1.15, 1.20, 1.30)
-
-
-@dataclass(frozen=True)
-class Row:
-    """replans: plans made in 50 steps, the first included, mean over layers; rho: of the plan in use, mean and max."""
-
-    planner: str
-    threshold: float
-    replans: float
-    paper: str
-    rho: float
-    rho_max: float
-    label: str
-    layers: int
 
 
 def masks_by_step(layer: int, options: argparse.Namespace) -> list[BlockMask]:
@@ -50,7 +34,7 @@ def masks_by_step(layer: int, options: argparse.Namespace) -> list[BlockMask]:
 
 
 def replans_and_rho(options: argparse.Namespace, planner: str, thresholds: tuple[float, ...]) -> list[Row]:
-    """One row per threshold."""
+    """One row per threshold. replans: plans made in 50 steps, the first included; rho: of the plan in use"""
     uses: dict[float, list[PlanUse]] = {threshold: [] for threshold in thresholds}
     layers = layer_count(PRESET, options)
     for layer in range(layers):
@@ -62,8 +46,18 @@ def replans_and_rho(options: argparse.Namespace, planner: str, thresholds: tuple
     for threshold, of_threshold in uses.items():
         rho = [use.counted.rho for use in of_threshold if use.counted is not None]
         paper = f"{FIG_11['replans']} (fitted)" if threshold == FIG_11["threshold"] else "–"
-        replans = sum(use.new for use in of_threshold) / layers
-        rows.append(Row(planner, threshold, replans, paper, float(np.mean(rho)), max(rho), LABEL, layers))
+        rows.append(
+            Row(
+                planner=planner,
+                threshold=threshold,
+                replans=sum(use.new for use in of_threshold) / layers,
+                paper=paper,
+                rho=float(np.mean(rho)),
+                rho_max=max(rho),
+                label=f"{MEASURED}, drift fitted to the paper's one point",
+                layers=layers,
+            )
+        )
     return rows
 
 
@@ -96,7 +90,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-REUSE = Result("fig11", f"P_s against ρ_s and replans, {PRESET}, {STRATEGY}", Row, draw)
+REUSE = Result("fig11", f"P_s against ρ_s and replans, {PRESET}, {STRATEGY}", draw)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:

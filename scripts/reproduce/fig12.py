@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -17,7 +16,7 @@ from scripts.reproduce.common import MEASURED, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring, rho_before
 from scripts.results.colours import STRATEGIES as COLOURS
 from scripts.results.figures import imbalance_axis, in_words, legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 PRESET = "wan2.1-t2v-14b"
 STRATEGIES = ("U1R8", "U2R4", "U4R2")
@@ -26,23 +25,8 @@ HEAD_DIM, BYTES_PER_ELEMENT = 128, 2  # Wan2.1-T2V-14B in bfloat16
 PAPER_LIMIT = 1.05
 
 
-@dataclass(frozen=True)
-class Row:
-    """Means over layers. moved: share of all ranks' Q, K, V that changes ring rank; moved_mb: in 10⁶ bytes."""
-
-    preset: str
-    strategy: str
-    reward: float
-    rho: float
-    rho_before: float
-    moved: float
-    moved_mb: float
-    paper_rho: str
-    label: str
-    layers: int
-
-
 def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """Means over layers. moved: share of all ranks' Q, K, V that changes ring rank; moved_mb: in 10⁶ bytes"""
     plans: dict[tuple[str, float], list[RingPlan]] = {}
     before: dict[str, list[float]] = {}
     for mask in masks(PRESET, options):
@@ -55,9 +39,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         moved = float(np.mean([plan.moved for plan in of_reward]))
         elements = 3 * of_reward[0].heads * of_reward[0].grid.tokens * HEAD_DIM
         yield Row(
-            PRESET,
-            strategy,
-            reward,
+            preset=PRESET,
+            strategy=strategy,
+            reward=reward,
             rho=float(np.mean([plan.rho for plan in of_reward])),
             rho_before=float(np.mean(before[strategy])),
             moved=moved,
@@ -93,7 +77,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-TRADE_OFF = Result("fig12", "R_b against ρ_s and bytes moved, 8 GPUs", Row, draw)
+TRADE_OFF = Result("fig12", "R_b against ρ_s and bytes moved, 8 GPUs", draw)
 
 
 if __name__ == "__main__":

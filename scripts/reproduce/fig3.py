@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
@@ -21,28 +20,12 @@ from scripts.reproduce.common import masks
 from scripts.reproduce.modelled import machine, modelled_arguments, modelled_video
 from scripts.results.colours import PLANNERS, STRATEGIES
 from scripts.results.figures import STAR, grouped_bars, in_words, legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 MODEL = "wan2.1-t2v-14b"
 PAPER_SCALING = {"U8R1": 6.09, "U1R8": 5.81}
 """§3.1: on 8 GPUs over one GPU, contiguous plans."""
 LINES = {"Ulysses": (True, "contiguous"), "Ring": (False, "contiguous"), "db-SP, Ulysses": (True, "dbsp")}
-
-
-@dataclass(frozen=True)
-class Row:
-    """scaling: one GPU's end-to-end time over this one; paper_scaling: §3.1"""
-
-    line: str
-    gpus: int
-    rho: float
-    attention_s: float
-    other_s: float
-    end_to_end_s: float
-    attention_share: float
-    scaling: float
-    paper_scaling: str
-    label: str
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
@@ -56,17 +39,16 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             whole_s = video.attention_s + video.other_s
             alone_s = alone_s or whole_s
             stated = PAPER_SCALING.get(str(strategy)) if planner == "contiguous" else None
+            paper = f"{stated}" if stated else "> 15 minutes (§1); 16.0 by §3.1 and Fig. 8" if gpus == 1 else "–"
             yield Row(
-                line,
-                gpus,
-                video.rho,
-                video.attention_s,
-                video.other_s,
-                whole_s,
-                video.attention_s / whole_s,
-                alone_s / whole_s,
-                f"{stated}" if stated else "> 15 minutes (§1); 16.0 by §3.1 and Fig. 8" if gpus == 1 else "–",
-                f"modelled, synthetic masks, {hardware.name}",
+                line=line,
+                gpus=gpus,
+                **vars(video),
+                end_to_end_s=whole_s,
+                attention_share=video.attention_s / whole_s,
+                scaling=alone_s / whole_s,
+                paper_scaling=paper,
+                label=f"modelled, synthetic masks, {hardware.name}",
             )
 
 
@@ -102,7 +84,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-SCALING = Result("fig3", "Latency over the number of GPUs", Row, draw)
+SCALING = Result("fig3", "Latency over the number of GPUs", draw)
 
 
 if __name__ == "__main__":

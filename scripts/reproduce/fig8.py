@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -21,39 +20,11 @@ from scripts.reproduce.authors.measured import BURST, DBSP, Bar, bars
 from scripts.reproduce.authors.runs import UNKNOWNS, bar_attention_s, other_s
 from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 
 LABEL = "measured by the paper's authors (read off a picture, ±1 s); modelled"
 WORTH = 0.03
 """Relative difference above which the order of two measured bars counts."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """error: modelled over measured time of the video, less one
-    speedup, attention_speedup: measured, Ulysses' time over this one; modelled_…: the model's
-    """
-
-    gpus: int
-    model: str
-    machine: str
-    method: str
-    way: str
-    measured_s: float
-    modelled_s: float
-    error: float
-    half: str
-    measured_attention_s: float
-    modelled_attention_s: float
-    speedup: float
-    modelled_speedup: float
-    attention_speedup: float
-    modelled_attention_speedup: float
-    label: str = LABEL
-
-    @property
-    def panel(self) -> tuple[int, str, str, str]:
-        return (self.gpus, self.model, self.machine, self.method)
 
 
 def measure() -> list[Row]:
@@ -74,20 +45,29 @@ def measure() -> list[Row]:
         base = times[next(other for other in everything if other.panel == bar.panel and other.way == ulysses)]
         rows.append(
             Row(
-                *(*bar.panel, bar.way),
-                measured,
-                modelled,
-                modelled / measured - 1,
-                "fitted" if bar.fitted else "held out",
-                read,
-                attention,
-                base[0] / measured,
-                base[1] / modelled,
-                base[2] / read,
-                base[3] / attention,
+                gpus=bar.gpus,
+                model=bar.model,
+                machine=bar.machine,
+                method=bar.method,
+                way=bar.way,
+                measured_s=measured,
+                modelled_s=modelled,
+                error=modelled / measured - 1,
+                half="fitted" if bar.fitted else "held out",
+                measured_attention_s=read,
+                modelled_attention_s=attention,
+                speedup=base[0] / measured,
+                modelled_speedup=base[1] / modelled,
+                attention_speedup=base[2] / read,
+                modelled_attention_speedup=base[3] / attention,
+                label=LABEL,
             )
         )
     return rows
+
+
+def panel_of(row: Row) -> tuple[int, str, str, str]:
+    return row.gpus, row.model, row.machine, row.method
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -113,7 +93,7 @@ def wrong_order(rows: Sequence[Row]) -> tuple[list[str], int]:
     wrong, pairs = [], 0
     for bar, other_bar in itertools.combinations(rows, 2):
         apart = abs(bar.measured_s - other_bar.measured_s) > WORTH * min(bar.measured_s, other_bar.measured_s)
-        if bar.panel == other_bar.panel and apart:
+        if panel_of(bar) == panel_of(other_bar) and apart:
             pairs += 1
             if (bar.measured_s < other_bar.measured_s) != (bar.modelled_s < other_bar.modelled_s):
                 wrong.append(f"{bar.model}, {bar.machine}, {bar.method}: {bar.way} and {other_bar.way}")
@@ -122,9 +102,9 @@ def wrong_order(rows: Sequence[Row]) -> tuple[list[str], int]:
 
 def _mean_gain(rows: Sequence[Row], kind: str, what: str) -> float:
     field = f"{kind}_attention_s" if what == "attention" else f"{kind}_s"
-    seconds_of_dbsp = {row.panel: getattr(row, field) for row in rows if row.way == DBSP}
+    seconds_of_dbsp = {panel_of(row): getattr(row, field) for row in rows if row.way == DBSP}
     return float(
-        np.mean([getattr(row, field) / seconds_of_dbsp[row.panel] for row in rows if row.way not in (DBSP, BURST)])
+        np.mean([getattr(row, field) / seconds_of_dbsp[panel_of(row)] for row in rows if row.way not in (DBSP, BURST)])
     )
 
 
@@ -137,9 +117,9 @@ def draw(rows: list[Row]) -> Figure:
         height=11.0,
     )
     for column, gpus in enumerate((8, 4)):
-        cases = dict.fromkeys(row.panel[:3] for row in rows if row.gpus == gpus)
+        cases = dict.fromkeys(panel_of(row)[:3] for row in rows if row.gpus == gpus)
         for axis, case in zip(axes[:, column], cases, strict=True):
-            _panel(axis, [row for row in rows if row.panel[:3] == case])
+            _panel(axis, [row for row in rows if panel_of(row)[:3] == case])
     for role, label in zip(
         ROLES, ("measured by the authors", "modelled, fitted to", "modelled, held out"), strict=True
     ):
@@ -170,7 +150,7 @@ def _panel(axis: Axes, rows: list[Row]) -> None:
     axis.grid(axis="x", visible=False)
 
 
-BARS = Result("fig8", "End-to-end and attention time on 8 and 4 GPUs", Row, draw)
+BARS = Result("fig8", "End-to-end and attention time on 8 and 4 GPUs", draw)
 
 
 if __name__ == "__main__":

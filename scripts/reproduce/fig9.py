@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -25,7 +24,7 @@ from scripts.reproduce.modelled import machine, modelled_arguments, modelled_vid
 from scripts.results.colours import PLANNERS as COLOURS
 from scripts.results.colours import ROLES
 from scripts.results.figures import in_words, legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 MODEL = "wan2.1-t2v-14b"
 LEVELS = {
@@ -35,31 +34,25 @@ LEVELS = {
 AUTHORS, PLANNERS = "authors", ("paper", "dbsp")
 
 
-@dataclass(frozen=True)
-class Row:
-    """by: the authors' measurement, or a planner whose plans are modelled;  rho_ratio: before over after balancing"""
-
-    strategy: str
-    by: str
-    varied: str
-    rho_ratio: float
-    attention_speedup: float
-    label: str
-
-
 def measure(options: argparse.Namespace) -> Iterator[Row]:
     model, hardware = as_run(MODEL), machine(options)
     for name, (key, values) in LEVELS.items():
         for ratio, speedup in speedups(name).tolist():
-            yield Row(name, AUTHORS, "", ratio, speedup, "measured by the paper's authors")
+            point = {"strategy": name, "by": AUTHORS, "varied": "", "rho_ratio": ratio, "attention_speedup": speedup}
+            yield Row(**point, label="measured by the paper's authors")
         for value in values:
             layers, strategy = list(masks(MODEL, options, **{key: value})), Strategy.parse(name)
             base = modelled_video(strategy, "contiguous", layers, model, hardware)
             for planner in PLANNERS:
                 balanced = modelled_video(strategy, planner, layers, model, hardware)
-                gain = base.attention_s / balanced.attention_s
-                label = f"modelled, synthetic masks, {hardware.name}"
-                yield Row(name, planner, f"{key}={value:g}", base.rho / balanced.rho, gain, label)
+                yield Row(
+                    strategy=name,
+                    by=planner,
+                    varied=f"{key}={value:g}",
+                    rho_ratio=base.rho / balanced.rho,
+                    attention_speedup=base.attention_s / balanced.attention_s,
+                    label=f"modelled, synthetic masks, {hardware.name}",
+                )
 
 
 def reached(rows: list[Row], strategy: str, by: str) -> float:
@@ -98,7 +91,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-GAINS = Result("fig9", "Attention speed-up against ρ_s, 8 GPUs", Row, draw)
+GAINS = Result("fig9", "Attention speed-up against ρ_s, 8 GPUs", draw)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from dbsp_cli.modelled import memory_of, sized
 from dbsp_core import Strategy
 from dbsp_core.models.table import MODEL_SPECS
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 
 VIDEOS = (
     ("wan2.1-t2v-1.3b", "480x832x81"),
@@ -23,30 +22,22 @@ VIDEOS = (
 STRATEGIES = ("U1R1", "U8R1", "U1R8")
 
 
-@dataclass(frozen=True)
-class Row:
-    """Gigabytes of one GPU; `dbsp_cli.modelled.Memory` says what is counted.
-
-    Attributes:
-        size: HEIGHTxWIDTHxFRAMES.
-    """
-
-    model: str
-    size: str
-    tokens: int
-    strategy: str
-    weights_gb: float
-    activations_gb: float
-    label: str = "counted"
-
-
 def rows() -> Iterator[Row]:
+    """Gigabytes of one GPU; `dbsp_cli.modelled.Memory` says what is counted. size: HEIGHTxWIDTHxFRAMES"""
     for model, size in VIDEOS:
         spec = sized(MODEL_SPECS[model], size)
         for strategy in STRATEGIES:
             held = memory_of(spec, Strategy.parse(strategy))
-            yield Row(model, size, spec.tokens, strategy, held.weights / 1e9, held.activations / 1e9)
+            yield Row(
+                model=model,
+                size=size,
+                tokens=spec.tokens,
+                strategy=strategy,
+                weights_gb=held.weights / 1e9,
+                activations_gb=held.activations / 1e9,
+                label="counted",
+            )
 
 
 if __name__ == "__main__":
-    Result("memory", "Memory of a GPU", Row).run(arguments(__doc__), lambda _: rows())
+    Result("memory", "Memory of a GPU").run(arguments(__doc__), lambda _: rows())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -26,7 +26,7 @@ from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import plan_from_counts
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from dbsp_core.sources.synthetic.source import PRESETS
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 
 MODELS = (
     "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "wan2.2-ti2v-5b", "cogvideox-5b", "cogvideox1.5-5b", "hunyuanvideo",
@@ -37,34 +37,6 @@ MACHINES = ("a800", "h800", "h100", "h200", "b200", "h20")
 RANKS = {"8 on one node": [0] * 8, "4 on each of two": [0] * 4 + [1] * 4, "8 on each of two": [0] * 8 + [1] * 8}
 INT8 = CommDtype("int8"), CommDtype("int8", "int8")
 H3_TOKENS, H3_DENSITY = 209_664, 0.2
-
-
-@dataclass(frozen=True)
-class Row:
-    """One attention under two strategies.
-
-    Attributes:
-        rule, rule_ms: The strategy that is taken without constants, and its predicted time.
-        fastest, fastest_ms: The one that is predicted to be fastest.
-        ulysses_ms: The time of plain Ulysses over all ranks, UxR1.
-        loss: By how much the rule's is slower than the fastest.
-        int8_ms, int8_out_ms: The rule's with `precision: int8`, and with the output in 8 bits, too.
-    """
-
-    model: str
-    heads: int
-    tokens: int
-    ranks: str
-    machine: str
-    rule: str
-    rule_ms: float
-    fastest: str
-    fastest_ms: float
-    ulysses_ms: float
-    loss: float
-    int8_ms: float
-    int8_out_ms: float
-    label: str = "modelled"
 
 
 def rows_of(spec: ModelSpec) -> tuple[BlockGrid, np.ndarray]:
@@ -91,11 +63,24 @@ def rows(_: argparse.Namespace) -> Iterator[Row]:
             for machine in machines:
                 ms = {s: 1e3 * predict(plan, shape, machine, nodes, layout).total_s for s, plan in plans.items()}
                 best = min(ms, key=ms.__getitem__)
-                times = round(ms[rule], 2), str(best), round(ms[best], 2), round(ms[Strategy(len(nodes), 1)], 2)
-                loss = round(ms[rule] / ms[best] - 1, 4)
                 int8 = (replace(plans[rule], comm_dtype=comm_dtype) for comm_dtype in INT8)
-                int8_ms = (round(1e3 * predict(plan, shape, machine, nodes, layout).total_s, 2) for plan in int8)
-                yield Row(name, spec.heads, grid.tokens, where, machine.name, str(rule), *times, loss, *int8_ms)
+                int8_ms = [round(1e3 * predict(plan, shape, machine, nodes, layout).total_s, 2) for plan in int8]
+                yield Row(
+                    model=name,
+                    heads=spec.heads,
+                    tokens=grid.tokens,
+                    ranks=where,
+                    machine=machine.name,
+                    rule=str(rule),
+                    rule_ms=round(ms[rule], 2),
+                    fastest=str(best),
+                    fastest_ms=round(ms[best], 2),
+                    ulysses_ms=round(ms[Strategy(len(nodes), 1)], 2),  # over all ranks, UxR1
+                    loss=round(ms[rule] / ms[best] - 1, 4),
+                    int8_ms=int8_ms[0],  # the rule's with `precision: int8`
+                    int8_out_ms=int8_ms[1],  # and with the output in 8 bits, too
+                    label="modelled",
+                )
 
 
 def summary(found: list[Row]) -> Iterator[str]:
@@ -107,4 +92,4 @@ def summary(found: list[Row]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    Result("nodes", "Strategies on one node and on two", Row).run(arguments(__doc__), rows, summary)
+    Result("nodes", "Strategies on one node and on two").run(arguments(__doc__), rows, summary)

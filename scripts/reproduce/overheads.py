@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,30 +20,12 @@ from scripts.reproduce.common import FIG_11, STRATEGIES, masks, preset_model
 from scripts.reproduce.fig11 import REUSE
 from scripts.reproduce.lockstep import RingPlan, plan_ring
 from scripts.reproduce.modelled import ELEMENT_BYTES, machine, modelled_arguments, modelled_video
-from scripts.results.result import FOLDER, Result
+from scripts.results.result import FOLDER, Result, Row
 
 PRESET = "wan2.1-t2v-14b"
 REWARD = 2.0  # R_b of the authors' scripts
 PLANNERS: tuple[PlannerLike, ...] = ({"name": "paper", "reward": REWARD}, "dbsp")
 LIMITS = {True: "< 1 % (§6.4)", False: "≤ 5 % (§6.4)"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One strategy. plans: in 50 steps at P_s 1.10; plan_ms: of one; planning, moving: shares of the video's time.
-
-    moved_mb: of all ranks' Q, K, V and outputs in one attention, in 10⁶ bytes; outputs move as Q, K and V on average.
-    """
-
-    strategy: str
-    planner: str
-    plans: float
-    plan_ms: float
-    planning: float
-    moved_mb: float
-    moving: float
-    paper: str
-    label: str
 
 
 def planning_ms(mask: BlockMask, strategy: Strategy, planner: PlannerLike) -> float:
@@ -58,6 +39,10 @@ def planning_ms(mask: BlockMask, strategy: Strategy, planner: PlannerLike) -> fl
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
+    """plans: in 50 steps at P_s 1.10; plan_ms: of one; planning, moving: shares of the video's time.
+
+    moved_mb: of all ranks' Q, K, V and outputs in one attention, in 10⁶ bytes; outputs move as Q, K and V on average.
+    """
     model, hardware, layers = preset_model(PRESET), machine(options), list(masks(PRESET, options))
     calls, element = passes(model) * model.layers, ELEMENT_BYTES[hardware.dtype]
     replans = {row.planner: row.replans for row in REUSE.read(FOLDER) if row.threshold == FIG_11["threshold"]}
@@ -84,8 +69,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             moved = float(np.mean([plan.moved for plan in plans])) * tensors / 4 * elements * element
             moving_s = moved / strategy.world / hardware.constants.exchange_bytes_per_s
             yield Row(
-                name,
-                of.name,
+                strategy=name,
+                planner=of.name,
                 plans=replans[of.name],
                 plan_ms=plan_ms,
                 planning=made * plan_ms / 1e3 / seconds,
@@ -99,4 +84,4 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 if __name__ == "__main__":
     parser = modelled_arguments(__doc__, layers=4)
     parser.set_defaults(coarsen=1)
-    Result("overheads", "Planning and moving, 8 GPUs", Row).run(parser, measure)
+    Result("overheads", "Planning and moving, 8 GPUs").run(parser, measure)

@@ -21,7 +21,7 @@ from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 
 TABLES = Path(__file__).parent / "data" / "published.csv"
 BLOCK = 256
@@ -36,41 +36,6 @@ FLASH_2 = {
 """FLOP/s of FlashAttention 2, which torch runs on Hopper unless it is told to run cuDNN, by machine and head size."""
 WITH_FLASH_2 = ("diffusers", "xdit")
 """Engines that run it; the others run the fastest dense kernel of the machine, `dense_flops_per_s`."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row of a published table.
-
-    Attributes:
-        strategy: On the GPUs of one CFG pass, of which there are `halves` at the same time.
-        unit: "video", "steps" (all, without decoding) or "step".
-        half: "fitted", if the engine's `speed` is fitted to it, or "held out".
-        speed: The engine's rate of all but attention over the machine's.
-        error: Modelled over measured, less one.
-        scaling, modelled_scaling: Share of linear scaling from the table's first row on.
-        beyond_ns: What an attention takes beyond the model on these GPUs and not in the first row, for each token and
-            head.
-    """
-
-    table: str
-    engine: str
-    model: str
-    machine: str
-    video: str
-    gpus: int
-    strategy: str
-    halves: int
-    unit: str
-    half: str
-    speed: float
-    measured_s: float
-    modelled_s: float
-    error: float
-    scaling: float
-    modelled_scaling: float
-    beyond_ns: float
-    label: str = "published by others; modelled"
 
 
 @dataclass(frozen=True)
@@ -104,6 +69,10 @@ def speeds(records: list[dict[str, str]]) -> dict[str, float]:
 
 
 def measure() -> Iterator[Row]:
+    """scaling: share of linear scaling from the table's first row on.
+
+    beyond_ns: what an attention takes beyond the model and not in the first row, for each token and head.
+    """
     records = read_records()
     of_engines = speeds(records)
     for _, table in itertools.groupby(records, lambda record: (record["table"], record["machine"], record["video"])):
@@ -115,19 +84,20 @@ def measure() -> Iterator[Row]:
             first = first or (measured * gpus, modelled * gpus)
             slower_s = (measured - first[0] / gpus) - (modelled - first[1] / gpus)
             yield Row(
-                *(record[key] for key in ("table", "engine", "model", "machine", "video")),
-                gpus,
-                record["strategy"],
-                int(record["halves"]),
-                record["unit"],
-                "fitted" if record["fitted"] else "held out",
-                speed,
-                measured,
-                modelled,
-                modelled / measured - 1,
-                first[0] / measured / gpus,
-                first[1] / modelled / gpus,
-                slower_s / parts.attentions / (spec.tokens * spec.heads) * 1e9,
+                **{key: record[key] for key in ("table", "engine", "model", "machine", "video")},
+                gpus=gpus,
+                strategy=record["strategy"],
+                halves=int(record["halves"]),
+                unit=record["unit"],  # "video", "steps" (all, without decoding) or "step"
+                half="fitted" if record["fitted"] else "held out",
+                speed=speed,
+                measured_s=measured,
+                modelled_s=modelled,
+                error=modelled / measured - 1,
+                scaling=first[0] / measured / gpus,
+                modelled_scaling=first[1] / modelled / gpus,
+                beyond_ns=slower_s / parts.attentions / (spec.tokens * spec.heads) * 1e9,
+                label="published by others; modelled",
             )
 
 
@@ -174,4 +144,4 @@ def summary(rows: list[Row]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    Result("published", "Published times and modelled ones", Row).run(arguments(__doc__), lambda _: measure(), summary)
+    Result("published", "Published times and modelled ones").run(arguments(__doc__), lambda _: measure(), summary)

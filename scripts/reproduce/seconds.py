@@ -17,7 +17,7 @@ from dbsp_core.models.table import MODEL_SPECS, ModelSpec
 from dbsp_core.sources import MaskRequest, SyntheticSource
 from scripts.reproduce.authors.measured import DENSITIES, PARO
 from scripts.reproduce.authors.runs import UNKNOWNS
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 
 WAN, COGVIDEOX = "wan2.1-t2v-14b", "cogvideox1.5-5b"
 MACHINES = ("a800", "h800", "h100", "h200")
@@ -62,40 +62,14 @@ MASKS = (
 bars, at cdf 0.9 and similarity 0.1. SubBlock's settings are SGLang's, for MiniMax-H3."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """The modelled time of one model's usual video on one kind of machine.
-
-    Attributes:
-        dense_s: Dense attention, Ulysses over all GPUs.
-        blind_s: Sparse attention, by the fastest UxRy with heads and tokens in equal numbers, as USP does.
-        dbsp_s: Sparse attention, by db-SP's fastest UxRy, `strategy`.
-        by_sparsity, by_balance: How many times as fast: dense_s over blind_s, and blind_s over dbsp_s.
-        break_even: The density from which dense attention is faster.
-        gigabytes: Of each GPU.
-    """
-
-    model: str
-    machine: str
-    gpus: int
-    size: str
-    steps: int
-    mask: str
-    density: float
-    origin: str
-    dense_steps: int
-    dense_s: float
-    blind_s: float
-    dbsp_s: float
-    strategy: str
-    by_sparsity: float
-    by_balance: float
-    break_even: float
-    gigabytes: float
-    label: str = "modelled"
-
-
 def rows() -> Iterator[Row]:
+    """The modelled times of each model's usual video on each kind of machine.
+
+    dense_s: dense attention, Ulysses over all GPUs
+    blind_s: sparse attention, by the fastest UxRy with heads and tokens in equal numbers, as USP does
+    dbsp_s: sparse attention, by db-SP's fastest UxRy, `strategy`
+    break_even: the density from which dense attention is faster
+    """
     for mask in MASKS:
         spec = MODEL_SPECS[mask.model]
         masks, video = mask.masks(spec), spec.video
@@ -125,6 +99,7 @@ def rows() -> Iterator[Row]:
                 by_balance=blind.seconds / ours.seconds,
                 break_even=limit or 0.0,
                 gigabytes=ours.gigabytes,
+                label="modelled",
             )
 
 
@@ -134,4 +109,4 @@ def _fastest(videos: list[ModelledVideo], planner: str) -> ModelledVideo:
 
 
 if __name__ == "__main__":
-    Result("seconds", "Seconds per video", Row).run(arguments(__doc__), lambda _: rows())
+    Result("seconds", "Seconds per video").run(arguments(__doc__), lambda _: rows())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -13,22 +12,7 @@ from scripts.reproduce.common import MEASURED, TABLE_1, arguments, masks
 from scripts.reproduce.lockstep import RingPlan, plan_ring
 from scripts.results.colours import ROLES
 from scripts.results.figures import grouped_bars, imbalance_axis, in_words, legend_below, panels
-from scripts.results.result import Result
-
-
-@dataclass(frozen=True)
-class Row:
-    """rho: mean over layers; standard_error: of that mean; error: rho over the paper's, less one."""
-
-    preset: str
-    strategy: str
-    paper: float
-    rho: float
-    standard_error: float
-    error: float
-    role: str
-    label: str
-    layers: int
+from scripts.results.result import Result, Row
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
@@ -48,7 +32,17 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             mean, count = float(np.mean(values)), len(values)
             error = float(np.std(values, ddof=1) / np.sqrt(count)) if count > 1 else 0.0
             role = "fitted" if row.fitted else "held out"
-            yield Row(preset, row.strategy, row.rho, mean, error, mean / row.rho - 1, role, MEASURED, count)
+            yield Row(
+                preset=preset,
+                strategy=row.strategy,
+                paper=row.rho,
+                rho=mean,
+                standard_error=error,
+                error=mean / row.rho - 1,
+                role=role,
+                label=MEASURED,
+                layers=count,
+            )
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -81,7 +75,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-TABLE = Result("table1", "ρ_s before balancing, 8 GPUs", Row, draw)
+TABLE = Result("table1", "ρ_s before balancing, 8 GPUs", draw)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -25,7 +25,7 @@ from scripts.reproduce.lockstep import nodes_of, plan_ring, predict_ring
 from scripts.reproduce.published import BLOCK, TABLES, read_records, speeds
 from scripts.results.colours import MASKS
 from scripts.results.figures import legend_below, panels
-from scripts.results.result import Result, arguments
+from scripts.results.result import Result, Row, arguments
 
 SPEC = MODEL_SPECS["minimax-h3"]
 ENGINES = {"b200": "sglang", "h200": "sglang", "h20": "vllm-omni"}
@@ -34,27 +34,7 @@ TOKENS = tuple(int(tokens) for tokens in np.geomspace(8_000, 256_000, 11).round(
 DENSITIES = (0.1, 0.25, 0.5, 0.75)
 SUBBLOCK, SUBBLOCK_OF_DENSE = 152 / 590, 0.72
 DENSE_STEPS, STEPS = 10, 49
-
-
-@dataclass(frozen=True)
-class Row:
-    """The gain of sparse attention over dense on one kind of machine, of the whole video but its decoding.
-
-    Attributes:
-        kernel: "triton", or "SubBlock's", of which the density is always the same.
-        published: The gain that others measured, or "".
-        table: Where, or "".
-    """
-
-    machine: str
-    gpus: int
-    tokens: int
-    kernel: str
-    density: float
-    gain: float
-    published: float | str = ""
-    table: str = ""
-    label: str = "modelled"
+PUBLISHED = "published by others; modelled"
 
 
 def gain_of(
@@ -87,22 +67,38 @@ def gain_of(
     return (dense_s + other_s) / (share * dense_s + (1 - share) * sparse_s + other_s)
 
 
+def row(
+    machine: str, gpus: int, tokens: int, of_dense: float | None, density: float, speed: float, unit: str = "steps"
+) -> Row:
+    """The gain of the whole video but its decoding, without one that others measured."""
+    return Row(
+        machine=machine,
+        gpus=gpus,
+        tokens=tokens,
+        kernel="triton" if of_dense is None else "SubBlock's",
+        density=density,
+        gain=gain_of(machine, gpus, tokens, density, speed, of_dense, unit),
+        published="",
+        table="",
+        label="modelled",
+    )
+
+
 def rows() -> Iterator[Row]:
     of_engines = speeds(read_records())
     for machine, engine in ENGINES.items():
         speed = of_engines[engine]
         for tokens in TOKENS:
             for density in DENSITIES:
-                yield Row(machine, 8, tokens, "triton", density, gain_of(machine, 8, tokens, density, speed, None))
-            gain = gain_of(machine, 8, tokens, SUBBLOCK, speed, SUBBLOCK_OF_DENSE)
-            yield Row(machine, 8, tokens, "SubBlock's", SUBBLOCK, gain)
+                yield row(machine, 8, tokens, None, density, speed)
+            yield row(machine, 8, tokens, SUBBLOCK_OF_DENSE, SUBBLOCK, speed)
     with TABLES.with_name("subblock.csv").open(newline="", encoding="utf-8") as file:
         for record in csv.DictReader(file):
             machine, gpus, tokens = record["machine"], int(record["gpus"]), int(record["tokens"])
             speed = of_engines[ENGINES[machine]]
-            gain = gain_of(machine, gpus, tokens, SUBBLOCK, speed, SUBBLOCK_OF_DENSE, record["unit"])
-            published = float(record["gain"]), record["table"], "published by others; modelled"
-            yield Row(machine, gpus, tokens, "SubBlock's", SUBBLOCK, gain, *published)
+            found = row(machine, gpus, tokens, SUBBLOCK_OF_DENSE, SUBBLOCK, speed, record["unit"])
+            found.published, found.table, found.label = float(record["gain"]), record["table"], PUBLISHED
+            yield found
 
 
 def draw(found: list[Row]) -> Figure:
@@ -136,7 +132,7 @@ def draw(found: list[Row]) -> Figure:
     return figure
 
 
-WORTH = Result("worth", "Gain over dense attention", Row, draw)
+WORTH = Result("worth", "Gain over dense attention", draw)
 
 
 if __name__ == "__main__":

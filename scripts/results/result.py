@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-import types
-import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace as Row
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -30,14 +29,13 @@ class Result:
     Attributes:
         name: Of both files.
         title: Over the table in the terminal.
-        row: The dataclass of a row, with a field `label` that says what is measured, modelled or fitted.
-        draw: The picture of rows of that class, which need nothing but what the CSV has; None: no picture.
+        draw: The picture of rows, of which it has nothing but what the CSV has; None: no picture. Columns are the
+            attributes of a `Row`; `label` says what is measured, modelled or fitted.
     """
 
     name: str
     title: str
-    row: type
-    draw: Callable[[list[Any]], Figure] | None = None
+    draw: Callable[[list[Row]], Figure] | None = None
 
     def run(
         self,
@@ -59,17 +57,13 @@ class Result:
             self.redraw(out)
         print_table(self.title, records)
 
-    def read(self, folder: Path) -> list[Any]:
+    def read(self, folder: Path) -> list[Row]:
         """The rows of the CSV. Raises UserError where there is none."""
         path = folder / f"{self.name}.csv"
         if not path.is_file():
             raise UserError(f"{path} does not exist; make it with the command that docs/results/evidence.yaml names")
-        kinds = typing.get_type_hints(self.row)
         with path.open(newline="", encoding="utf-8") as file:
-            return [
-                self.row(**{key: _value(kinds[key], text) for key, text in record.items()})
-                for record in csv.DictReader(file)
-            ]
+            return [Row(**{key: _value(text) for key, text in record.items()}) for record in csv.DictReader(file)]
 
     def redraw(self, folder: Path, out: Path | None = None) -> Path:
         """Draws the picture again from the CSV in `folder`, into `out` or the same folder. returns: its path"""
@@ -89,9 +83,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_csv(name: str, rows: list[Any], out: Path) -> list[dict[str, Any]]:
-    """Writes NAME.csv into `out`, and returns what it has. rows: dataclasses of one class"""
+    """Writes NAME.csv into `out`, and returns what it has. rows: objects with the same attributes"""
     out.mkdir(parents=True, exist_ok=True)
-    records = [{key: _short(value) for key, value in asdict(row).items()} for row in rows]
+    records = [{key: _short(value) for key, value in vars(row).items()} for row in rows]
     with (out / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, records[0].keys(), lineterminator="\n")
         writer.writeheader()
@@ -118,11 +112,11 @@ def _short(value: Any) -> Any:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def _value(kind: Any, text: str) -> Any:
-    """What a field of this type was before it was written; of `float | str`, a number where it is one."""
-    for candidate in typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,):
+def _value(text: str) -> int | float | str:
+    """What a value was before it was written."""
+    for kind in (int, float):
         try:
-            return candidate(text)
+            return kind(text)
         except ValueError:
             continue
-    raise UserError(f"{text!r} is no {kind}")
+    return text

@@ -61,7 +61,7 @@ def test_every_private_name_names_a_module_of_ours():
 
 PARTS = {
     *("scripts.checks.gpu.compilation", "scripts.checks.private_names"),
-    *("scripts.checks.engines.sglang_command", "scripts.checks.engines.vllm_omni_command"),
+    *("scripts.checks.engines.sglang_stubs", "scripts.checks.engines.vllm_omni_command"),
 }
 """Processes that other programs start."""
 

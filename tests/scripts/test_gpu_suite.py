@@ -9,9 +9,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +20,7 @@ from scripts.checks.gpu import publish, ranks, suite
 from scripts.checks.gpu.results import RESULTS, Key, Outcome, Results, Row, read_results
 from scripts.checks.gpu.sessions import every_mask
 from scripts.checks.gpu.suite import PARTS, Part
+from scripts.results.result import Result
 from tests.docs import results as pages
 from tests.gpu_node.runtime import why_unavailable
 from tests.support import programs
@@ -240,20 +239,11 @@ def invented(folder: Path, **machine: object) -> Path:
     return folder
 
 
-def videos() -> list[dict[str, Any]]:
-    """Returns the rows of seconds.csv, with other seconds for an H100."""
-    found: list[dict[str, Any]] = [dict(row) for row in pages.rows("seconds")]
-    for row in found:
-        numbers = [field.name for field in fields(publish.seconds.Row) if field.type == "float"]
-        row |= {name: float(row[name]) for name in numbers}
-        row |= {name: int(row[name]) for name in ("gpus", "steps", "dense_steps")}
-        row |= {"dbsp_s": 111.0} if row["machine"] == "h100" else {}
-    return found
-
-
 def test_results_are_published(repository, tmp_path, monkeypatch):
-    rows = [publish.seconds.Row(**row) for row in videos()]
-    monkeypatch.setattr(publish.seconds, "rows", lambda: rows)  # modelling them takes long
+    videos = Result("seconds", "").read(repository / "docs/results")
+    for video in (video for video in videos if video.machine == "h100"):
+        video.dbsp_s = 111.0
+    monkeypatch.setattr(publish.seconds, "rows", lambda: videos)  # modelling them takes long
     assert publish.publish(invented(tmp_path)) == 0
     # 1. Constants, with their labels; others are as before.
     hardware, before = machines.load_hardware("h100"), machines._read(ROOT / "configs/hardware/h100.yaml", 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 import pytest
 
@@ -14,7 +13,7 @@ pytest.importorskip("matplotlib")
 from dbsp_core.utils.errors import UserError
 from scripts.results.__main__ import results
 from scripts.results.figures import grouped_bars, panels
-from scripts.results.result import FOLDER, Result
+from scripts.results.result import FOLDER, Result, Row
 from tests.support.repository import ROOT
 from tests.support.texts import PAGES
 
@@ -37,21 +36,14 @@ def test_every_picture_can_be_drawn_again_and_is_on_a_page():
     assert missing == []
 
 
-@dataclass(frozen=True)
-class Row:
-    name: str
-    count: int
-    share: float | str
-    label: str = "measured"
-
-
 def test_rows_come_back_from_a_csv_as_they_were(tmp_path):
     def draw(rows):
-        figure, axes = panels("How many?", rows[0].label)
+        figure, axes = panels("How many?", "measured")
         grouped_bars(axes[0, 0], [row.name for row in rows], {"count": [row.count for row in rows]}, ["black"])
         return figure
 
-    result, rows = Result("counts", "Counts", Row, draw), [Row("a", 3, 0.25), Row("b, c", 1, "–")]
+    result = Result("counts", "Counts", draw)
+    rows = [Row(name="a", count=3, share=0.25), Row(name="b, c", count=1, share="–")]
     with pytest.raises(UserError, match=r"counts\.csv does not exist; make it with the command"):
         result.redraw(tmp_path)
     result.publish(rows, tmp_path)

@@ -1,19 +1,17 @@
 """Engines' own commands, or offline entry, on CPU ranks, from a prompt to a file, with a tiny checkpoint.
 
-Run it in that engine's environment; it says how videos differ.
-
 Three videos of one seed: on two ranks in a ring with db-SP, on one with db-SP, and on one without.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dbsp_cli.tiny_models import make_tiny
 from scripts.checks.engines.runs import environment_of, succeed
 
 OF_LIGHTX2V = {"source": "radial", "width": 0.4, "sink_frames": 0, "block_q": 16, "block_k": 8}
@@ -47,8 +45,6 @@ def frames(video: Path) -> np.ndarray:
 
 
 def _with_vllm_omni(folder: Path, name: str, ranks: int, mask: bool, *options: str) -> Path:
-    from dbsp_cli.tiny_models import make_tiny
-
     model, made = folder / "model", folder / f"{name}.npy"
     if not model.exists():
         make_tiny("wan-trained", model)  # on random weights of its scale a mask changes no pixel
@@ -63,14 +59,12 @@ def _with_vllm_omni(folder: Path, name: str, ranks: int, mask: bool, *options: s
 
 
 def _with_sglang(folder: Path, name: str, ranks: int, mask: bool, *options: str) -> Path:
-    from dbsp_cli.tiny_models import make_tiny
-
     model = folder / "Wan2.1-T2V-1.3B-Diffusers"  # by whose name SGLang knows what it is
     if not model.exists():
         make_tiny("wan-trained", model)  # on random weights of its scale a mask changes no pixel
     size = [word for option, value in SIZE.items() for word in (f"--{option}", str(value))]
     parallel = ["--num-gpus", str(ranks), *(("--ring-degree", str(ranks)) if ranks > 1 else ())]
-    command = ["scripts.checks.engines.sglang_command", "generate", "--model-path", str(model), "--prompt", PROMPT]
+    command = ["scripts.checks.engines.sglang_stubs", "generate", "--model-path", str(model), "--prompt", PROMPT]
     where = ["--output-path", str(folder), "--output-file-name", f"{name}.mp4", *IN_FLOAT32]
     _succeed("sglang", folder, [*command, *size, *parallel, *where, *options], IN_ENVIRONMENT if mask else {})
     return folder / f"{name}.mp4"
@@ -106,16 +100,3 @@ def _succeed(engine: str, folder: Path, command: list[str], environment: dict[st
     stubs = folder / "stubs"
     stubs.mkdir(exist_ok=True)
     succeed(command, environment_of(engine, stubs) | {"OMP_NUM_THREADS": "1"} | (environment or {}), folder)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=ENGINES, help="whose environment this is")
-    parser.add_argument("folder", type=Path, help="for the checkpoint and the videos")
-    options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
-    print(differences(options.engine, options.folder))
-
-
-if __name__ == "__main__":
-    main()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from scripts.checks.engines.lightx2v_checkpoint import weights
 from scripts.checks.engines.lightx2v_models import MODELS
 from scripts.checks.engines.lightx2v_stubs import in_float32, put_in_place
 from scripts.checks.engines.reference import attend_under, inputs_of
-from scripts.checks.engines.runs import HEAD, LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report, say
-from scripts.checks.engines.turns import take_turns
+from scripts.checks.engines.runs import HEAD, LAYERS, LEAVE_OUT, STEPS, Case, cases_of, report
 from tests.support.outcomes import apart
 
 torch.set_num_threads(1)
@@ -53,8 +51,6 @@ BOUNDARY = 0.875
 """Of its timestep from Wan2.2's first expert to its second."""
 DISTILLED = {"infer_steps": 4, "denoising_step_list": [1000, 750, 500, 250], "boundary_step_index": 2}
 """Settings of LightX2V's own configurations for models of four steps."""
-MOST_STEPS = 100
-"""Of a schedule in `stepper`."""
 CACHES: dict[str, dict[str, Any]] = {
     "Tea": {"teacache_thresh": 1e9, "coefficients": [[1.0, 0.0]] * 2, "use_ret_steps": False},
     "Mag": {"magcache_ratios": [[1.0] * STEPS] * 2, "magcache_K": STEPS, "magcache_thresh": 1.0}
@@ -157,25 +153,6 @@ def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> tupl
     return outputs, len(skipped)
 
 
-def stepper(case: Case, ranks: int) -> Callable[[int], None]:
-    """Returns a function of the step's number that makes one forward pass of Wan, for `take_turns`."""
-    config, (thw,) = settings(case, ranks, case.mask) | {"infer_steps": MOST_STEPS}, case.sizes
-    with tempfile.TemporaryDirectory() as folder:
-        model = tiny(case, config, Path(folder))
-    scheduler = scheduler_of(case, config)
-    model.set_scheduler(scheduler)
-    latents, text = inputs_of(thw, 0, 0, 0)
-    inputs = {"text_encoder_output": {"context": text, "context_null": text}, "image_encoder_output": None}
-    scheduler.prepare(seed=0, latent_shape=list(latents.shape[1:]))
-
-    def step(number: int) -> None:
-        scheduler.step_pre(step_index=number)
-        model.infer(inputs)
-        scheduler.step_post()
-
-    return step
-
-
 def count_skipped(infer: Any, skipped: list[int]) -> None:
     stock = infer.infer_using_cache
 
@@ -222,9 +199,6 @@ def main() -> None:
     for case in cases_of(sys.argv[3]):
         named = case.strategy or f"U{ulysses // (2 if case.cfg_parallel else 1)}R{ring}"
         case = replace(case, strategy=named)
-        if case.turns:
-            say(take_turns(case, stepper(case, ulysses * ring)))
-            continue
         report(error_of, case, ulysses * ring)
     torch.distributed.destroy_process_group()
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +15,6 @@ from dbsp_core.config import DbspConfig
 from dbsp_core.sources import LocalQK
 from dbsp_core.sources.base import MaskRequest
 from scripts.checks.engines.runs import HEAD, LAYERS
-from scripts.checks.stubs import stub
 from tests.support.single_process import masked_attention
 
 
@@ -31,9 +34,8 @@ def attend_under(
     """Computes attention of [B, tokens, H, D] in one process, text first: no plan, route or kernel of db-SP.
 
     Args:
-        mask: What `DbspConfig.load` reads, which may have another mask for "transformer_2".
-        runs: Text tokens of each kind, of which mask source vsa pools none with another.
-        gate: Of q's shape, for the coarse branch of mask source vsa.
+        mask: What `DbspConfig.load` reads.
+        runs, gate: Text tokens of each kind, and the coarse branch's gate, for mask source vsa.
     """
     source = DbspConfig.load(mask).for_transformer(transformer).mask
     q, k, v = (one.transpose(1, 2) for one in (q, k, v))
@@ -72,12 +74,7 @@ def filled(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def tiny_h3(module: Any, heads: int, make: Callable[[dict[str, int]], Any]) -> torch.nn.Module:
-    """Makes H3 in float32, where H3 computes in bfloat16: rounding to that would hide what is compared.
-
-    Args:
-        module: The engine's, of the transformer.
-        make: Makes the transformer from its sizes.
-    """
+    """Makes H3 of the engine's module in float32: its own bfloat16 would hide what is compared."""
     module._BF16_DTYPE = torch.float32
     width = heads * HEAD
     sizes = {"num_attention_heads": heads, "attention_head_dim": HEAD, "hidden_size": width, "num_layers": LAYERS}
@@ -107,9 +104,29 @@ class _Named(type):
         return f"{cls.__name__}.{name}"
 
 
+class _Absent(MetaPathFinder, Loader):
+    """Finds packages that are not installed, and all modules of theirs; a name of one is an empty class."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self._packages else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def attribute(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return _Named(name, (), {})
+
+        module.__file__ = __file__
+        module.__version__ = "0.28"  # type: ignore[attr-defined]  # transformers compares it
+        module.__getattr__ = attribute  # type: ignore[method-assign]
+
+
 def stub_for(*packages: str) -> None:
     """Stubs packages that PyPI has for GPUs alone, and that these runs import and do not use."""
-    stub(packages, lambda name: _Named(name, (), {}))
+    sys.meta_path.insert(0, _Absent(packages))
 
 
 def stub_for_torchvision() -> None:

@@ -26,8 +26,6 @@ LONGEST_S = 900
 """Most seconds of a command; minutes of it are imports."""
 LEAVE_OUT = "DBSP_LEAVE_OUT"
 """Set, LightX2V's plug-in of db-SP is not loaded; the other engines have a setting of their own for that."""
-PYTHON = "DBSP_ENGINE_PYTHON"
-"""The engine's Python, if it is not that of this process."""
 _STUBS = {
     "vllm_omni": ("vllm_omni.platform_plugins", "scripts.checks.engines.vllm_omni_platform:platform"),
     "lightx2v": ("lightx2v.platform_plugins", "scripts.checks.engines.lightx2v_stubs:register"),
@@ -44,45 +42,24 @@ _SEPARATE_REFERENCE = {"sglang"}
 
 @dataclass(frozen=True)
 class Case:
-    """One run of an engine's model.
+    """One run of an engine's model."""
 
-    Attributes:
-        heads: Of each layer.
-        sizes: Of the video one after another, in tokens.
-        mask: One, or a YAML file of db-SP's settings. None is the engine's own dense attention.
-        pair: Whether Wan2.2's two transformers take turns.
-        passes: Of guidance in each step.
-        wrong: Another mask than the reference's, which must be seen.
-        strategy: None is the engine's degrees.
-        cache: The engine's step cache, by its name there.
-        cache_options: Of that, by their names there.
-        unlike: Whether ranks are made to decide differently what it skips.
-        compiled: Whether by torch.compile, as the engine does it.
-        cfg_parallel: Whether half of the ranks have each CFG pass.
-        tensor: Degree of tensor parallelism; the other ranks share the sequence.
-        frames: Whether a rank has frames of its own, where the engine has that in addition to runs of tokens.
-        model: Which of the engine's models, where there are several here.
-        turns: Where the run is told when to make a step, for `take_turns`; "": it is no bench.
-        options: Settings of the engine, by their names there.
-    """
-
-    heads: int
-    sizes: tuple[tuple[int, int, int], ...]
-    mask: str | None
-    pair: bool = False
-    passes: int = 1
-    wrong: str | None = None
-    strategy: str | None = None
-    cache: str | None = None
-    cache_options: dict[str, Any] = field(default_factory=dict)
-    unlike: bool = False
-    compiled: bool = False
-    cfg_parallel: bool = False
-    tensor: int = 1
-    frames: bool = False
-    model: str = "wan"
-    turns: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
+    heads: int  # of each layer
+    sizes: tuple[tuple[int, int, int], ...]  # of the video one after another, in tokens
+    mask: str | None  # or a YAML file of db-SP's settings; None: the engine's own dense attention
+    pair: bool = False  # whether Wan2.2's two transformers take turns
+    passes: int = 1  # of guidance in each step
+    wrong: str | None = None  # another mask than the reference's, which must be seen
+    strategy: str | None = None  # None: the engine's degrees
+    cache: str | None = None  # the engine's step cache, by its name there
+    cache_options: dict[str, Any] = field(default_factory=dict)  # by their names there
+    unlike: bool = False  # whether ranks are made to decide differently what it skips
+    compiled: bool = False  # by torch.compile, as the engine does it
+    cfg_parallel: bool = False  # whether half of the ranks have each CFG pass
+    tensor: int = 1  # degree of tensor parallelism; the other ranks share the sequence
+    frames: bool = False  # whether a rank has frames of its own, where the engine also has runs of tokens
+    model: str = "wan"  # which of the engine's models
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine, by their names there
 
 
 def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) -> list[dict[str, Any]]:
@@ -92,13 +69,9 @@ def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) 
         settings = environment_of(engine, Path(folder)) | environment
         if cases[0].mask is not None:  # SGLang's plug-in looks at it when it is loaded
             settings.setdefault("DBSP_CONFIG", cases[0].mask)
-        what = [
-            str(ulysses),
-            str(ring),
-            json.dumps([asdict(case) for case in cases]),
-            str(Path(folder, "reference.pt")),
-        ]
-        if engine in _SEPARATE_REFERENCE and not cases[0].turns:
+        described = json.dumps([asdict(case) for case in cases])
+        what = [str(ulysses), str(ring), described, str(Path(folder, "reference.pt"))]
+        if engine in _SEPARATE_REFERENCE:
             alone = {name: value for name, value in settings.items() if name != "DBSP_CONFIG"}
             succeed([module, *what], alone, Path(folder))
         ranks = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(ulysses * ring), "-m", module]
@@ -115,16 +88,11 @@ def cases_of(text: str) -> list[Case]:
 
 
 def report(find: Callable[..., dict[str, Any]], *arguments: Any) -> None:
-    """Says what find(*arguments) returns, or the engine's own rejection, which every rank raises."""
+    """Prints on rank 0 what find(*arguments) returns, or the engine's own rejection, which every rank raises."""
     try:
         result = find(*arguments)
     except Exception as error:
         result = {"rejected": f"{type(error).__name__}: {error}"}
-    say(result)
-
-
-def say(result: dict[str, Any]) -> None:
-    """Prints a case's findings, on rank 0."""
     if os.environ.get("RANK", "0") == "0":
         print("CASE " + json.dumps(result), flush=True)
 
@@ -147,7 +115,7 @@ def succeed(command: list[str], settings: dict[str, str], folder: Path) -> str:
         (folder / "err.txt").open("w+", encoding="utf-8") as err,
     ):
         started = subprocess.Popen(
-            [settings.get(PYTHON, sys.executable), "-m", *command],
+            [sys.executable, "-m", *command],
             stdout=out,
             stderr=err,
             env=settings,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +17,15 @@ import torch
 
 from dbsp_engines.sglang import attach
 from scripts.checks.engines.reference import filled
-from scripts.checks.engines.runs import STEPS, Case, cases_of, report, say
-from scripts.checks.engines.sglang_stubs import put_in_place
-from scripts.checks.engines.turns import take_turns
+from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 from tests.support.oracle import largest_difference
 
 torch.set_num_threads(1)
 ALONE = "WORLD_SIZE" not in os.environ
 for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}.items():
     os.environ.setdefault(name, str(value))
-put_in_place()
 
+import scripts.checks.engines.sglang_stubs  # noqa: E402, F401, I001  before SGLang
 from cache_dit.caching.block_adapters.block_adapters import FakeDiffusionPipeline  # noqa: E402
 from sglang.multimodal_gen.runtime.platforms.plugins import apply_plugin_hooks, load_plugins  # noqa: E402
 from sglang.multimodal_gen.runtime.server_args import set_global_server_args  # noqa: E402
@@ -91,19 +88,6 @@ def tiny(case: Case, seed: int) -> torch.nn.Module:
     if os.environ.get("DBSP_CONFIG"):
         attach(model, NAMES[seed])  # as where a worker has built its pipeline
     return model
-
-
-def stepper(case: Case) -> Callable[[int], torch.Tensor]:
-    """Returns a function of the step's number that makes one forward pass, for `take_turns`."""
-    model, kind, (thw,) = tiny(case, 0), MODELS[case.model], case.sizes
-    request = request_of(case, thw)
-    request.is_cfg_negative = False
-
-    def step(number: int) -> torch.Tensor:
-        with set_forward_context(number, None, request):
-            return kind.outputs(model, thw, 0, number, 0, lambda latents: latents)
-
-    return step
 
 
 def outputs_of(case: Case, mask: str | None = None) -> tuple[Outputs, int]:
@@ -217,11 +201,6 @@ def main() -> None:
         masked = [outputs_of(case, case.mask) if case.mask else dense[number] for number, case in enumerate(cases)]
         references = [(expected, plain, calls) for (expected, calls), (plain, _) in zip(masked, dense, strict=True)]
         torch.save(references, sys.argv[4])
-        return
-    if cases[0].turns:
-        for case in cases:
-            say(take_turns(case, stepper(case)))
-        torch.distributed.destroy_process_group()
         return
     for case, reference in zip(cases, torch.load(sys.argv[4], weights_only=True), strict=True):
         report(error_of, case, *reference)

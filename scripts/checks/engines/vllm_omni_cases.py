@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,7 @@ import torch
 from torch import _dynamo as dynamo
 
 from scripts.checks.engines.reference import filled, stub_for_torchvision
-from scripts.checks.engines.runs import STEPS, Case, cases_of, report, say
-from scripts.checks.engines.turns import take_turns
+from scripts.checks.engines.runs import STEPS, Case, cases_of, report
 from tests.support.oracle import largest_difference
 
 stub_for_torchvision()
@@ -67,30 +65,6 @@ class Pipeline(torch.nn.Module):
     def __init__(self, *transformers: torch.nn.Module) -> None:
         super().__init__()
         self.transformer, self.transformer_2 = transformers[0], transformers[-1] if transformers[1:] else None
-
-
-def stepper(case: Case, ulysses: int, ring: int) -> Callable[[int], Any]:
-    """Returns a function of the step's number that makes one forward pass, for `take_turns`."""
-    parallel = settings(ulysses, ring, None if case.mask is None else "DBSP")
-    vllm_config, model, (thw,) = (
-        create_diffusion_vllm_config(torch.device("cpu"), parallel),
-        MODELS[case.model],
-        case.sizes,
-    )
-    os.environ["DBSP_CONFIG"] = configuration(case)
-    with torch.no_grad(), set_current_vllm_config(vllm_config):
-        pipeline = Pipeline(tiny(parallel, vllm_config, case, 0))
-        with set_forward_context(vllm_config, parallel):
-            registry._apply_sequence_parallel_if_enabled(pipeline, parallel)
-            applied = get_forward_context().sp_plan_hooks_applied
-
-    def step(number: int) -> Any:
-        inputs, index = model.inputs(thw, 0, number, 0), number if model.says_step else None
-        with set_current_vllm_config(vllm_config), set_forward_context(vllm_config, parallel, denoise_step_idx=index):
-            get_forward_context().sp_plan_hooks_applied = applied
-            return pipeline.transformer(**inputs)
-
-    return step
 
 
 def error_of(case: Case, ulysses: int, ring: int) -> dict[str, Any]:
@@ -208,9 +182,6 @@ def main() -> None:
             sequence_parallel_size=ulysses * ring, ulysses_degree=ulysses, ring_degree=ring, data_parallel_size=1
         )
     for case in cases_of(sys.argv[3]):
-        if case.turns:
-            say(take_turns(case, stepper(case, ulysses, ring)))
-            continue
         report(error_of, case, ulysses, ring)
     torch.distributed.destroy_process_group()
 

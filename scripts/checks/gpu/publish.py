@@ -20,6 +20,7 @@ from scripts.checks.gpu.machine import output_of, sources_fingerprint
 from scripts.checks.gpu.results import RESULTS, Key, Outcome, read_results
 from scripts.checks.gpu.suite import REPO
 from scripts.reproduce import seconds
+from scripts.results.result import Row as Line
 from scripts.results.result import write_csv
 
 MARKED = re.compile(r"<!-- measured ([\w-]+) -->.*?<!-- end -->", re.DOTALL)
@@ -28,20 +29,6 @@ MODELS = {"wan2.1-t2v-14b": "Wan2.1 14B", "cogvideox1.5-5b": "CogVideoX1.5 5B"}
 BLOCKS, DENSITIES = ("128×64", "64×64", "128×128"), ("0.2", "0.4", "0.7", "1.0")
 MASKS = ("static", "predicted")
 _GAIN = "gain over best dense"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of gpu-NAME.csv."""
-
-    part: str
-    case: str
-    what: str
-    value: float
-    unit: str
-    limit: float | None
-    goal: str
-    state: str
 
 
 @dataclass(frozen=True)
@@ -161,10 +148,10 @@ def write_hardware(published: Published) -> Path:
     return path
 
 
-def write_results(published: Published, videos: list[seconds.Row]) -> Iterator[Path]:
+def write_results(published: Published, videos: list[Line]) -> Iterator[Path]:
     """Writes gpu-NAME.csv with its entry in evidence.yaml, and seconds.csv. Yields their paths."""
     lines = [
-        Line(*key, row.what, row.value, row.unit, row.limit, row.goal, outcome.state)
+        Line(**key._asdict(), **vars(row), state=outcome.state)
         for key, outcome in published.outcomes.items()
         for row in outcome.rows
     ]
@@ -248,7 +235,7 @@ def balance_lines(published: Published) -> str:
     )
 
 
-def seconds_table(videos: list[seconds.Row]) -> str:
+def seconds_table(videos: list[Line]) -> str:
     """Returns README's table: masks that are faster than dense attention, on each machine that was measured."""
     machines = [name for name in seconds.MACHINES if load_hardware(name).measured]
     columns = ["model, video", "mask", "density", "GPU", "dense", "equal split", "db-SP"]

@@ -5,8 +5,6 @@ The paper's figure shows the arrangement alone. Sequences are drawn; cost is Eq.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from matplotlib.figure import Figure
 
@@ -23,23 +21,7 @@ from scripts.reproduce.knapformer.shared import (
     pair_cost,
 )
 from scripts.results.figures import legend_below, panels
-from scripts.results.result import Result
-
-
-@dataclass(frozen=True)
-class Row:
-    """Of all draws. tokens_*: of a sequence;  share_*: of all streams' tokens, and of their cost"""
-
-    stream: str
-    code: str
-    gpus: int
-    sequences: int
-    tokens_least: int
-    tokens_mean: float
-    tokens_most: int
-    share_of_tokens: float
-    share_of_cost: float
-    label: str
+from scripts.results.result import Result, Row
 
 
 def measure(options) -> list[Row]:
@@ -54,16 +36,16 @@ def measure(options) -> list[Row]:
             first += code.gpus
             rows.append(
                 Row(
-                    stream,
-                    str(code),
-                    code.gpus,
-                    code.gpus * code.batch,
-                    int(tokens[mine].min()),
-                    float(tokens[mine].mean()),
-                    int(tokens[mine].max()),
-                    float(tokens[mine].sum() / tokens.sum()),
-                    float(cost[mine].sum() / cost.sum()),
-                    f"drawn; {ASSUMED}; γ {GAMMA:g}",
+                    stream=stream,
+                    code=str(code),
+                    gpus=code.gpus,
+                    sequences=code.gpus * code.batch,
+                    tokens_least=int(tokens[mine].min()),
+                    tokens_mean=float(tokens[mine].mean()),
+                    tokens_most=int(tokens[mine].max()),
+                    share_of_tokens=float(tokens[mine].sum() / tokens.sum()),
+                    share_of_cost=float(cost[mine].sum() / cost.sum()),
+                    label=f"drawn; {ASSUMED}; γ {GAMMA:g}",
                 )
             )
     return rows
@@ -118,7 +100,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-LOADED = Result("knapformer-streams", "Streams of KnapFormer's §4.1", Row, draw)
+LOADED = Result("knapformer-streams", "Streams of KnapFormer's §4.1", draw)
 
 
 if __name__ == "__main__":

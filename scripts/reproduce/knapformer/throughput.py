@@ -42,7 +42,7 @@ from scripts.reproduce.knapformer.shared import (
 )
 from scripts.results.colours import PLANNERS, ROLES
 from scripts.results.figures import legend_below, panels
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 LOW = "low-resolution images"
 FITTED = ((LOW, "g1n32"), (MIXED, "g4n8"))
@@ -92,33 +92,6 @@ class Rates:
         """Computing, the link, and ordering."""
         ordering = ORDERINGS * self.piece_s * load.pieces
         return load.weighted_flop / self.flops_per_s, load.link_bytes(weights) / self.bytes_per_s, ordering
-
-
-@dataclass(frozen=True)
-class Row:
-    """role: fitted to, held out, or ours;  fbl_s = compute_s + link_s + ordering_s;  tps: tokens a second
-    error: of fbl_s;  simple_error: of computing and exchange alone, no weights or ordering, fitted to the same rows
-    tokens_off, flop_off: drawn tokens over the paper's TPS · FBL, and drawn FLOP over its HFU · peak · FBL, less 1
-    """
-
-    stream: str
-    bags: str
-    balancer: str
-    role: str
-    paper_fbl_s: float | str
-    fbl_s: float
-    error: float | str
-    simple_error: float | str
-    paper_tps: float | str
-    tps: float
-    paper_hfu: float | str
-    hfu: float
-    compute_s: float
-    link_s: float
-    ordering_s: float
-    tokens_off: float | str
-    flop_off: float | str
-    label: str
 
 
 def load_of(stream: str, bags: str, balancer: str, draws: int) -> Load:
@@ -176,28 +149,30 @@ def rebuild(draws: int, piece_s: float) -> tuple[list[Row], Rates]:
 
 
 def _row(stream: str, bags: str, load: Load, rates: Rates, simple: Rates | None) -> Row:
-    """simple: fitted without weights and ordering; None for a row of ours, which the paper does not have."""
+    """Times, and how far they are off; tokens_off, flop_off: of what was drawn, from what the paper's numbers imply.
+
+    simple: fitted without weights and ordering; None for a row of ours, which the paper does not have
+    """
     parts, paper = rates.seconds(load), TABLE_1[stream][bags]
     fbl, flops_per_s = sum(parts), WORLD * PEAK_FLOPS
     theirs = simple is not None
-    role = "ours" if not theirs else "fitted" if (stream, bags) in FITTED else "held out"
     return Row(
-        stream,
-        bags,
-        "–" if bags == "none" else "KnapFormer's, rebuilt" if theirs else "dbsp",
-        role,
-        paper.fbl_s if theirs else "–",
-        fbl,
-        fbl / paper.fbl_s - 1 if theirs else "–",
-        sum(simple.seconds(load, weights=0.0)) / paper.fbl_s - 1 if simple else "–",
-        round(paper.tps) if theirs else "–",
-        round(load.tokens / fbl),
-        paper.hfu if theirs else "–",
-        load.flop / (flops_per_s * fbl),
-        *parts,
-        load.tokens / (paper.tps * paper.fbl_s) - 1 if theirs else "–",
-        load.flop / (paper.hfu * flops_per_s * paper.fbl_s) - 1 if theirs else "–",
-        f"modelled, drawn sequences; γ {GAMMA:g} published; {rates.flops_per_s / 1e12:.0f} TFLOP/s, "
+        stream=stream,
+        bags=bags,
+        balancer="–" if bags == "none" else "KnapFormer's, rebuilt" if theirs else "dbsp",
+        role="ours" if not theirs else "fitted" if (stream, bags) in FITTED else "held out",
+        paper_fbl_s=paper.fbl_s if theirs else "–",
+        fbl_s=fbl,
+        error=fbl / paper.fbl_s - 1 if theirs else "–",
+        simple_error=sum(simple.seconds(load, weights=0.0)) / paper.fbl_s - 1 if simple else "–",
+        paper_tps=round(paper.tps) if theirs else "–",
+        tps=round(load.tokens / fbl),
+        paper_hfu=paper.hfu if theirs else "–",
+        hfu=load.flop / (flops_per_s * fbl),
+        **dict(zip(PARTS, parts, strict=True)),
+        tokens_off=load.tokens / (paper.tps * paper.fbl_s) - 1 if theirs else "–",
+        flop_off=load.flop / (paper.hfu * flops_per_s * paper.fbl_s) - 1 if theirs else "–",
+        label=f"modelled, drawn sequences; γ {GAMMA:g} published; {rates.flops_per_s / 1e12:.0f} TFLOP/s, "
         f"{rates.bytes_per_s / 1e9:.0f} GB/s fitted; {rates.piece_s * 1e6:.2g} µs a piece measured on a CPU",
     )
 
@@ -244,7 +219,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-LATENCY = Result("knapformer-throughput", "FBL, TPS and HFU, KnapFormer's Table 1", Row, draw)
+LATENCY = Result("knapformer-throughput", "FBL, TPS and HFU, KnapFormer's Table 1", draw)
 
 
 def measure(options: argparse.Namespace) -> list[Row]:

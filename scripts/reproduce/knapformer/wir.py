@@ -8,7 +8,6 @@ draws; nothing is timed.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,30 +30,9 @@ from scripts.reproduce.knapformer.shared import (
     knapformer_arguments,
     loads,
 )
-from scripts.results.result import Result
+from scripts.results.result import Result, Row
 
 SPARSE_DENSITY = 0.3
-
-
-@dataclass(frozen=True)
-class Row:
-    """wir: by Eq. 2, mean over draws;  wir_of_ranks, its worst draw, and rho: counted by rank, in blocks
-    moved: share of tokens that are not where they were loaded
-    """
-
-    stream: str
-    mask: str
-    bags: str
-    balancer: str
-    largest_bag: int
-    gamma: float
-    paper: str
-    wir: float | str
-    wir_of_ranks: float
-    worst: float
-    rho: float
-    moved: float
-    label: str
 
 
 def sparse_work(sequences: DrawnSequences) -> SequenceWork:
@@ -81,23 +59,23 @@ def measure(options) -> Iterator[Row]:
                 counted.append(by_ranks(sequences, work, bags, balancer)[1])
             paper = TABLE_1.get(stream, {}).get(bags) if mask == "dense" else None
             yield Row(
-                stream,
-                f"density {SPARSE_DENSITY}" if mask == "sparse" else mask,
-                bags,
-                "–" if bags == "none" else "KnapFormer's, rebuilt" if balancer == "knapsack" else "dbsp",
-                BagTopology.parse(TOPOLOGIES[bags], WORLD).sizes[0],
-                GAMMA,
-                "–" if paper is None else f"{paper.wir:.2f}",
-                float(np.mean(equation)) if mask == "dense" else "–",
-                float(np.mean([metrics.wir for metrics in counted])),
-                max(metrics.wir for metrics in counted),
-                max(metrics.rho for metrics in counted),
-                float(np.mean([metrics.moved / metrics.tokens.sum() for metrics in counted])),
-                "counted, drawn sequences, modelled cost",
+                stream=stream,
+                mask=f"density {SPARSE_DENSITY}" if mask == "sparse" else mask,
+                bags=bags,
+                balancer="–" if bags == "none" else "KnapFormer's, rebuilt" if balancer == "knapsack" else "dbsp",
+                largest_bag=BagTopology.parse(TOPOLOGIES[bags], WORLD).sizes[0],
+                gamma=GAMMA,
+                paper="–" if paper is None else f"{paper.wir:.2f}",
+                wir=float(np.mean(equation)) if mask == "dense" else "–",  # by Eq. 2
+                wir_of_ranks=float(np.mean([metrics.wir for metrics in counted])),
+                worst=max(metrics.wir for metrics in counted),
+                rho=max(metrics.rho for metrics in counted),
+                moved=float(np.mean([metrics.moved / metrics.tokens.sum() for metrics in counted])),  # of all tokens
+                label="counted, drawn sequences, modelled cost",
             )
 
 
 if __name__ == "__main__":
     parser = knapformer_arguments(__doc__)
     parser.add_argument("--sparse-draws", type=int, default=3, help="of them, for sparse masks, which take longer")
-    Result("knapformer-wir", "Workload imbalance ratio, KnapFormer's Table 1", Row).run(parser, measure)
+    Result("knapformer-wir", "Workload imbalance ratio, KnapFormer's Table 1").run(parser, measure)

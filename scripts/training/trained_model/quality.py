@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rich.progress import track
 from dbsp_cli.mask_tools.fit import fit_recording
 from scripts.results.colours import MASKS
 from scripts.results.figures import legend_below, panels
-from scripts.results.result import FOLDER, Result
+from scripts.results.result import FOLDER, Result, Row
 from scripts.training.trained_model.side_by_side import save_side_by_side
 from scripts.training.trained_model.small_model import (
     MEASURED_HERE,
@@ -57,22 +56,6 @@ SHOWN = ("sparge cdf", {"source": "sparge", "cdf": 0.85})
 LOWRANK_RANK = 8  # of 24 dimensions
 
 
-@dataclass(frozen=True)
-class Row:
-    """One video. density: mean over layers, steps and branches; psnr in dB and ssim of frames; error of latents."""
-
-    source: str
-    setting: str
-    prompt: str
-    seed: int
-    density: float
-    psnr: float
-    ssim: float
-    relative_l1: float
-    steps: int
-    label: str = MEASURED_HERE
-
-
 def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
     """The whole mask setting. Learned blocks are not identically inside, so none is dense for that (similarity −1)."""
     if setting["source"] == "union":
@@ -82,6 +65,7 @@ def blocks(setting: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
+    """density: mean over layers, steps and branches; psnr in dB and ssim of frames; error of latents"""
     fitted = {"path": str(fit_lowrank(pipeline, options))} if "lowrank" in options.sources else {}
     jobs = [(prompt, seed) for seed in range(options.seeds) for prompt in PROMPTS[: options.prompts]]
     for prompt, seed in track(jobs, "prompts and seeds"):
@@ -100,6 +84,7 @@ def measure(pipeline: Any, options: argparse.Namespace) -> Iterator[Row]:
                     ssim=ssim(sparse.frames, dense.frames),
                     relative_l1=relative_l1(sparse.latents, dense.latents),
                     steps=options.steps,
+                    label=MEASURED_HERE,
                 )
 
 
@@ -144,7 +129,7 @@ def draw(rows: list[Row]) -> Figure:
     return figure
 
 
-QUALITY = Result("quality", "Sparse against dense videos", Row, draw)
+QUALITY = Result("quality", "Sparse against dense videos", draw)
 
 
 def _means(rows: list[Row], name: str) -> list[tuple[float, float]]:
