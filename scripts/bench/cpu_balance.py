@@ -21,8 +21,7 @@ from scripts.bench.alone_rank import AloneRank
 from scripts.results.result import Result, Row, arguments
 
 HEADS, TOKENS, HEAD_DIM, BLOCK, DENSITY = 12, 16384, 64, 64, 0.3
-CASES = (("U2R1", 1, 0.6), ("U1R2", 2, 0.5))
-"""Strategy, seed and slope of the mask."""
+CASES = (("U2R1", 1, 0.6), ("U1R2", 2, 0.5))  # strategy, seed and slope of the mask
 PLANNERS = "contiguous", "dbsp"
 
 

@@ -23,8 +23,7 @@ from scripts.results.result import Result, Row, arguments
 from scripts.training.trained_model.small_model import PROMPTS, generate, load_pipeline
 
 HEADS, TOKENS, HEAD_DIMS = 4, 1536, (128, 64, 72, 96, 120, 256)
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""q, k and v, float64[H, N, D]."""
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k and v, float64[H, N, D]
 ERRORS = ("unrotated", "qkv", "qkv_and_out", "kernel_unrotated", "kernel")
 """Without rotation; of `precision: int8`; with the output, too; and the first two with kernel `triton-int8`, which
 rounds q and k once more."""

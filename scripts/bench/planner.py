@@ -87,8 +87,7 @@ def one_dense(heads: int, blocks: int, seed: int) -> np.ndarray:
     return bits
 
 
-SYNTHETIC = ((0.2, 1.0), (0.3, 0.6), (0.4, 0.3), (0.5, 0.6), (0.7, 1.0))
-"""Densities and spreads."""
+SYNTHETIC = ((0.2, 1.0), (0.3, 0.6), (0.4, 0.3), (0.5, 0.6), (0.7, 1.0))  # densities and spreads
 MASKS: dict[str, Callable[[int, int, int], np.ndarray]] = {
     **{f"synthetic {density} ±{spread}": synthetic(density, spread) for density, spread in SYNTHETIC},
     "beta": beta,

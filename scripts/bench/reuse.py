@@ -28,8 +28,7 @@ from scripts.training.trained_model.small_model import PROMPTS, generate, load_p
 from scripts.training.world import Scene
 
 THRESHOLDS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.10)
-SETTLED = 2
-"""Calls of a single video after which its worst ρ_s is looked for: the first has no counts before it."""
+SETTLED = 2  # calls of a single video after which its worst ρ_s is looked for: the first has no counts before it
 VIDEOS = ((50, 4), (8, 10), (4, 10))  # steps, and number of videos one after another, each of another prompt
 DRIFT, DRIFT_STEPS = "slow drift, 50 steps", FIG_11["steps"]
 

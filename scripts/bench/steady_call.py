@@ -49,8 +49,7 @@ MASKS: dict[str, dict[str, Any]] = {
     "predicted": {"source": "sparge", **BLOCKS},
 }
 STRATEGIES = "U8R1", "U2R4", "U1R8"
-WARM_UP = 2
-"""Forward passes that are not timed. The first one plans."""
+WARM_UP = 2  # forward passes that are not timed; the first one plans
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,7 @@ class SteadyCalls:
         return begin, attentions
 
 
-LAUNCHING = exchange, forward, int8, merge, prediction, schedule, tables
-"""Modules that launch Triton kernels."""
+LAUNCHING = exchange, forward, int8, merge, prediction, schedule, tables  # modules that launch Triton kernels
 
 
 @contextmanager

@@ -23,12 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPO = Path(__file__).resolve().parents[2]
-LIMIT_S = 300
-"""Most seconds of a selection."""
-AT_ONCE = 2
-"""Faults tried at a time, each in a copy of its own."""
-FOUND, MISSED = 1, 0
-"""Exit status of pytest: some tests failed; all passed."""
+LIMIT_S = 300  # most seconds of a selection
+AT_ONCE = 2  # faults tried at a time, each in a copy of its own
+FOUND, MISSED = 1, 0  # exit status of pytest: some tests failed; all passed
 SEEDED = """
 a linear branch sums over the tokens of all ranks: dbsp_core/sources/sla.py
 - .view(group.size, share).sum(0)

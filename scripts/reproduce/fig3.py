@@ -23,8 +23,7 @@ from scripts.results.figures import STAR, grouped_bars, in_words, legend_below, 
 from scripts.results.result import Result, Row
 
 MODEL = "wan2.1-t2v-14b"
-PAPER_SCALING = {"U8R1": 6.09, "U1R8": 5.81}
-"""§3.1: on 8 GPUs over one GPU, contiguous plans."""
+PAPER_SCALING = {"U8R1": 6.09, "U1R8": 5.81}  # §3.1: on 8 GPUs over one GPU, contiguous plans
 LINES = {"Ulysses": (True, "contiguous"), "Ring": (False, "contiguous"), "db-SP, Ulysses": (True, "dbsp")}
 
 

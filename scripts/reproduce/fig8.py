@@ -23,8 +23,7 @@ from scripts.results.figures import in_words, legend_below, panels
 from scripts.results.result import Result, Row, arguments
 
 LABEL = "measured by the paper's authors (read off a picture, ±1 s); modelled"
-WORTH = 0.03
-"""Relative difference above which the order of two measured bars counts."""
+WORTH = 0.03  # relative difference above which the order of two measured bars counts
 
 
 def measure() -> list[Row]:

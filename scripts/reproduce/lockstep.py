@@ -71,22 +71,15 @@ def work_by_slot(mask: BlockMask, slot: np.ndarray, ring: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class RingPlan:
-    """Whole heads on Ulysses ranks, whole blocks on ring ranks and in slots.
-
-    Attributes:
-        q_owner: int64[H, nq], the rank of each row.
-        slot: int64[H, nk], the ring rank that has each KV block in ring step 0.
-        work: int64[y, P], b(i, g) of its mask.
-        moved: Share of Q, K and V whose ring rank is not that of the rank that holds them outside attention.
-    """
+    """Whole heads on Ulysses ranks, whole blocks on ring ranks and in slots."""
 
     planner: str
     strategy: Strategy
     grid: BlockGrid
-    q_owner: np.ndarray
-    slot: np.ndarray
-    work: np.ndarray
-    moved: float
+    q_owner: np.ndarray  # int64[H, nq], the rank of each row
+    slot: np.ndarray  # int64[H, nk], the ring rank that has each KV block in ring step 0
+    work: np.ndarray  # int64[y, P], b(i, g) of its mask
+    moved: float  # share of Q, K and V whose ring rank is not that of the rank that holds them outside attention
 
     @property
     def heads(self) -> int:
@@ -163,14 +156,12 @@ def _moved(grid: BlockGrid, layout: SequenceLayout, strategy: Strategy, owner: n
 class RingTimes:
     """All ring steps of one attention.
 
-    Attributes:
-        steps: (compute_s, transfer_s) of each on the rank that is done last; compute includes the kernel's launch and
-            the merge, the transfer is what the next ring step needs: 0 in the last.
-        attention_s: From the first kernel's start until the last rank is done.
+    steps: (compute_s, transfer_s) of each on the rank that is done last; compute includes the kernel's launch and
+        the merge, the transfer is what the next ring step needs: 0 in the last
     """
 
     steps: tuple[tuple[float, float], ...]
-    attention_s: float
+    attention_s: float  # from the first kernel's start until the last rank is done
 
     @property
     def compute_s(self) -> float:

@@ -32,17 +32,11 @@ def machine(options: argparse.Namespace) -> Hardware:
 
 @dataclass(frozen=True)
 class ModelledVideo:
-    """A video with one strategy and planner.
+    """A video with one strategy and planner."""
 
-    Attributes:
-        rho: Mean over layers of the plans' ρ_s.
-        attention_s: Seconds of all self-attentions; on one GPU, which packs nothing, without packing.
-        other_s: Seconds of linear layers and all else, divided over the GPUs, and of what only one device does.
-    """
-
-    rho: float
-    attention_s: float
-    other_s: float
+    rho: float  # mean over layers of the plans' ρ_s
+    attention_s: float  # seconds of all self-attentions; on one GPU, which packs nothing, without packing
+    other_s: float  # seconds of linear layers and all else, divided over the GPUs, and of what only one device does
 
 
 def modelled_layer(

@@ -26,20 +26,13 @@ GPUS, LAYERS = 8, 2
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask, and how many steps its shipped settings keep dense.
-
-    Attributes:
-        name: Its source.
-        density: Share of blocks that it keeps on this model. None: as its settings say.
-        origin: Of the density.
-        style: The preset whose imbalance and blocks its synthetic stand-in has; "": rows are equal.
-    """
+    """A mask, and how many steps its shipped settings keep dense."""
 
     model: str
-    name: str
-    density: float | None
-    origin: Literal["published", "fitted", "its setting"]
-    style: str = ""
+    name: str  # its source
+    density: float | None  # share of blocks that it keeps on this model; None: as its settings say
+    origin: Literal["published", "fitted", "its setting"]  # of the density
+    style: str = ""  # the preset whose imbalance and blocks its synthetic stand-in has; "": rows are equal
     dense_steps: int = 0
 
     def masks(self, spec: ModelSpec) -> list[BlockMask]:

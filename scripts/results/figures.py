@@ -26,8 +26,7 @@ STAR: dict[str, Any] = {
     "markeredgewidth": 0.8,
 }
 """How a value that a paper publishes is drawn."""
-ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-"""The ground of a number that may lie over lines."""
+ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the ground of a number that may lie over lines
 _MODELS = {"wan2.1-t2v-14b": "Wan2.1-14B", "cogvideox1.5-5b": "CogVideoX1.5-5B"}
 
 

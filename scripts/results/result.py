@@ -26,15 +26,12 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
 class Result:
     """NAME.csv, and NAME.png where it is drawn.
 
-    Attributes:
-        name: Of both files.
-        title: Over the table in the terminal.
-        draw: The picture of rows, of which it has nothing but what the CSV has; None: no picture. Columns are the
-            attributes of a `Row`; `label` says what is measured, modelled or fitted.
+    draw: the picture of rows, of which it has nothing but what the CSV has; None: no picture; Columns are the
+        attributes of a `Row`; `label` says what is measured, modelled or fitted
     """
 
-    name: str
-    title: str
+    name: str  # of both files
+    title: str  # over the table in the terminal
     draw: Callable[[list[Row]], Figure] | None = None
 
     def run(

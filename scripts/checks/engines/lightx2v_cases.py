@@ -47,8 +47,7 @@ from lightx2v.models.schedulers.wan.step_distill.scheduler import (  # noqa: E40
 from lightx2v.utils.set_config import set_parallel_config  # noqa: E402
 from lightx2v_platform.registry_factory import PLATFORM_DEVICE_REGISTER  # noqa: E402
 
-BOUNDARY = 0.875
-"""Of its timestep from Wan2.2's first expert to its second."""
+BOUNDARY = 0.875  # of its timestep from Wan2.2's first expert to its second
 DISTILLED = {"infer_steps": 4, "denoising_step_list": [1000, 750, 500, 250], "boundary_step_index": 2}
 """Settings of LightX2V's own configurations for models of four steps."""
 CACHES: dict[str, dict[str, Any]] = {

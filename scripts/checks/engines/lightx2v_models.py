@@ -21,8 +21,7 @@ import torch.nn.functional as F
 from scripts.checks.engines.reference import TorchInFloat32, fill, random
 from scripts.checks.engines.runs import HEAD, LAYERS, STEPS, Case
 
-TEXT, SHARE = 7, 16
-"""Tokens of the text, and channels of one."""
+TEXT, SHARE = 7, 16  # tokens of the text, and channels of one
 Grid = tuple[int, int, int]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -31,22 +30,15 @@ Shapes = dict[str, tuple[int, ...]]
 class Model:
     """Construction and call of one class.
 
-    Attributes:
-        cls: It, as "package.module:Class" below LightX2V's networks.
-        config: Its settings, with so many heads.
-        shapes: Those of its checkpoint's tensors.
-        scheduler: That of a denoising: (settings, thw, number of the size).
-        call: One pass: (model, thw, number, step, CFG pass).
-        attentions: Attentions of the layers in order, of the model's weights.
-        tokens: int64, positions in the sequence of one process of text, then video; and how many are text.
+    tokens: int64, positions in the sequence of one process of text, then video; and how many are text
     """
 
-    cls: str
-    config: Callable[[int], dict[str, Any]]
-    shapes: Callable[[int], Shapes]
-    scheduler: Callable[[dict[str, Any], Grid, int], Any]
-    call: Callable[[Any, Grid, int, int, int], torch.Tensor]
-    attentions: Callable[[Any], list[Any]]
+    cls: str  # it, as "package.module:Class" below LightX2V's networks
+    config: Callable[[int], dict[str, Any]]  # its settings, with so many heads
+    shapes: Callable[[int], Shapes]  # those of its checkpoint's tensors
+    scheduler: Callable[[dict[str, Any], Grid, int], Any]  # that of a denoising: (settings, thw, number of the size)
+    call: Callable[[Any, Grid, int, int, int], torch.Tensor]  # one pass: (model, thw, number, step, CFG pass)
+    attentions: Callable[[Any], list[Any]]  # attentions of the layers in order, of the model's weights
     tokens: Callable[[Grid], tuple[torch.Tensor, int]]
 
     def make(self, case: Case, config: dict[str, Any]) -> Any:
@@ -131,8 +123,7 @@ def _time(step: int) -> torch.Tensor:
 
 # ---- MiniMax-H3 ----
 H3_FRAMES = 124
-H3_LATENTS, H3_AUDIO = 37, 2 * 207
-"""Frames of its shortest video, and tokens of its sound in two channels."""
+H3_LATENTS, H3_AUDIO = 37, 2 * 207  # frames of its shortest video, and tokens of its sound in two channels
 
 
 def _h3_config(heads: int) -> dict[str, Any]:
@@ -174,8 +165,7 @@ def _call_h3(model: Any, thw: Grid, number: int, step: int, branch: int) -> torc
 
 
 # ---- HunyuanVideo-1.5 ----
-HUNYUAN_TEXT = TEXT - 2 + 3 + 4
-"""Valid tokens of two texts and of an image."""
+HUNYUAN_TEXT = TEXT - 2 + 3 + 4  # valid tokens of two texts and of an image
 
 
 def _hunyuan_config(heads: int) -> dict[str, Any]:
@@ -294,8 +284,7 @@ def _image_sizes(heads: int) -> dict[str, Any]:
     return {"num_attention_heads": heads, "attention_head_dim": HEAD, "joint_attention_dim": SHARE, "in_channels": 8}
 
 
-EDITED = (1, 4, 4)
-"""An image that is edited, which follows the one that is made."""
+EDITED = (1, 4, 4)  # an image that is edited, which follows the one that is made
 
 
 def _image_call(model: Any, thw: Grid, number: int, step: int, branch: int) -> torch.Tensor:
@@ -372,8 +361,7 @@ def _longcat_scheduler(config: dict[str, Any], thw: Grid, number: int) -> Any:
     return _namespace(config, input_info=shape, image_rotary_emb=rotary, negative_image_rotary_emb=rotary)
 
 
-Z_TEXT = 32
-"""Its text and image are each filled up to a multiple of 32, which is attended to."""
+Z_TEXT = 32  # its text and image are each filled up to a multiple of 32, which is attended to
 
 
 def _z_config(heads: int) -> dict[str, Any]:

@@ -20,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 LAYERS, STEPS = 3, 3
-HEAD = 24
-"""Size of a head."""
-LONGEST_S = 900
-"""Most seconds of a command; minutes of it are imports."""
+HEAD = 24  # size of a head
+LONGEST_S = 900  # most seconds of a command; minutes of it are imports
 LEAVE_OUT = "DBSP_LEAVE_OUT"
 """Set, LightX2V's plug-in of db-SP is not loaded; the other engines have a setting of their own for that."""
 _STUBS = {

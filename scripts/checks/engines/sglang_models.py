@@ -46,27 +46,22 @@ from scripts.checks.engines.runs import HEAD, LAYERS, STEPS
 
 Grid = tuple[int, int, int]
 TEXT, H3_TEXT, H3_AUDIO = 7, 7, 4
-CALLS: list[int] = []
-"""Layers whose attention was computed under a mask, by torch's own attention."""
+CALLS: list[int] = []  # layers whose attention was computed under a mask, by torch's own attention
 
 
 @dataclass(frozen=True)
 class Model:
     """One of SGLang's models.
 
-    Attributes:
-        make: Of a number of heads, with weights of no meaning.
-        outputs: Of the model, a size in tokens, its number, the step, the CFG pass and how to choose own frames.
-        mask: Makes a model attend under a mask by torch's own attention, for a size and by its name in a pipeline.
-        channels: Of its latents.
-        is_image: Whether its latents are packed tokens [B, S, C].
+    outputs: of the model, a size in tokens, its number, the step, the CFG pass and how to choose own frames
+    mask: makes a model attend under a mask by torch's own attention, for a size and by its name in a pipeline
     """
 
-    make: Callable[[int], torch.nn.Module]
+    make: Callable[[int], torch.nn.Module]  # of a number of heads, with weights of no meaning
     outputs: Callable[[Any, Grid, int, int, int, Callable[[torch.Tensor], torch.Tensor]], torch.Tensor]
     mask: Callable[[Any, str, Grid, str], None]
-    channels: int
-    is_image: bool = False
+    channels: int  # of its latents
+    is_image: bool = False  # whether its latents are packed tokens [B, S, C]
 
     def latents(self, thw: Grid) -> dict[str, Any]:
         """What a request says of the size of its latents, before ranks have their own."""

@@ -17,8 +17,7 @@ from dbsp_core.config import DbspConfig
 from scripts.checks.engines.reference import TorchInFloat32, attend_under, inputs_of, random, tiny_h3
 from scripts.checks.engines.runs import HEAD, LAYERS, Case
 
-TEXT = 7
-"""Tokens of the first text; the last two are padding, where a model has that."""
+TEXT = 7  # tokens of the first text; the last two are padding, where a model has that
 Grid = tuple[int, int, int]
 
 
@@ -26,21 +25,17 @@ Grid = tuple[int, int, int]
 class Model:
     """Construction and call of one class.
 
-    Attributes:
-        make: With so many heads.
-        inputs: Arguments of a forward pass: (thw, number of the size, step, CFG pass).
-        attentions: Self-attentions in the order of their layers.
-        tokens: int64, positions in the sequence of one process of text, then video; what is left out is padding; and
-            how many are text.
-        says_step: True if its pipeline gives the step.
-        attend: Self-attention of one process under a mask, where it is the engine's own and not `attend_under`.
+    inputs: arguments of a forward pass: (thw, number of the size, step, CFG pass)
+    tokens: int64, positions in the sequence of one process of text, then video; what is left out is padding; and
+        how many are text
+    attend: self-attention of one process under a mask, where it is the engine's own and not `attend_under`
     """
 
-    make: Callable[[OmniDiffusionConfig, int], nn.Module]
+    make: Callable[[OmniDiffusionConfig, int], nn.Module]  # with so many heads
     inputs: Callable[[Grid, int, int, int], dict[str, Any]]
-    attentions: Callable[[Any], list[Any]]
+    attentions: Callable[[Any], list[Any]]  # self-attentions in the order of their layers
     tokens: Callable[[Grid], tuple[torch.Tensor, int]]
-    says_step: bool = False
+    says_step: bool = False  # true if its pipeline gives the step
     attend: Callable[..., torch.Tensor] | None = None
 
     def mask_attention(self, model: nn.Module, case: Case, thw: Grid, name: str = "transformer") -> Callable[[], int]:
@@ -186,8 +181,7 @@ def _of_longcat_image(thw: Grid, number: int, step: int, branch: int) -> dict[st
 
 
 LTX2_AUDIO = 9
-LTX2_AUDIO_HEADS = 4
-"""Their number divides by the ranks: vLLM-Omni cuts them where audio attends to the video."""
+LTX2_AUDIO_HEADS = 4  # their number divides by the ranks: vLLM-Omni cuts them where audio attends to the video
 
 
 def _ltx2(config: OmniDiffusionConfig, heads: int) -> nn.Module:

@@ -10,11 +10,9 @@ import torch
 
 LEAD = 10_000_000
 """Cycles that the GPU is kept busy before a measurement: five milliseconds, in which Python gets ahead of it."""
-FLUSHED = 256 << 20
-"""Bytes that are written before a measurement, several times the largest L2 cache."""
+FLUSHED = 256 << 20  # bytes that are written before a measurement, several times the largest L2 cache
 
-Work = Callable[[int], object]
-"""Does its work once; the argument counts up, and picks one of several sets of inputs."""
+Work = Callable[[int], object]  # does its work once; the argument counts up, and picks one of several sets of inputs
 
 
 class Sampler:

@@ -21,8 +21,7 @@ from dbsp_kernels.triton.tiles import HOPPER, Tiles, row_slots, tiles_for
 from scripts.checks.gpu.clock import Work
 from scripts.checks.gpu.setting import Model, Setting, Shape
 
-LOOPS = ("late", "scale_first", "plain")
-"""Schedules of Hopper's forward kernel that are compared."""
+LOOPS = ("late", "scale_first", "plain")  # schedules of Hopper's forward kernel that are compared
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,7 @@ from tests.kernels.packed_inputs import Packed, full_counts, kinder, packed, rel
 MOST_GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CPU = torch.device("cpu")
 
-WINDOW = (120, 120)
-"""Blocks that tiles do not divide: Wan's window tiles."""
+WINDOW = (120, 120)  # blocks that tiles do not divide: Wan's window tiles
 
 
 def cases(setting: Setting) -> Iterator[Case]:

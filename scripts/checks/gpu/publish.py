@@ -33,16 +33,11 @@ _GAIN = "gain over best dense"
 
 @dataclass(frozen=True)
 class Published:
-    """Outcomes of one device, of one version of the sources.
+    """Outcomes of one device, of one version of the sources."""
 
-    Attributes:
-        name: Of the machine in configs/hardware.
-        commit: At which the suite ran.
-    """
-
-    name: str
+    name: str  # of the machine in configs/hardware
     device: str
-    commit: str
+    commit: str  # at which the suite ran
     date: str
     outcomes: dict[Key, Outcome]
 

@@ -41,8 +41,7 @@ from tests.support.thread_ranks import ThreadRanks
 
 MOST_GRADIENT_ERROR = {torch.float32: 5e-5, torch.bfloat16: 2e-2}
 MASKS = {"static": UNEQUAL, "predicted": PREDICTED}
-STEADY = 2
-"""The step that is watched."""
+STEADY = 2  # the step that is watched
 KINDS = {
     "static": (UNEQUAL, {}),
     "predicted": (PREDICTED, {}),

@@ -14,8 +14,7 @@ from scripts.checks.gpu.jobs import PackedJob, dense_works, runs, tile_variants
 from scripts.checks.gpu.results import Case, Row, Skipped
 from scripts.checks.gpu.setting import MOST_ERROR, Model, Setting, Shape
 
-GOALS = {128: "≥ 0.75", 64: "≥ 0.55"}
-"""Of the kernel's rate over the best dense one, by the queries of a block."""
+GOALS = {128: "≥ 0.75", 64: "≥ 0.55"}  # of the kernel's rate over the best dense one, by the queries of a block
 
 
 def cases(setting: Setting) -> Iterator[Case]:

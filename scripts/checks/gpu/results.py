@@ -15,18 +15,13 @@ RESULTS, LOGS = "results.json", "logs.txt"
 
 @dataclass(frozen=True)
 class Row:
-    """A check or a measurement.
-
-    Attributes:
-        limit: Largest value that is correct, or None for a measurement.
-        goal: "≥ 0.75" or "≤ 1.05" for a measurement with a goal, else "".
-    """
+    """A check or a measurement."""
 
     what: str
     value: float
     unit: str = ""
-    limit: float | None = None
-    goal: str = ""
+    limit: float | None = None  # largest value that is correct, or None for a measurement
+    goal: str = ""  # "≥ 0.75" or "≤ 1.05" for a measurement with a goal, else ""
 
     @property
     def correct(self) -> bool:
@@ -48,17 +43,12 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One unit of the suite: `run` yields rows, each of which is kept as soon as it is there.
-
-    Attributes:
-        limit_s: Seconds after which it counts as slow, and its process is ended.
-        alone: True if it is timed, so that nothing else may run.
-    """
+    """One unit of the suite: `run` yields rows, each of which is kept as soon as it is there."""
 
     name: str
     run: Callable[[], Iterable[Row]]
-    limit_s: float = 60.0
-    alone: bool = False
+    limit_s: float = 60.0  # seconds after which it counts as slow, and its process is ended
+    alone: bool = False  # true if it is timed, so that nothing else may run
 
 
 class Key(NamedTuple):
@@ -70,18 +60,12 @@ class Key(NamedTuple):
 
 @dataclass
 class Outcome:
-    """Outcome of a case.
+    """Outcome of a case."""
 
-    Attributes:
-        state: "ended"; "failed", for it raised or ended its process; "skipped"; "slow", for it was cut off.
-        sources: `sources_fingerprint` of the run.
-        error: Reason of a state other than "ended", on one line. Tracebacks are in the log.
-    """
-
-    state: str
-    sources: str
+    state: str  # "ended"; "failed", for it raised or ended its process; "skipped"; "slow", for it was cut off
+    sources: str  # `sources_fingerprint` of the run
     seconds: float = 0.0
-    error: str = ""
+    error: str = ""  # reason of a state other than "ended", on one line; tracebacks are in the log
     rows: list[Row] = field(default_factory=list)
 
     @property

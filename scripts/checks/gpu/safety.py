@@ -17,8 +17,7 @@ from scripts.checks.gpu.setting import Setting
 from scripts.checks.gpu.steady import SteadyCall, masks
 from scripts.checks.gpu.suite import REPO
 
-FOUND = 99
-"""Exit status of the sanitizer if it has found something."""
+FOUND = 99  # exit status of the sanitizer if it has found something
 WATCHED = (Key("kernels", "forward, 120×120, D 128, bfloat16"), Key("kernels", "segments, D 128, bfloat16"))
 
 

@@ -46,8 +46,7 @@ class Sizes:
         return MaskRequest(layer, self.heads, self.video.thw, self.video.text, step, layers=self.layers)
 
 
-SMALL, TINY = Sizes(Video((4, 16, 16), 37), 8, 64), Sizes(Video((4, 4, 8), 5), 4, 16)
-"""On a GPU, and in a dry run."""
+SMALL, TINY = Sizes(Video((4, 16, 16), 37), 8, 64), Sizes(Video((4, 4, 8), 5), 4, 16)  # on a GPU, and in a dry run
 
 
 def write_mask_files(sizes: Sizes, folder: Path) -> None:

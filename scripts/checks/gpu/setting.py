@@ -49,8 +49,7 @@ SMALL = Model("Wan2.1-1.3B, 81 frames of 832 × 480", (21, 30, 52), 12, 128)
 LONG = Model("Wan2.1-14B, 161 frames of 1280 × 720", (41, 45, 80), 40, 128)
 MAIN = tuple(Shape(*blocks, 128, torch.bfloat16) for blocks in ((128, 64), (64, 64), (128, 128)))
 """The shapes that rates are measured at: those that Wan's and HunyuanVideo's masks are shipped with."""
-ODD = ((192, 16, 80), (64, 64, 256))
-"""Query blocks, key blocks and head sizes that nobody ships, and a user may set."""
+ODD = ((192, 16, 80), (64, 64, 256))  # query blocks, key blocks and head sizes that nobody ships, and a user may set
 
 
 def shipped_shapes() -> list[Shape]:
@@ -75,12 +74,8 @@ def shipped_shapes() -> list[Shape]:
 class Setting:
     """Sizes and device.
 
-    Attributes:
-        world: Ranks of the plans that are measured.
-        densities: Shares of active blocks at which kernels are measured, the headline's first.
-        sets: Sets of inputs that take turns.
-        samples: Measurements of which the median is taken.
-        layers, steps: Attentions that are timed on each rank alone.
+    densities: shares of active blocks at which kernels are measured, the headline's first
+    layers, steps: attentions that are timed on each rank alone
     """
 
     dry: bool = False
@@ -90,10 +85,10 @@ class Setting:
     small: Model = SMALL
     long: Model = LONG
     main: tuple[Shape, ...] = MAIN
-    world: int = 8
+    world: int = 8  # ranks of the plans that are measured
     densities: tuple[float, ...] = (0.4, 0.2, 0.7, 1.0)
-    sets: int = 2
-    samples: int = 5
+    sets: int = 2  # sets of inputs that take turns
+    samples: int = 5  # measurements of which the median is taken
     layers: int = 4
     steps: int = 4
 

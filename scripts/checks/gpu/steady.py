@@ -25,8 +25,7 @@ from scripts.checks.gpu.clock import Timeline
 from scripts.checks.gpu.results import Case, Row
 from scripts.checks.gpu.setting import Model, Setting
 
-LAYERS = 2
-"""Attentions in each call of a transformer: few, as each has a mask that the host makes."""
+LAYERS = 2  # attentions in each call of a transformer: few, as each has a mask that the host makes
 PARTS = {
     "forward_kernel": "attention",
     "copy_kernel": "packing and unpacking",

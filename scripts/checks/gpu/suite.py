@@ -30,8 +30,7 @@ from scripts.checks.gpu.results import LOGS, RESULTS, Key, Outcome, Results, Row
 
 REPO = Path(__file__).resolve().parents[3]
 LANES = 8
-GRACE_S = 5.0
-"""Seconds beyond its limit after which a worker that has not ended itself is ended."""
+GRACE_S = 5.0  # seconds beyond its limit after which a worker that has not ended itself is ended
 MOST_LINES, COLUMNS = 100, 118
 MOST_LOG_BYTES = 8 << 20
 

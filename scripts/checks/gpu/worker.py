@@ -28,8 +28,7 @@ from scripts.checks.gpu.results import Case, Key, Skipped
 if TYPE_CHECKING:
     from scripts.checks.gpu.setting import Setting
 
-Say = Callable[..., None]
-"""Writes a line with the keyword arguments."""
+Say = Callable[..., None]  # writes a line with the keyword arguments
 
 
 def main() -> int:

@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LOCAL = ("LDL", "STL")
-"""Loads from a thread's own memory, and stores to it."""
+LOCAL = ("LDL", "STL")  # loads from a thread's own memory, and stores to it
 OF_WARPGROUPS = ("HGMMA", "IGMMA")
 OF_INT8 = ("IGMMA", "UTCIMMA", "IMMA")
 PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", *OF_INT8)
@@ -16,15 +15,10 @@ PRODUCTS = ("HGMMA", "UTCHMMA", "UTCQMMA", "HMMA", *OF_INT8)
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of one warp.
+    """One instruction of one warp."""
 
-    Attributes:
-        at: Address in the function.
-        text: As cuobjdump writes it, with its predicate.
-    """
-
-    at: int
-    text: str
+    at: int  # address in the function
+    text: str  # as cuobjdump writes it, with its predicate
 
     @property
     def name(self) -> str:

@@ -54,40 +54,27 @@ Only what they are multiples of, and how many blocks a row is chosen among, is s
 class Variant:
     """One kernel as one launch compiles it.
 
-    Attributes:
-        arch: 90 for Hopper.
-        block_q, block_k: 0 where the code is the same for all.
-        head_dim: D; 0 where the kernel has none.
-        dtype: Of tokens.
-        case: What else distinguishes launches of the kernel.
+    block_q, block_k: 0 where the code is the same for all
     """
 
     kernel: str
-    arch: int
+    arch: int  # 90 for Hopper
     block_q: int = 0
     block_k: int = 0
-    head_dim: int = 128
-    dtype: str = "bf16"
-    case: str = ""
+    head_dim: int = 128  # D; 0 where the kernel has none
+    dtype: str = "bf16"  # of tokens
+    case: str = ""  # what else distinguishes launches of the kernel
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel and its variants.
+    """One kernel and its variants."""
 
-    Attributes:
-        function: Name of the function that Triton compiles, without leading underscores.
-        launch: Launches it once on tensors without memory.
-        cases: Values of `Variant.case`.
-        shapes: (block_q, block_k, D) of its variants.
-        dtypes: Names in `DTYPES`, or "-" where the kernel has no tokens.
-    """
-
-    function: str
-    launch: Callable[[Variant], object]
-    cases: tuple[str, ...] = ("",)
-    shapes: tuple[tuple[int, int, int], ...] = SHIPPED
-    dtypes: tuple[str, ...] = tuple(DTYPES)
+    function: str  # name of the function that Triton compiles, without leading underscores
+    launch: Callable[[Variant], object]  # launches it once on tensors without memory
+    cases: tuple[str, ...] = ("",)  # values of `Variant.case`
+    shapes: tuple[tuple[int, int, int], ...] = SHIPPED  # (block_q, block_k, D) of its variants
+    dtypes: tuple[str, ...] = tuple(DTYPES)  # names in `DTYPES`, or "-" where the kernel has no tokens
 
 
 def shipped(arch: int) -> Iterator[Variant]:

@@ -44,14 +44,12 @@ from tests.support.attention_cases import Case
 from tests.support.generators import random_bits
 
 WORLDS = tuple(range(1, 9))
-CASES_PER_WORLD = 20
-"""So many numbers in a row have one world size: starting processes takes seconds."""
+CASES_PER_WORLD = 20  # so many numbers in a row have one world size: starting processes takes seconds
 ORDERS = ("thw", "twh", "htw", "hwt", "wth", "wht", "tile:2x2x2", "tile:1x3x4")
 STATIC = ("random", "dense", "window", "tile", "radial", "svg", "synthetic", "file", "function")
 PREDICTED = ("sparge", "lowrank", "sol", "union", "vsa", "subblock", "cube", "ssta", "sla")
 BLOCKS = (1, 3, 5, 8, 12, 16, 16, 24, 32)
-TOKENS = 420
-"""Most of a sequence's video."""
+TOKENS = 420  # most of a sequence's video
 
 
 @dataclass(frozen=True)

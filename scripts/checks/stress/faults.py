@@ -26,17 +26,13 @@ from scripts.checks.stress.part import Outcome, Part, in_one_line
 from scripts.checks.stress.phases import DIVERGENCES, HARMLESS, PHASES
 from scripts.checks.stress.programs import Values
 
-WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)
-"""Numbers of ranks to draw from, where more than a few take long."""
-TIMEOUT_S = 10.0
-"""Of the process group."""
-LIMIT_S = 180.0
-"""After which ranks that still run hang. gloo connects for five timeouts, and importing takes seconds."""
+WORLDS = (2, 2, 3, 3, 4, 4, 5, 6, 7, 8)  # numbers of ranks to draw from, where more than a few take long
+TIMEOUT_S = 10.0  # of the process group
+LIMIT_S = 180.0  # after which ranks that still run hang; gloo connects for five timeouts, and importing takes seconds
 SLOW_S = 1.5
 TOLERANCE = 1e-5
 ACTS = ("raise", "kill", "slow")
-DIVERGE = 0.3
-"""Share of the cases in which a value differs on one rank."""
+DIVERGE = 0.3  # share of the cases in which a value differs on one rank
 PRELOADED = (
     "tests.support.interpreter",  # before anything else imports triton
     "torch._dynamo",

@@ -30,8 +30,7 @@ PRELOADED = (
     "scripts.checks.stress.oracle",
     "torch.fx.experimental.symbolic_shapes",
 )
-PATIENCE_S = 180.0
-"""After which ranks that have not answered hang."""
+PATIENCE_S = 180.0  # after which ranks that have not answered hang
 
 
 class Oracle(Part):

@@ -76,8 +76,7 @@ PHASES: dict[str, Phase] = {
     "report: gathering": _session(f"{REPORTS}.collect.gather_texts", 1, report="report"),
     "report: writing": _session(f"{REPORTS}.collect.report_page", 1, report="report"),
 }
-HARMLESS = ("report: gathering", "report: writing")
-"""Phases in which an error must not end a run that has succeeded."""
+HARMLESS = ("report: gathering", "report: writing")  # phases in which an error must not end a run that has succeeded
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,7 @@ def in_reference() -> bool:
     return _REFERENCE.get()
 
 
-calls_done = 0
-"""Number of calls of this rank's program that have returned."""
+calls_done = 0  # number of calls of this rank's program that have returned
 
 
 def _count_call() -> None:

@@ -41,15 +41,11 @@ def in_scripts(hardware: Hardware, method: str, model: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Fit:
-    """The constants of the machines with their 8-bit kernels, and what else the bars need.
-
-    Attributes:
-        score_flops: FLOP of the products that take as long as one score's softmax, on either machine.
-    """
+    """The constants of the machines with their 8-bit kernels, and what else the bars need."""
 
     machines: dict[str, Constants]
     unknowns: Unknowns
-    score_flops: float
+    score_flops: float  # FLOP of the products that take as long as one score's softmax, on either machine
 
     def error(self, bar: Bar) -> float:
         """Modelled over measured time of a bar's video, less one."""

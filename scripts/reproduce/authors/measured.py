@@ -20,10 +20,8 @@ from dbsp_core import Strategy
 DATA = Path(__file__).parent / "data"
 STRATEGIES = tuple(Strategy.parse(name) for name in ("U8R1", "U4R2", "U2R4", "U1R8"))
 BURST, DBSP, PARO, SPARGE = "BurstEngine", "db-SP", "PAROAttention", "SpargeAttn"
-SEED = 20251128
-"""Decides which half of Fig. 10's layers constants are fitted to; the day on which the paper appeared."""
-FITTED_GPUS = 8
-"""Number of GPUs of the bars that constants are fitted to; those of 4 GPUs are held out."""
+SEED = 20251128  # decides which half of Fig. 10's layers constants are fitted to; the day on which the paper appeared
+FITTED_GPUS = 8  # number of GPUs of the bars that constants are fitted to; those of 4 GPUs are held out
 
 DENSITIES = {
     ("wan2.1-t2v-14b", f"{PARO} 0.414"): 0.414,
@@ -42,27 +40,20 @@ PROFILE = {
 """Eq. 4's constants for Wan2.1-14B (db-SP/selector.py of branch AE): by Ulysses degree, by ring degree, dense
 attention on 8 GPUs, a launch."""
 
-PASSES, REWARD = 1, 2
-"""Forward passes a step (guidance 1; no video is decoded), and R_b, as in their run_wan_paro.py."""
+PASSES, REWARD = 1, 2  # forward passes a step (guidance 1; no video is decoded), and R_b, as in their run_wan_paro.py
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of Fig. 8, seconds of a video.
-
-    Attributes:
-        method: PAROAttention with its density, or SpargeAttn.
-        way: A strategy with contiguous plans, BurstEngine, or db-SP.
-        other_s: All but attention; None where it could not be read.
-    """
+    """One bar of Fig. 8, seconds of a video."""
 
     gpus: int
     model: str
     machine: str
-    method: str
-    way: str
+    method: str  # PAROAttention with its density, or SpargeAttn
+    way: str  # a strategy with contiguous plans, BurstEngine, or db-SP
     end_to_end_s: float
-    other_s: float | None
+    other_s: float | None  # all but attention; None where it could not be read
 
     @property
     def panel(self) -> tuple[int, str, str, str]:

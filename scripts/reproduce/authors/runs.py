@@ -16,8 +16,7 @@ from scripts.reproduce.authors.measured import BURST, DBSP, DENSITIES, PARO, PAS
 from scripts.reproduce.common import TABLE_1
 from scripts.reproduce.lockstep import RingPrediction, plan_ring, predict_ring
 
-BALANCED_RHO = 1.015
-"""Of db-SP's plans: the slides' 1.025 for heads and below 1.01 for rings."""
+BALANCED_RHO = 1.015  # of db-SP's plans: the slides' 1.025 for heads and below 1.01 for rings
 BLOCK = 256
 _RATES = {"flops_per_s": 1.0, "score_s": 0.0, "call_s": 0.0, "linear_flops_per_s": 1.0, "serial_s": 0.0}
 """Constants that an attention without active blocks does not depend on, as those of all machines."""

@@ -64,20 +64,15 @@ def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayou
 class SequencePlanMetrics:
     """The numbers of a plan, of one layer's forward pass.
 
-    Attributes:
-        tokens, blocks: int64[world], what each rank holds, and the active blocks that it computes.
-        picoseconds: int64[world], both together as `SequenceCost` has them.
-        rho: ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags.
-        moved: Tokens that go from the ranks that loaded them to others, once.
-        sent_bytes: float64[world], q, k, v and outputs that each rank sends in the bags' exchanges.
+    tokens, blocks: int64[world], what each rank holds, and the active blocks that it computes
     """
 
     tokens: np.ndarray
     blocks: np.ndarray
-    picoseconds: np.ndarray
-    rho: float
-    moved: int
-    sent_bytes: np.ndarray
+    picoseconds: np.ndarray  # int64[world], both together as `SequenceCost` has them
+    rho: float  # ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags
+    moved: int  # tokens that go from the ranks that loaded them to others, once
+    sent_bytes: np.ndarray  # float64[world], q, k, v and outputs that each rank sends in the bags' exchanges
 
     @property
     def wir(self) -> float:

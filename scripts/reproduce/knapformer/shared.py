@@ -26,8 +26,7 @@ WORLD, BLOCK = 32, 64
 LAYERS, WIDTH = 57, 3072
 FLUX = LayerSize(heads=24, head_dim=128, token_flops=24 * WIDTH**2)
 """KnapFormer's model (Table 1): 19 double-stream and 38 single-stream blocks, 24·d² FLOP a token in each (Eq. 1)."""
-GAMMA = 0.4
-"""Of Eq. 2: what the example in the README of KnapFormer's program runs with."""
+GAMMA = 0.4  # of Eq. 2: what the example in the README of KnapFormer's program runs with
 FLOPS_PER_S = 1e15  # scales all costs equally
 MIXED = "mixed-resolution images"
 STREAMS = {

@@ -47,21 +47,16 @@ from scripts.results.result import Result, Row
 LOW = "low-resolution images"
 FITTED = ((LOW, "g1n32"), (MIXED, "g4n8"))
 """One row of each stream: of those without an exchange the most even, and the middle one of those with exchanges."""
-PEAK_FLOPS = 989e12
-"""Of an H100, bfloat16, dense; published."""
-FORWARDS = 4
-"""What a step computes: forward, forward again in backward (checkpointing), and backward, which is two."""
-EXCHANGED = 3
-"""How often a layer's exchanges are done: forward, again, and backward."""
+PEAK_FLOPS = 989e12  # of an H100, bfloat16, dense; published
+FORWARDS = 4  # what a step computes: forward, forward again in backward (checkpointing), and backward, which is two
+EXCHANGED = 3  # how often a layer's exchanges are done: forward, again, and backward
 PARAMETERS, SHARDS = 12e9, 8
 """Of FLUX (Table 1's caption); ranks that share weights in KnapFormer's program: FSDP2 within a node."""
 WEIGHT_BYTES = PARAMETERS * (1 - 1 / SHARDS) * (2 + 2 + 4)
 """To each rank in a step: weights twice, bfloat16, and gradients, float32."""
 ERRORS = ("error", "simple_error")
-PIECE_S = 3.2e-6
-"""The host's time to order a piece, as `--measure` found it on a CPU core."""
-ORDERINGS = 2 * LAYERS
-"""Of a bag's pieces, each forward, again and backward: before attention and after it."""
+PIECE_S = 3.2e-6  # the host's time to order a piece, as `--measure` found it on a CPU core
+ORDERINGS = 2 * LAYERS  # of a bag's pieces, each forward, again and backward: before attention and after it
 
 
 @dataclass(frozen=True)

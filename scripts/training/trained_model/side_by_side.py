@@ -11,8 +11,7 @@ import torch
 from dbsp_core.reports.style import STYLE, WIDTH, heading
 from dbsp_core.utils.files import write_atomically
 
-SHOWN = 6
-"""Frames of each video, equally spread."""
+SHOWN = 6  # frames of each video, equally spread
 
 
 @torch.no_grad()
