@@ -65,8 +65,7 @@ def work_by_slot(mask: BlockMask, slot: np.ndarray, ring: int) -> np.ndarray:
         one_hot = torch.nn.functional.one_hot(here, ring).float()
         parts.append(torch.stack([bits.float() @ to for bits, to in zip(part.bits, one_hot, strict=True)]))
         row, column = row + part.grid.nq, column + part.grid.nk
-    cells: np.ndarray = torch.cat(parts, dim=1).long().numpy()
-    return cells
+    return torch.cat(parts, dim=1).long().numpy()
 
 
 @dataclass(frozen=True, eq=False)

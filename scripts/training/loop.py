@@ -64,5 +64,4 @@ def _restore(path: Path, parts: Mapping[str, Any]) -> list[float]:
     content = torch.load(path, weights_only=True)
     for name, part in parts.items():
         part.load_state_dict(content["parts"][name])
-    losses: list[float] = content["losses"]
-    return losses
+    return content["losses"]

@@ -20,7 +20,7 @@ def put_in_place() -> None:
     torch.empty = lambda *sizes, pin_memory=False, **options: empty(*sizes, **options)  # not pinned
     for count in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         setattr(torch.cpu, count, lambda *_: 0)
-    torch.cpu.mem_get_info = lambda *_: (1 << 40, 1 << 40)  # type: ignore[attr-defined]
+    torch.cpu.mem_get_info = lambda *_: (1 << 40, 1 << 40)
     for nothing in ("empty_cache", "manual_seed", "manual_seed_all", "reset_peak_memory_stats"):
         setattr(torch.cpu, nothing, lambda *_: None)
 

@@ -120,8 +120,8 @@ class _Absent(MetaPathFinder, Loader):
             return _Named(name, (), {})
 
         module.__file__ = __file__
-        module.__version__ = "0.28"  # type: ignore[attr-defined]  # transformers compares it
-        module.__getattr__ = attribute  # type: ignore[method-assign]
+        module.__version__ = "0.28"  # transformers compares it
+        module.__getattr__ = attribute
 
 
 def stub_for(*packages: str) -> None:

@@ -27,8 +27,7 @@ def _seed(text: str) -> int:
 
 
 def part_named(name: str) -> Part:
-    part: Part = pkgutil.resolve_name(PARTS[name][0])()
-    return part
+    return pkgutil.resolve_name(PARTS[name][0])()
 
 
 def run_part(name: str, part: Part, seed: int, seconds: float) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _source(kind: str, case: Draw, grid: BlockGrid) -> MaskSource:
     if kind == "function":
         return CallableSource(*blocks, function=_function, parameters={"seed": case.seed, "density": case.density})
     if kind == "sol":
-        return SolSource(*blocks, tau=float(rng.uniform(-1, 2)), thresh_type=str(rng.choice(["diag", "exact"])))  # type: ignore[arg-type]
+        return SolSource(*blocks, tau=float(rng.uniform(-1, 2)), thresh_type=str(rng.choice(["diag", "exact"])))
     if kind == "sla":
         return SlaSource(*blocks, topk=float(rng.uniform(0.05, 0.9)), linear=False)
     if kind == "union":

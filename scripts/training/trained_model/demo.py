@@ -227,8 +227,7 @@ def single_process_latents(model: Path, settings: Settings, device: str, sparse:
         generator=torch.Generator(device).manual_seed(settings.seed),
         output_type="latent",
     )
-    latents: torch.Tensor = output.frames.cpu()
-    return latents
+    return output.frames.cpu()
 
 
 def main(
