@@ -17,16 +17,9 @@ from dbsp_core.reports.style import INK, STYLE, WIDTH, heading
 
 matplotlib.rcParams.update(STYLE)
 
-STAR: dict[str, Any] = {
-    "marker": "*",
-    "color": INK,
-    "markersize": 14,
-    "linestyle": "none",
-    "markeredgecolor": "white",
-    "markeredgewidth": 0.8,
-}
+STAR: dict[str, Any] = {"marker": "*", "color": INK, "markersize": 14, "linestyle": "none"}
+STAR |= {"markeredgecolor": "white", "markeredgewidth": 0.8}
 """How a value that a paper publishes is drawn."""
-ON_WHITE = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # the ground of a number that may lie over lines
 _MODELS = {"wan2.1-t2v-14b": "Wan2.1-14B", "cogvideox1.5-5b": "CogVideoX1.5-5B"}
 
 
@@ -54,8 +47,6 @@ def grouped_bars(
     *,
     base: float = 0.0,
     errors: Mapping[str, Sequence[float]] | None = None,
-    worst: Mapping[str, Sequence[float]] | None = None,
-    number: str = "",
 ) -> None:
     """Bars next to one another in each group, a series in one colour.
 
@@ -63,8 +54,6 @@ def grouped_bars(
         series: By label, one value for each group; NaN leaves a bar out.
         base: Where bars begin.
         errors: By label, half lengths of error bars.
-        worst: By label, values marked by a short line above the bars.
-        number: Format of the number over each bar, such as "%.2f"; "": none.
     """
     width = 0.82 / len(series)
     for index, (label, values) in enumerate(series.items()):
@@ -72,16 +61,8 @@ def grouped_bars(
         colour = colours[label] if isinstance(colours, Mapping) else colours[index]
         heights = np.asarray(values, dtype=np.float64) - base
         axes.bar(at, heights, width * 0.92, bottom=base, color=colour, label=label)
-        top = heights + base
         if errors:
-            axes.errorbar(at, top, errors[label], fmt="none", ecolor=INK, elinewidth=1, capsize=2)
-        if worst:
-            axes.scatter(at, worst[label], marker="_", color=INK, s=60, zorder=3)
-        if number:
-            for x, y in zip(at, top, strict=True):
-                if not np.isnan(y):
-                    over = {"textcoords": "offset points", "ha": "center", "size": 9, "bbox": ON_WHITE}
-                    axes.annotate(number % y, (x, y), (0, 4), **over)
+            axes.errorbar(at, heights + base, errors[label], fmt="none", ecolor=INK, elinewidth=1, capsize=2)
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(axis="x", visible=False)
     axes.tick_params(axis="x", length=0)

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from scripts.results import evidence
-from scripts.results.evidence import KINDS, changes_since, imported_scripts, read_evidence
+from scripts.results.evidence import KINDS, changes_since, read_evidence
 from tests.support.repository import ROOT, git
 
 RESULTS = ROOT / "docs" / "results"
 ENTRY = """
 - files: [one.csv, one.png]
   what: numbers
-  command: python -m scripts.one --fast
+  command: python -m scripts.made.one --fast
   how: [counted]
   commit: "{commit}"
   sources: [product]
@@ -39,15 +39,10 @@ class TestEntries:
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Makes a repository in which scripts.one, of scripts.two, made one.csv from product/."""
-    for name, text in {
-        "scripts/one.py": "from scripts import two\nimport torch\n",
-        "scripts/two.py": "",
-        "scripts/other.py": "",
-        "product/part.py": "",
-    }.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    """Makes a repository in which scripts.made.one made one.csv from product/."""
+    for name in ("scripts/made/one.py", "scripts/other.py", "product/part.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("", encoding="utf-8")
     monkeypatch.setattr(evidence, "ROOT", tmp_path)
     monkeypatch.setattr(evidence, "EVIDENCE", tmp_path / "evidence.yaml")
     git(tmp_path, "init", "--quiet")
@@ -70,11 +65,10 @@ class TestChanges:
         assert changes_since(read_evidence()[0]) == []
         (checkout / "scripts" / "other.py").write_text("# changed\n", encoding="utf-8")
         assert changes_since(read_evidence()[0]) == []
-        assert imported_scripts("scripts.one") == {"scripts/one.py", "scripts/two.py"}
         write_entry(checkout, "0123abcd")
         assert changes_since(read_evidence()[0]) is None, "a clone lacks the commit"
 
-    @pytest.mark.parametrize("source", ["product/part.py", "scripts/one.py", "scripts/two.py"])
+    @pytest.mark.parametrize("source", ["product/part.py", "scripts/made/one.py"])
     def test_a_change_of_a_source_is_found(self, checkout, source):
         (checkout / source).write_text("# changed\n", encoding="utf-8")
         assert changes_since(read_evidence()[0]) == [source]

@@ -94,16 +94,11 @@ START = {
 """Where `fit_bars` begins: TFLOP/s and seconds; FLOP, a factor, ns of a token and head, and densities."""
 
 
-def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar], score_flops: float | None = None) -> Fit:
-    """Least squares on relative errors of bars, and of all that is not attention, over the bars' times.
-
-    Args:
-        score_flops: To be kept, as bars of one head size do not show it.
-    """
+def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar]) -> Fit:
+    """Least squares on relative errors of bars, and of all that is not attention, over the bars' times."""
 
     def unpack(x: np.ndarray) -> Fit:
         value = dict(zip(START, x.tolist(), strict=True))
-        score = score_flops or value["score"]
         machines = {}
         for name in MACHINES:
             rate = value[f"rate {name}"] * 1e12
@@ -112,11 +107,11 @@ def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar], score_flop
                 linear_flops_per_s=value[f"linear {name}"] * 1e12,
                 serial_s=value["serial"],
                 flops_per_s=rate,
-                score_s=score / rate,
+                score_s=value["score"] / rate,
             )
         costs = {key: value[key] / 1e9 for key in (PARO, DBSP, SPARGE)}
         densities = {key: value[key] for key in (WAN, COGVIDEOX)}
-        return Fit(machines, Unknowns(densities, value["tile"], costs), score)
+        return Fit(machines, Unknowns(densities, value["tile"], costs), value["score"])
 
     def errors(x: np.ndarray) -> list[float]:
         fit = unpack(x)
@@ -129,15 +124,6 @@ def fit_bars(known: dict[str, Constants], fitted_bars: Sequence[Bar], score_flop
 
     start = np.array([*START.values()])
     return unpack(least_squares(errors, start, bounds=(start / 100, start * 100), x_scale=start).x)
-
-
-def leave_one_out(known: dict[str, Constants], fitted_bars: Sequence[Bar], whole: Fit) -> dict[str, list[float]]:
-    """Errors on each model's bars by a fit to the other's; not SpargeAttn's, whose density a fit to others lacks."""
-    errors = {}
-    for model in (WAN, COGVIDEOX):
-        fit = fit_bars(known, [bar for bar in fitted_bars if bar.model != model], whole.score_flops)
-        errors[model] = [fit.error(bar) for bar in fitted_bars if bar.model == model and bar.method != SPARGE]
-    return errors
 
 
 def errors_in_words(errors: Sequence[float]) -> str:
@@ -167,8 +153,6 @@ def main() -> None:
     print(f"{fit.unknowns}, score_flops {fit.score_flops:.4g}")
     print(f"fitted: {errors_in_words([fit.error(bar) for bar in fitted_bars])}")
     print(f"held out, 4 GPUs: {errors_in_words([fit.error(bar) for bar in bars() if not bar.fitted])}")
-    for model, errors in leave_one_out(known, fitted_bars, fit).items():
-        print(f"fitted without {model}, on it: {errors_in_words(errors)}")
 
 
 if __name__ == "__main__":
