@@ -6,18 +6,21 @@ Stopped at any time, it goes on from its last checkpoint when it is started agai
 from __future__ import annotations
 
 import argparse
+import shutil
+import tempfile
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from diffusers import UniPCMultistepScheduler, WanPipeline
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from scripts.training.autoencoder import Clips, make_autoencoder, train_autoencoder
-from scripts.training.checkpoint import save_pipeline
+from dbsp_core.utils.files import TEMPORARY
+from scripts.training.autoencoder import Clips, encode_videos, make_autoencoder, standardise, train_autoencoder
 from scripts.training.flow import Phase, Videos, make_transformer, train_transformer
-from scripts.training.latents import encode_videos, standardise
 from scripts.training.text import embed, make_text_encoder, make_tokenizer
 from scripts.training.world import Scene
 
@@ -74,6 +77,30 @@ def run(recipe: Recipe, seed: int, work: Path, weights: Path, progress: Progress
     )
     losses = {"autoencoder": first + second, "transformer": learned}
     return save_pipeline(tokenizer, text_encoder, vae, average, losses, weights)
+
+
+def save_pipeline(
+    tokenizer: Any, text_encoder: Any, vae: Any, transformer: Any, losses: dict[str, list[float]], folder: Path
+) -> dict[str, int]:
+    """Writes the folder again: weights in float16, and each stage's losses. Returns parameters by component."""
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+    )
+    parts = {"transformer": transformer, "autoencoder": vae, "text encoder": text_encoder}
+    parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    pipeline = WanPipeline(
+        tokenizer=tokenizer, text_encoder=text_encoder, vae=vae, transformer=transformer, scheduler=scheduler
+    ).to(torch.float16)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=TEMPORARY) as temporary:
+        new = Path(temporary) / "new"
+        pipeline.save_pretrained(new)
+        rows = [f"{stage},{step},{loss:.4f}" for stage in losses for step, loss in enumerate(losses[stage])]
+        (new / "loss.csv").write_text("\n".join(["stage,step,loss", *rows]) + "\n", encoding="utf-8")
+        if folder.exists():
+            shutil.move(folder, Path(temporary) / "old")
+        shutil.move(new, folder)
+    return parameters
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""Stage 1, the autoencoder: diffusers' AutoencoderKLWan with few channels, trained to give pictures back."""
+"""Stages 1 and 2: diffusers' AutoencoderKLWan with few channels, trained to give pictures back; the training set's
+latents, encoded once and kept."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ import torch
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanResidualBlock
 from rich.progress import Progress
+from safetensors.torch import load_file, save
 
+from dbsp_core.utils.files import write_atomically
 from scripts.training.loop import cosine, generator_of, train
 from scripts.training.muon import optimizers_of
 from scripts.training.world import FRAMES, HEIGHT, WIDTH, Scene, render
 
 KL = 5e-5
+CHUNK = 20  # videos to a file of latents: what is lost when the run is stopped
 COLOUR = 0.5  # weight of the error of differences between channels: grey is learned soon, colour late
 
 
@@ -113,3 +117,27 @@ def encode(vae: Any, videos: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         latents: torch.Tensor = vae.encode(videos).latent_dist.mean
     return latents.float()
+
+
+def encode_videos(vae: Any, count: int, seed: int, folder: Path, progress: Progress) -> torch.Tensor:
+    """Returns float16[count, 16, f, h, w], not standardised."""
+    task = progress.add_task("latents", total=count)
+    chunks = []
+    for first in range(0, count, CHUNK):
+        path = folder / f"latents-{first:05d}.safetensors"
+        size = min(CHUNK, count - first)
+        if not path.is_file():
+            videos = [encode(vae, render(Scene.draw(seed, first + item))[None]) for item in range(size)]
+            write_atomically(path, save({"latents": torch.cat(videos).half()}))
+        chunks.append(load_file(path)["latents"])
+        progress.update(task, completed=first + size)
+    return torch.cat(chunks)
+
+
+def standardise(vae: Any, latents: torch.Tensor) -> torch.Tensor:
+    """Notes each channel's mean and deviation in the autoencoder's config. Returns latents that have 0 and 1."""
+    by_channel = latents.float().transpose(0, 1).flatten(1)
+    mean, std = by_channel.mean(1), by_channel.std(1)
+    vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
+    shape = (1, -1, 1, 1, 1)
+    return ((latents.float() - mean.view(shape)) / std.view(shape)).half()

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -22,7 +23,6 @@ import torch
 import typer
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from safetensors.torch import load_file
 
 from dbsp_cli.commands.report import show_run
@@ -75,7 +75,7 @@ class Settings:
         return {"mask": self.mask, "generate": {"dtype": self.dtype}, **more}
 
 
-def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | None = None) -> RunReport:
+def run_demo(out: Path, ranks: int, console: Console, settings: Settings | None = None) -> RunReport:
     """Generates a video on `ranks` processes and leaves demo.mp4, frames.png, balance.png, report.html, report.json
     and masks.safetensors in `out`, each whole or not at all. returns: the report.
 
@@ -83,27 +83,28 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
     """
     from diffusers import AutoencoderKLWan
 
-    settings = settings or Settings()
+    settings, start = settings or Settings(), time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
+
+    def say(what: str) -> None:
+        console.print(f"{time.monotonic() - start:4.0f} s  {what}", markup=False, highlight=False)
+
     with tempfile.TemporaryDirectory(dir=out, prefix=".run.") as temporary:
         work = Path(temporary)
-        task = progress.add_task("making a tiny Wan2.1 checkpoint (trained weights)", total=1)
+        say("making a tiny Wan2.1 checkpoint (trained weights)")
         silence_libraries()
         model = make_tiny("wan-trained", work / "tiny-wan-trained")
         config = settings.config(report=str(work / "report"))
         (work / "dbsp.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-        progress.advance(task)
 
-        task = progress.add_task(f"xdit --sp-backend dbsp on {ranks} ranks", total=settings.steps)
-        command = _xdit_command(model, work, ranks, settings)
-        _run(command, out / "xdit.log", work, progress, task)
+        say(f"xdit --sp-backend dbsp on {ranks} ranks")
+        _run(_xdit_command(model, work, ranks, settings), settings.steps, out / "xdit.log", work, say)
 
-        task = progress.add_task("the same in one process, sparse and dense", total=2)
         device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+        say("the same in one process, sparse")
         expected = single_process_latents(model, settings, device)
-        progress.advance(task)
+        say("the same in one process, dense")
         dense = single_process_latents(model, settings, device, sparse=False)
-        progress.advance(task)
 
         latents = load_file(work / "report" / "latents.safetensors")["latents"]
         difference = float((latents.double() - expected.double()).abs().max())
@@ -126,24 +127,6 @@ def run_demo(out: Path, ranks: int, progress: Progress, settings: Settings | Non
         write_atomically(out / "report.html", report_page(report))
         report.write(out / "report.json")
     return report
-
-
-class PrintedProgress(Progress):
-    """Progress where the output is not a terminal: a line for each advance, in place of bars."""
-
-    def add_task(self, description: str, *args: Any, **fields: Any) -> TaskID:
-        self.print(description, markup=False, highlight=False)
-        return super().add_task(description, *args, **fields)
-
-    def update(self, task_id: TaskID, **fields: Any) -> None:
-        task = self._tasks[task_id]
-        before = task.completed
-        super().update(task_id, **fields)
-        if task.completed > before:
-            self.print(f"  {task.completed:.0f} of {task.total:.0f}, {task.elapsed:.0f} s", highlight=False)
-
-    def advance(self, task_id: TaskID, advance: float = 1) -> None:
-        self.update(task_id, completed=self._tasks[task_id].completed + advance)
 
 
 def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> list[str]:
@@ -173,8 +156,8 @@ def _xdit_command(model: Path, work: Path, ranks: int, settings: Settings) -> li
     return [xdit, *(str(part) for option in options.items() for part in option)]
 
 
-def _run(command: list[str], log: Path, work: Path, progress: Progress, task: Any) -> None:
-    """Runs a command that starts ranks, its output to `log`, its denoising steps to the progress bar."""
+def _run(command: list[str], steps: int, log: Path, work: Path, say: Callable[[str], None]) -> None:
+    """Runs a command that starts ranks, its output to `log`; says its denoising steps."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
@@ -185,13 +168,15 @@ def _run(command: list[str], log: Path, work: Path, progress: Progress, task: An
     }
     if torch.cuda.device_count() < 2:  # several ranks cannot share one GPU
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    steps = int(progress.tasks[task].total or 0)
+    said = 0
     with log.open("wb") as file:
         run = subprocess.Popen(command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT)
         try:
             while run.poll() is None:
                 done = re.findall(rf"(\d+)/{steps} \[", log.read_text(encoding="utf-8", errors="replace"))
-                progress.update(task, completed=int(done[-1]) if done else 0)
+                if done and int(done[-1]) > said:
+                    said = int(done[-1])
+                    say(f"  step {said} of {steps}")
                 time.sleep(_LOOK_S)
         finally:
             run.terminate()  # an interrupt: torchrun ends its ranks
@@ -199,7 +184,6 @@ def _run(command: list[str], log: Path, work: Path, progress: Progress, task: An
     if run.returncode:
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
         raise RuntimeError("\n".join([f"xdit failed (exit code {run.returncode}); the end of its output:", *tail]))
-    progress.update(task, completed=steps)
 
 
 def single_process_latents(model: Path, settings: Settings, device: str, sparse: bool = True) -> torch.Tensor:
@@ -240,15 +224,8 @@ def main(
     gpus = torch.cuda.device_count()
     ranks = ranks or (min(gpus, 8) if gpus >= 2 else 4)
     console = Console()
-    if console.is_terminal:
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-        shown = Progress(*columns, console=console)
-    else:
-        shown = PrintedProgress(console=console, disable=True)
     try:
-        with shown as progress:
-            settings = Settings.for_gpus() if gpus >= 2 else Settings()
-            report = run_demo(out.resolve(), ranks, progress, settings)
+        report = run_demo(out.resolve(), ranks, console, Settings.for_gpus() if gpus >= 2 else Settings())
     except (RuntimeError, ValueError) as error:
         console.print(str(error), markup=False, highlight=False)
         raise SystemExit(1) from error

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from tests.support.programs import output_of
 
 pytest.importorskip("diffusers")
-from scripts.training import autoencoder, flow, loop, plain, text
+from scripts.training import autoencoder, flow, loop, text
 
 pytestmark = pytest.mark.long
 
@@ -93,9 +93,9 @@ def test_attention_written_out_is_attention(monkeypatch):
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, size, 8) for size in (40, 50, 50))
     mask = torch.randn(1, 1, 40, 50)
-    monkeypatch.setattr(plain, "_TOGETHER", 4000)
+    monkeypatch.setattr(flow, "_TOGETHER", 4000)
     for one in (mask, mask.expand(2, 3, -1, -1)):
-        error = plain.plain_attention(q, k, v, one) - F.scaled_dot_product_attention(q, k, v, one)
+        error = flow.plain_attention(q, k, v, one) - F.scaled_dot_product_attention(q, k, v, one)
         assert error.abs().max() < 0.05  # bfloat16
 
 
