@@ -70,7 +70,6 @@ def test_functions_of_phases_exist():
 
 
 def test_fault_happens_in_a_call_that_other_ranks_wait_for(tmp_path, monkeypatch):
-    """Counts no call that a rank makes for its reference alone: a fault in that would rightly end no other rank."""
     owner = SimpleNamespace(call=lambda: None)
     monkeypatch.setattr(pkgutil, "resolve_name", lambda name: owner)
     inject("raise", "owner.call", 2, tmp_path / "fired")

@@ -15,10 +15,7 @@ from tests.support.generators import EVERY_STRATEGY, SEEDS, examples
 
 
 def cell_counts(bits: np.ndarray, q_owner: np.ndarray, kv_slot: np.ndarray, world: int, ring: int) -> np.ndarray:
-    """Returns int64[world, ring], active blocks by (rank that computes them, ring slot their keys are in).
-
-    bits: bool[H, nq, nk]; q_owner: int[H, nq], rank of each row; kv_slot: int[H, nk], slot of each KV block
-    """
+    """Returns int64[world, ring], active blocks of bool[H, nq, nk] by the rank that computes and the slot of keys."""
     cells = np.zeros((world, ring), dtype=np.int64)
     head, row, block = np.nonzero(bits)
     np.add.at(cells, (q_owner[head, row], kv_slot[head, block]), 1)
@@ -59,29 +56,7 @@ def test_a_paper_plan_by_hand():
     assert (plan.rho, plan.moved) == (1.0, 0.5)
 
 
-@pytest.mark.parametrize("planner", ["contiguous", "snake", "paper"])
-@pytest.mark.parametrize("strategy", ["U4R1", "U2R2", "U1R4"])
-def test_plans_are_of_whole_heads_and_blocks_and_their_work_is_eq_1s(planner, strategy):
-    rng = np.random.default_rng(0)
-    grid = BlockGrid.uniform(320, 16)
-    mask = BlockMask(rng.random((6, 20, 20)) < rng.random((6, 20, 1)), grid)
-    plan = plan_ring(mask, strategy, planner)
-    x, y = plan.strategy.ulysses, plan.strategy.ring
-    assert (plan.q_owner % x == plan.q_owner[:, :1] % x).all()
-    assert (plan.q_owner // x == plan.q_owner[:1] // x).all()
-    cells = cell_counts(mask.bits.numpy(), plan.q_owner, plan.slot, 4, y)
-    assert (plan.work == work_by_ring_step(cells, x)).all()
-    assert (plan.evaluate(mask).work == plan.work).all()
-
-
-@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
-def test_overlap_lies_between_the_longer_and_the_sum(overlap):
-    compute = np.array([[5.0], [2.0], [6.0]]).repeat(3, axis=1)
-    times = ring_times(compute, [3.0, 4.0], Strategy(1, 3), overlap)
-    assert times.attention_s == 15 + (1 - overlap) * 5
-
-
-@pytest.mark.parametrize("strategy", [Strategy(1, 5), Strategy(2, 3), Strategy(3, 2), Strategy(1, 8)], ids=str)
+@pytest.mark.parametrize("strategy", [Strategy(1, 5), Strategy(2, 3), Strategy(3, 2)], ids=str)
 def test_ranks_that_run_ahead_are_between_even_totals_and_waiting_for_all(strategy):
     generator = np.random.default_rng(strategy.ring)
     for _ in range(20):
@@ -91,9 +66,8 @@ def test_ranks_that_run_ahead_are_between_even_totals_and_waiting_for_all(strate
         assert found == pytest.approx(max(played(compute, p2p, strategy)))
         assert compute.sum(axis=0).max() <= found
         assert found <= np.maximum(compute.max(axis=1), [*p2p, 0.0]).sum() + 1e-12
-    free = [0.0] * (strategy.ring - 1)
-    even = np.ones_like(compute)
-    assert ring_times(even, free, strategy, 1.0).attention_s == strategy.ring
+    half_hidden = ring_times(np.ones_like(compute), [0.5] * (strategy.ring - 1), strategy, 0.5).attention_s
+    assert half_hidden == strategy.ring + 0.25 * (strategy.ring - 1)
 
 
 def played(compute: np.ndarray, p2p: list[float], strategy: Strategy) -> list[float]:

@@ -233,7 +233,7 @@ def main(
     names = ("demo.mp4", "frames.png", "balance.png", "report.html", "report.json")
     console.print("wrote " + ", ".join(f"{out}/{name}" for name in names), highlight=False, soft_wrap=True)
     dbsp = Path(sys.executable).with_name("dbsp")
-    console.print(f"next: {dbsp} plan {out}/masks.safetensors --gpus 8 --planner all", highlight=False, soft_wrap=True)
+    console.print(f"next: {dbsp} masks info {out}/masks.safetensors --gpus 8", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,16 +12,11 @@ import torch
 from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.tiny_models import trained_weights
 from dbsp_core import make_plan
+from scripts.training.world import COLOURS
 from tests.support.programs import output_of
 from tests.support.repository import ROOT
 
 MASKS = ROOT / "tests" / "data" / "learned-masks.safetensors"
-COLOURS = {
-    "red": (0.90, 0.12, 0.12),
-    "green": (0.10, 0.72, 0.18),
-    "blue": (0.12, 0.25, 0.92),
-    "yellow": (0.97, 0.85, 0.10),
-}
 CAPTIONS = {
     "red": "a red ball bounces over a blue checkered floor",
     "green": "a green square slides left over a yellow plain floor",
@@ -32,10 +26,7 @@ CAPTIONS = {
 
 
 def dominant_colour(frames: torch.Tensor) -> str | None:
-    """Returns the colour that most of the coloured pixels over the floor have: the wall and the pillar are grey.
-
-    frames: float32[F, 3, H, W] in [0, 1];  None: hardly any pixel is coloured
-    """
+    """Returns the colour of most coloured pixels over the floor; None: hardly any. frames: float32[F, 3, H, W]"""
     wall = frames[:, :, : int(0.58 * frames.shape[2])].transpose(0, 1).flatten(1)  # [3, pixels]
     coloured = wall[:, (wall.amax(0) - wall.amin(0)) > 0.35]
     if coloured.shape[1] < 0.005 * wall.shape[1]:
@@ -84,18 +75,12 @@ def test_learned_masks_are_unequal_and_db_sp_evens_them_out(strategy, unequal):
     assert np.mean([plan.rho for plan in plans]) < 1.01
 
 
-def rows_of(program: str, file: str, folder: Path, *options: object) -> list[dict[str, str]]:
-    """Returns the rows that a program with one prompt and one step writes to a file."""
-    few = ("--prompts", 1, "--steps", 1, "--out", folder)
-    output_of(f"scripts.training.trained_model.{program}", *few, *options)
-    with (folder / file).open(newline="") as rows:
-        return list(csv.DictReader(rows))
-
-
 @pytest.mark.long
 def test_denser_masks_give_videos_nearer_to_the_dense_one(tmp_path):
-    options = ("--seeds", 1, "--every", 2, "--sources", "window")
-    sparse, denser = rows_of("quality", "quality.csv", tmp_path, *options)
+    few = ("--prompts", 1, "--seeds", 1, "--steps", 1, "--every", 2, "--sources", "window")
+    output_of("scripts.training.trained_model.quality", *few, "--out", tmp_path)
+    with (tmp_path / "quality.csv").open(newline="") as file:
+        sparse, denser = csv.DictReader(file)
     assert sparse["label"] == denser["label"] == "measured on the small trained model"
     assert 0 < float(sparse["density"]) < float(denser["density"]) < 1
     assert float(sparse["psnr"]) < float(denser["psnr"])
