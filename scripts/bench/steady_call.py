@@ -100,11 +100,7 @@ LAUNCHING = exchange, forward, int8, merge, prediction, schedule, tables  # modu
 
 @contextmanager
 def gpu_stood_in(launch_kernel: Callable[..., None]) -> Iterator[None]:
-    """Lets tensors on the CPU take the way of tensors on a Hopper GPU within the block; their values mean nothing.
-
-    Args:
-        launch_kernel: Called in place of `dbsp_kernels.triton.launch.launch`.
-    """
+    """Lets tensors on the CPU take the way of tensors on a Hopper GPU within the block; their values mean nothing."""
     stream = SimpleNamespace(record_event=lambda: SimpleNamespace(synchronize=lambda: None))
     empty = torch.empty
 

@@ -24,20 +24,13 @@ NAMES = Path(__file__).with_suffix(".yaml")
 
 @dataclass(frozen=True)
 class PrivateName:
-    """One name.
+    """One name."""
 
-    where: "package.module:Class.attribute", or a module alone
-    user:  the module of ours that relies on it
-    takes: arguments by which we call it, or by which we are called instead of it
-    says:  what must be in its source, as names of attributes that it sets
-    since: the package's first version that has it, where db-SP goes with older ones too
-    """
-
-    where: str
-    user: str
-    takes: tuple[str, ...] = ()
-    says: tuple[str, ...] = ()
-    since: str = ""
+    where: str  # "package.module:Class.attribute", or a module alone
+    user: str  # the module of ours that relies on it
+    takes: tuple[str, ...] = ()  # arguments by which we call it, or by which we are called instead of it
+    says: tuple[str, ...] = ()  # what must be in its source, as names of attributes that it sets
+    since: str = ""  # the package's first version that has it, where db-SP goes with older ones too
 
     @property
     def package(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -151,21 +151,11 @@ def _moved(grid: BlockGrid, layout: SequenceLayout, strategy: Strategy, owner: n
     return 1 - stays / (3 * len(owner) * grid.tokens)
 
 
-@dataclass(frozen=True)
-class RingTimes:
-    """All ring steps of one attention.
+class RingTimes(NamedTuple):
+    """Seconds of one attention's ring steps."""
 
-    steps: (compute_s, transfer_s) of each on the rank that is done last; compute includes the kernel's launch and
-        the merge, the transfer is what the next ring step needs: 0 in the last
-    """
-
-    steps: tuple[tuple[float, float], ...]
     attention_s: float  # from the first kernel's start until the last rank is done
-
-    @property
-    def compute_s(self) -> float:
-        """Compute of all ring steps of the rank that is done last, as if it waited for nothing."""
-        return sum(compute for compute, _ in self.steps)
+    compute_s: float  # of the rank that is done last, launches and merges included, as if it waited for nothing
 
 
 @dataclass(frozen=True)
@@ -257,5 +247,4 @@ def ring_times(compute: np.ndarray, p2p: Sequence[float], strategy: Strategy, ov
             done = np.maximum(done, met + transfer_s) + (1 - overlap) * np.minimum(compute_of_step, transfer_s)
         began = done
     last = int(done.argmax())
-    steps = tuple((float(c), float(t)) for c, t in zip_longest(compute[:, last], p2p, fillvalue=0.0))
-    return RingTimes(steps, float(done.ravel()[last]))
+    return RingTimes(float(done.ravel()[last]), float(compute[:, last].sum()))

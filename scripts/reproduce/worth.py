@@ -40,13 +40,7 @@ PUBLISHED = "published by others; modelled"
 def gain_of(
     machine: str, gpus: int, tokens: int, density: float, speed: float, of_dense: float | None, unit: str = "steps"
 ) -> float:
-    """Returns dense over sparse seconds.
-
-    Args:
-        speed: The engine's, see `published.Row`.
-        of_dense: The sparse kernel's rate over the dense one's; None: `triton`'s, with predicting the masks.
-        unit: "steps", or "video" with the text encoder and the like.
-    """
+    """Returns dense over sparse seconds. of_dense: the kernel's rate over the dense one's; None: `triton`'s"""
     hardware = load_hardware(machine).with_kernel("triton")
     dense, known = hardware.with_dense_attention(), hardware.at_blocks(64, 64)
     dense_rate = dense.constants.flops_per_s

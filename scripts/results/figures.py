@@ -48,13 +48,7 @@ def grouped_bars(
     base: float = 0.0,
     errors: Mapping[str, Sequence[float]] | None = None,
 ) -> None:
-    """Bars next to one another in each group, a series in one colour.
-
-    Args:
-        series: By label, one value for each group; NaN leaves a bar out.
-        base: Where bars begin.
-        errors: By label, half lengths of error bars.
-    """
+    """Bars next to one another in each group, from `base` on; NaN leaves one out. errors: half lengths, by label"""
     width = 0.82 / len(series)
     for index, (label, values) in enumerate(series.items()):
         at = np.arange(len(groups)) + (index - (len(series) - 1) / 2) * width

@@ -49,10 +49,7 @@ class Recipe:
 
 
 def run(recipe: Recipe, seed: int, work: Path, weights: Path, progress: Progress) -> dict[str, int]:
-    """Trains, or goes on training, with checkpoints in `work`; writes the pipeline to `weights`.
-
-    returns: parameters by component
-    """
+    """Trains, or goes on, with checkpoints in `work`; writes the pipeline. Returns parameters by component."""
     work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
     vae = make_autoencoder(recipe.autoencoder_width)

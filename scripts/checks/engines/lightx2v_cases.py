@@ -125,10 +125,7 @@ def scheduler_of(case: Case, config: dict[str, Any]) -> WanScheduler:
 
 
 def denoise(case: Case, config: dict[str, Any], mask: str | None = None) -> tuple[list[torch.Tensor], int]:
-    """Predictions of all steps and sizes, and of how many passes a step cache skipped the layers.
-
-    Under a mask by torch's own attention, where one is given.
-    """
+    """Predictions of all steps and sizes, by torch under a mask, and of how many passes a step cache skipped."""
     outputs: list[torch.Tensor] = []
     skipped: list[int] = []
     with tempfile.TemporaryDirectory() as folder:

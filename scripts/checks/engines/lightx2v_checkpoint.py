@@ -18,12 +18,7 @@ LATENTS, TEXT, VOCABULARY = 16, 32, 96
 
 
 def weights(heads: int, layers: int, seed: int, latents: int = 4, text: int = 16) -> dict[str, torch.Tensor]:
-    """Makes the weights of a transformer, by the names of its checkpoint.
-
-    Args:
-        latents: Channels of the latents.
-        text: Size of a token's embedding by the text encoder.
-    """
+    """Makes the weights of a transformer, by the names of its checkpoint. text: size of a token's embedding"""
     dim = heads * HEAD
     shapes: dict[str, tuple[int, ...]] = {"patch_embedding": (dim, latents, 1, 2, 2), "text_embedding.0": (dim, text)}
     shapes |= {"text_embedding.2": (dim, dim), "time_embedding.0": (dim, 32), "time_embedding.2": (dim, dim)}

@@ -26,10 +26,7 @@ def put_in_place() -> None:
 
 
 def in_float32() -> None:
-    """Replaces what BF16 represents, as LightX2V has no word for float32 and errors of 1e-6 would be lost.
-
-    After its plug-ins are loaded.
-    """
+    """Replaces what BF16 represents, after plug-ins are loaded: in it, errors of 1e-6 would be lost."""
     from lightx2v.utils import envs
 
     envs.DTYPE_MAP["BF16"] = torch.float32

@@ -52,14 +52,11 @@ Only what they are multiples of, and how many blocks a row is chosen among, is s
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel as one launch compiles it.
-
-    block_q, block_k: 0 where the code is the same for all
-    """
+    """One kernel as one launch compiles it."""
 
     kernel: str
     arch: int  # 90 for Hopper
-    block_q: int = 0
+    block_q: int = 0  # and block_k: 0 where the code is the same for all
     block_k: int = 0
     head_dim: int = 128  # D; 0 where the kernel has none
     dtype: str = "bf16"  # of tokens

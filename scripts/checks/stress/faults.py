@@ -48,24 +48,19 @@ SIZES_DIFFER = "Received data size doesn't match expected size"
 
 @dataclass(frozen=True)
 class RankFault:
-    """Something that goes wrong on one rank.
+    """Something that goes wrong on one rank."""
 
-    program: in `programs.PROGRAMS`;  odd: the rank that it happens to
-    act: one of ACTS, in call `nth` of function `target`; or "" if a value differs: `differs`, fields of `Values`
-    named: whether all ranks name the odd one before an attention is done;  quiet: whether the fault may go unseen
-    """
-
-    program: str
+    program: str  # in `programs.PROGRAMS`
     values: Values
     world: int
-    odd: int
-    act: str = ""
+    odd: int  # the rank that it happens to
+    act: str = ""  # one of ACTS, in call `nth` of function `target`; "": a value differs
     target: str = ""
     nth: int = 1
     harmless: bool = False
-    differs: Mapping[str, Any] = field(default_factory=dict)
-    named: bool = False
-    quiet: bool = False
+    differs: Mapping[str, Any] = field(default_factory=dict)  # fields of `Values`
+    named: bool = False  # whether all ranks name the odd one before an attention is done
+    quiet: bool = False  # whether the fault may go unseen
 
     def __str__(self) -> str:
         what = f"{self.act} in call {self.nth} of {self.target}" if self.act else f"{dict(self.differs)}"

@@ -15,17 +15,12 @@ RUNTIME, COMM, REPORTS = "dbsp_core.runtime", "dbsp_core.comm", "dbsp_core.repor
 
 @dataclass(frozen=True)
 class Phase:
-    """A step of a program.
+    """A step of a program."""
 
-    program: in `programs.PROGRAMS`;  target: the function that represents the step
-    calls: number of its calls, from the first, that other ranks wait for
-    values: what the program needs to reach it, see `programs.Values`
-    """
-
-    program: str
-    target: str
-    calls: int = 3
-    values: Mapping[str, Any] = field(default_factory=dict)
+    program: str  # in `programs.PROGRAMS`
+    target: str  # the function that represents the step
+    calls: int = 3  # number of its calls, from the first, that other ranks wait for
+    values: Mapping[str, Any] = field(default_factory=dict)  # what the program needs to reach it
 
 
 def _session(target: str, calls: int = 3, debug: bool = False, **settings: Any) -> Phase:
@@ -81,17 +76,12 @@ HARMLESS = ("report: gathering", "report: writing")  # phases in which an error 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A value that every rank must name. Tests hold the words of each message.
+    """A value that every rank must name. Tests hold the words of each message."""
 
-    program: in `programs.PROGRAMS`;  odd: the odd rank's values, of which "other" is what the others do not have
-    quiet: whether only $DBSP_DEBUG looks for it: without, nothing is said, and nothing hangs
-    settings: on all ranks
-    """
-
-    program: str
-    odd: dict[str, Any] = field(default_factory=dict)
-    quiet: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    program: str  # in `programs.PROGRAMS`
+    odd: dict[str, Any] = field(default_factory=dict)  # the odd rank's values; "other": what others have not
+    quiet: bool = False  # whether only $DBSP_DEBUG looks for it: without, nothing hangs
+    settings: Mapping[str, Any] = field(default_factory=dict)  # on all ranks
 
 
 _INPUTS: dict[str, Any] = {"scale": 0.5, "batch": 2, "dtype": torch.float64, "extra": 1}

@@ -54,12 +54,7 @@ def _count_call() -> None:
 
 @dataclass(frozen=True)
 class Values(Case):
-    """Inputs of a program; one rank may be given something else. `seed` is that of the mask.
-
-    settings: of the configuration
-    backward: whether attention by itself is followed by its backward;  extra: positions too many
-    finite: whether keys have no NaN
-    """
+    """Inputs of a program; one rank may be given something else. `seed` is that of the mask."""
 
     strategy: str = "U1R2"
     heads: int = 4
@@ -67,16 +62,16 @@ class Values(Case):
     text_tokens: int = 8
     thw: tuple[int, int, int] = (4, 6, 8)
     debug: bool = False
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the configuration
     timestep: float = 900.0
     cfg_branch: int | None = None
     latents_seed: int = 7
     layer: int = 0
-    backward: bool = False
-    extra: int = 0
+    backward: bool = False  # whether attention by itself is followed by its backward
+    extra: int = 0  # positions too many
     scale: float | None = None
     gradients: bool = False
-    finite: bool = True
+    finite: bool = True  # whether keys have no NaN
 
     def configured(self, **settings: Any) -> DbspConfig:
         """Returns the configuration of `settings` and this rank's own."""

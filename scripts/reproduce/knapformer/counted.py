@@ -37,12 +37,7 @@ def moved_tokens(runs: TokenRuns, loader: np.ndarray, node_size: int) -> tuple[i
 
 
 def balanced_owners(rows: np.ndarray, grids: list[BlockGrid], ranks: int) -> np.ndarray:
-    """Returns int64[H, nq], the rank of a bag that computes each row.
-
-    Args:
-        rows: int64[H, nq], active blocks of each row.
-        grids: Grids of the bag's sequences.
-    """
+    """Returns int64[H, nq], the rank of a bag that computes each row, from int64[H, nq] active blocks of rows."""
     if ranks == 1:
         return np.zeros(rows.shape, dtype=np.int64)
     strategy, holder = Strategy(ranks, 1), np.zeros(rows.shape[1], dtype=np.int64)
@@ -62,13 +57,10 @@ def sent_in_bag(owner: np.ndarray, grids: list[BlockGrid], layout: SequenceLayou
 
 @dataclass(frozen=True, eq=False)
 class SequencePlanMetrics:
-    """The numbers of a plan, of one layer's forward pass.
+    """The numbers of a plan, of one layer's forward pass."""
 
-    tokens, blocks: int64[world], what each rank holds, and the active blocks that it computes
-    """
-
-    tokens: np.ndarray
-    blocks: np.ndarray
+    tokens: np.ndarray  # int64[world], what each rank holds
+    blocks: np.ndarray  # int64[world], the active blocks that it computes
     picoseconds: np.ndarray  # int64[world], both together as `SequenceCost` has them
     rho: float  # ρ_s of the attention of the bag where it is highest; ranks wait for each other within bags
     moved: int  # tokens that go from the ranks that loaded them to others, once

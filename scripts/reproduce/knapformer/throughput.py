@@ -61,17 +61,13 @@ ORDERINGS = 2 * LAYERS  # of a bag's pieces, each forward, again and backward: b
 
 @dataclass(frozen=True)
 class Load:
-    """What a step asks of its slowest rank; means over draws.
-
-    weighted_flop: attention's times γ;  sent_bytes: q, k, v and outputs, all layers;
-    pieces: of sequences, that one ordering of KnapFormer's program has in the fullest bag
-    """
+    """What a step asks of its slowest rank; means over draws."""
 
     tokens: float
     flop: float
-    weighted_flop: float
-    sent_bytes: float
-    pieces: float
+    weighted_flop: float  # attention's times γ
+    sent_bytes: float  # q, k, v and outputs, all layers
+    pieces: float  # of sequences, that one ordering of KnapFormer's program has in the fullest bag
 
     def link_bytes(self, weights: float = WEIGHT_BYTES) -> float:
         return self.sent_bytes + weights if self.sent_bytes else 0.0

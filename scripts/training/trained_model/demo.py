@@ -187,11 +187,7 @@ def _run(command: list[str], steps: int, log: Path, work: Path, say: Callable[[s
 
 
 def single_process_latents(model: Path, settings: Settings, device: str, sparse: bool = True) -> torch.Tensor:
-    """Final latents, [1, C, F, H, W], of stock diffusers with the same masks, without any parallelism.
-
-    sparse: False leaves diffusers' own dense attention
-    returns: in the settings' dtype, or float32 for dense attention
-    """
+    """Final latents, [1, C, F, H, W], of stock diffusers with the same masks, or dense in float32, on one process."""
     from diffusers import WanPipeline
 
     dtype = getattr(torch, settings.dtype) if sparse else torch.float32

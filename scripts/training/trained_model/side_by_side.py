@@ -16,10 +16,7 @@ SHOWN = 6  # frames of each video, equally spread
 
 @torch.no_grad()
 def decode_video(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """float32[F, H, W, 3] in [0, 1] of standardised latents [1, C, f, h, w].
-
-    vae: diffusers' AutoencoderKLWan, in float32
-    """
+    """float32[F, H, W, 3] in [0, 1] of standardised latents [1, C, f, h, w]."""
     mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
     video: torch.Tensor = vae.decode(latents * std + mean).sample[0]
     return ((video + 1) / 2).clamp(0, 1).permute(1, 2, 3, 0)

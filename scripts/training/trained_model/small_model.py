@@ -116,10 +116,7 @@ def psnr(frames: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def ssim(frames: torch.Tensor, reference: torch.Tensor) -> float:
-    """Structural similarity, mean over frames, with a Gaussian window of deviation 1.5 (Wang et al., 2004, §III.B).
-
-    frames, reference: float32[F, 3, H, W] in [0, 1]
-    """
+    """Structural similarity of float32[F, 3, H, W], mean over frames, Gaussian window (Wang et al., 2004, §III.B)."""
     setting = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False, "data_range": 1.0}
     pairs = zip(reference.numpy(), frames.numpy(), strict=True)
     return float(np.mean([structural_similarity(a, b, channel_axis=0, **setting) for a, b in pairs]))
