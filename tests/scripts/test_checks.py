@@ -16,15 +16,15 @@ from tests.support.repository import ROOT
 @pytest.mark.parametrize("concept", faults())
 def test_fault_changes_one_line_and_its_tests_exist(concept):
     fault = faults()[concept]
-    assert (REPO / fault.file).read_text(encoding="utf-8").count(fault.text) == 1
-    assert fault.text != fault.replacement
+    assert (REPO / fault.file).read_text(encoding="utf-8").count(fault.was) == 1
+    assert fault.was != fault.becomes
     assert (REPO / fault.tests.split()[0]).exists()
 
 
 @pytest.mark.long
 def test_a_fault_is_caught_and_no_fault_is_missed(tmp_path):
     copy, fault = copied(tmp_path / "copy"), next(iter(faults().values()))
-    assert tried(fault._replace(replacement=fault.text), copy, 0) == "missed"
+    assert tried(fault._replace(becomes=fault.was), copy, 0) == "missed"
     assert tried(fault, copy, 1) == "caught"
     assert (copy / fault.file).read_text(encoding="utf-8") == (REPO / fault.file).read_text(encoding="utf-8")
 
