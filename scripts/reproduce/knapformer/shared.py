@@ -13,12 +13,7 @@ from dbsp_core.planning.bags import BagTopology
 from dbsp_core.planning.planners import contiguous_heads
 from dbsp_core.planning.sequences import SequenceCost, SequencePlan, TokenRuns, plan_sequences
 from examples.data_codes import DrawnSequences, draw, parse_streams
-from scripts.reproduce.knapformer.counted import (
-    SequencePlanMetrics,
-    balanced_owners,
-    evaluate,
-    gamma_corrected,
-)
+from scripts.reproduce.knapformer.counted import SequencePlanMetrics, balanced_owners, evaluate, gamma_corrected
 from scripts.results.colours import PLANNERS
 from scripts.results.result import arguments
 
