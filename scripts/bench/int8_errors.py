@@ -57,7 +57,6 @@ def attention(qkv: QKV) -> torch.Tensor:
 
 
 def sent(tokens: torch.Tensor, rotate: bool) -> torch.Tensor:
-    """Returns what arrives as int8, rotated if `rotate`."""
     return restore_rows(rows_of_tokens(tokens.float(), rotate), tokens.shape[-1], torch.float32).double()
 
 

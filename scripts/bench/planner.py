@@ -132,7 +132,6 @@ def measure(rows: np.ndarray, strategy: Strategy, repeat: int, grid: BlockGrid |
 
 
 def masks(args: argparse.Namespace) -> Rows:
-    """Every kind of mask, every head count, every strategy."""
     for name, make in MASKS.items():
         for heads in HEADS:
             rows = make(heads, BLOCKS, SEED).sum(axis=2)
@@ -142,7 +141,6 @@ def masks(args: argparse.Namespace) -> Rows:
 
 
 def recorded(args: argparse.Namespace) -> Rows:
-    """Every layer and group of steps of a mask file."""
     file = MaskFile(args.recorded)
     for layer, group in product(range(file.layers), range(len(file.groups or (0,)))):
         mask = file.layer(layer, group)

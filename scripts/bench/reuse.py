@@ -96,7 +96,6 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Draws ρ_s in use over P_s, one panel per kind of series."""
     names = list(dict.fromkeys(row.series for row in rows))
     figure, axes = panels(
         "How balanced are plans in use, which lag by one call?",

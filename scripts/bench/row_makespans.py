@@ -97,7 +97,6 @@ def ends_of_rank(plan: Plan, work: np.ndarray, rank: int, slots: int, cut: bool)
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
-    """Counts each case on each GPU."""
     for block_q in sorted({block_q for _, block_q, _ in GPUS}):
         for case in CASES[: options.cases]:
             work, grid = case.row_work(block_q)

@@ -63,7 +63,6 @@ def arguments(description: str | None, layers: int) -> argparse.ArgumentParser:
 
 
 def preset_model(name: str) -> ModelSpec:
-    """Returns the model that a preset was fitted for."""
     return MODEL_SPECS[name.removesuffix("-sparge")]
 
 

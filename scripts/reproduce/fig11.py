@@ -62,7 +62,6 @@ def replans_and_rho(options: argparse.Namespace, planner: str, thresholds: tuple
 
 
 def plans_on(grid: BlockGrid, planner: str) -> MakePlan:
-    """Makes a plan for row counts of masks on a grid."""
     return lambda rows, _current: plan_from_counts(rows, grid, STRATEGY, planner, compare=False)
 
 

@@ -70,7 +70,6 @@ def panel_of(row: Row) -> tuple[int, str, str, str]:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Errors, orders and means in words."""
     lines = []
     for half in ("fitted", "held out"):
         here = [row for row in rows if row.half == half]

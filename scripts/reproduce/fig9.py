@@ -56,7 +56,6 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def reached(rows: list[Row], strategy: str, by: str) -> float:
-    """Share of the gain in ρ_s that attention gained."""
     points = [row for row in rows if (row.strategy, row.by) == (strategy, by)]
     return sum(row.attention_speedup - 1 for row in points) / sum(row.rho_ratio - 1 for row in points)
 

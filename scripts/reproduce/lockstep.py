@@ -34,7 +34,6 @@ from dbsp_core.planning.planners import contiguous_heads, greedy, snake_heads
 
 
 def nodes_of(hardware: Hardware, world: int) -> tuple[int, ...]:
-    """The node of each of `world` ranks of a machine."""
     return tuple(rank // (hardware.gpus_per_node or 8) for rank in range(world))
 
 
@@ -89,7 +88,6 @@ class RingPlan:
         return eq_1(self.work)
 
     def evaluate(self, mask: BlockMask) -> RingPlan:
-        """The same plan with the work of another mask."""
         return replace(self, work=_work(mask, self.q_owner, self.slot, self.strategy))
 
 

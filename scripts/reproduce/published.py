@@ -57,7 +57,6 @@ class Parts:
 
 
 def read_records() -> list[dict[str, str]]:
-    """Returns the rows of all tables."""
     with TABLES.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 

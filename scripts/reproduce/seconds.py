@@ -36,7 +36,6 @@ class Mask:
     dense_steps: int = 0
 
     def masks(self, spec: ModelSpec) -> list[BlockMask]:
-        """Returns masks of some layers that stand for it."""
         if not self.style:
             return usual_masks(spec)
         block_q = 128 if self.style.endswith("-sparge") else 64

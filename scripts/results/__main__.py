@@ -26,7 +26,6 @@ MODULES = (
 
 
 def results() -> dict[str, Result]:
-    """All results that have a picture, by name."""
     values = [value for name in MODULES for value in vars(importlib.import_module(name)).values()]
     return {value.name: value for value in values if isinstance(value, Result)}
 

@@ -35,7 +35,6 @@ class Evidence:
 
 
 def read_evidence() -> list[Evidence]:
-    """Reads docs/results/evidence.yaml."""
     entries = yaml.safe_load(EVIDENCE.read_text(encoding="utf-8"))
     return [build(Evidence, entry, f"entry {number} of {EVIDENCE.name}") for number, entry in enumerate(entries, 1)]
 

@@ -71,7 +71,6 @@ class Result:
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the option that all programs of results have."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=partial(argparse.ArgumentDefaultsHelpFormatter, width=100)
     )

@@ -47,7 +47,6 @@ def train(
 
 
 def generator_of(seed: int, step: int) -> torch.Generator:
-    """The random numbers of one step."""
     return torch.Generator().manual_seed(seed * 1_000_003 + step)
 
 

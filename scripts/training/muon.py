@@ -21,7 +21,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 state = self.state[parameter]

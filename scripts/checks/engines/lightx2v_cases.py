@@ -96,7 +96,6 @@ def settings_of_wan(case: Case) -> dict[str, Any]:
 
 
 def settings_of(mask: str) -> dict[str, Any]:
-    """Returns db-SP's settings, of a mask or from a file."""
     return yaml.safe_load(Path(mask).read_text(encoding="utf-8")) if mask.endswith(".yaml") else {"mask": mask}
 
 
@@ -171,7 +170,6 @@ def mask_attention(models: list[Any], mask: str, thw: tuple[int, int, int]) -> N
 
 
 def outputs_of(case: Case, config: dict[str, Any], mask: str | None = None) -> tuple[list[torch.Tensor], int]:
-    """Those of `denoise`, of any model."""
     if case.model not in MODELS:
         return denoise(case, config, mask)
 

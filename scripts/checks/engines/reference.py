@@ -66,7 +66,6 @@ def random(seed: int, *shape: int) -> torch.Tensor:
 
 
 def filled(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Draws all parameters of a model."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         parameter.data = fill(name, parameter.shape, generator)

@@ -81,7 +81,6 @@ def run(engine: str, ulysses: int, ring: int, *cases: Case, **environment: str) 
 
 
 def cases_of(text: str) -> list[Case]:
-    """Returns the cases of a program's argument."""
     return [Case(**fields | {"sizes": tuple(map(tuple, fields["sizes"]))}) for fields in json.loads(text)]
 
 

@@ -129,7 +129,6 @@ def outputs_of(case: Case, mask: str | None = None) -> tuple[Outputs, int]:
 
 
 def request_of(case: Case, thw: tuple[int, int, int]) -> SimpleNamespace:
-    """Returns what a forward pass reads of a request of SGLang's."""
     options = dict(case.cache_options)
     if case.unlike and case.cache == "teacache":
         options["teacache_thresh"] = options["teacache_thresh"] if get_sp_parallel_rank() == 0 else 0.0
@@ -159,7 +158,6 @@ def enable_cache_dit(model: torch.nn.Module, case: Case) -> None:
 
 
 def branches_of(case: Case) -> tuple[int, ...]:
-    """Returns the CFG passes of this rank."""
     return (get_classifier_free_guidance_rank(),) if case.cfg_parallel and not ALONE else tuple(range(case.passes))
 
 

@@ -82,7 +82,6 @@ def _timestep(step: int) -> torch.Tensor:
 
 
 def _tokens(thw: Grid, number: int, step: int, branch: int) -> dict[str, torch.Tensor]:
-    """Draws an image's tokens, and those of its text."""
     latents = random(1000 * number + 10 * step, 1, math.prod(thw), 8)
     return {"hidden_states": latents, "encoder_hidden_states": random(branch, 1, TEXT, 16)}
 

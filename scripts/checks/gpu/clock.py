@@ -75,7 +75,6 @@ class Timeline:
         self._points.append(event)
 
     def restart(self) -> None:
-        """Forgets all points and records the first."""
         self._points = []
         self.record()
 
@@ -90,7 +89,6 @@ class Timeline:
         return self._elapsed(self._points[0], self._points.pop())
 
     def wait(self) -> None:
-        """Waits for all that is queued."""
         if self.on_gpu:
             torch.cuda.synchronize()
 

@@ -70,7 +70,6 @@ class PackedJob:
         return 4.0 * int(self.mask.bits.sum()) * grid.block_q * grid.block_k * self.shape.head_dim
 
     def work(self, kernel: str, **options: Any) -> Work:
-        """Returns attention by a kernel, to one set of inputs after another."""
 
         def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:
             inputs = self.inputs[i % len(self.inputs)]
@@ -79,7 +78,6 @@ class PackedJob:
         return attend
 
     def tiled(self, tiles: Tiles) -> Work:
-        """Returns attention by kernel `triton` with these tiles."""
         from dbsp_kernels.triton.forward import triton_attention
 
         def attend(i: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,6 @@ SOURCES = ("dbsp_*", "kernels", "scripts/checks/gpu", "tests/support", "tests/ke
 
 
 def described(setting: Setting) -> dict[str, Any]:
-    """Devices, driver, versions, commit and date."""
     cuda = torch.cuda.is_available()
     query = ["--query-gpu=name,driver_version,clocks.max.sm,power.limit,memory.total", "--format=csv,noheader"]
     properties = [torch.cuda.get_device_properties(device) for device in range(torch.cuda.device_count() * cuda)]

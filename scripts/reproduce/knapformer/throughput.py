@@ -127,7 +127,6 @@ def piece_seconds(pieces: int = 2048, repeats: int = 25) -> float:
 
 
 def rebuild(draws: int, piece_s: float) -> tuple[list[Row], Rates]:
-    """Table 1's rows and ours, and what was fitted."""
     loads = {(stream, bags): load_of(stream, bags, "knapsack", draws) for stream in TABLE_1 for bags in TOPOLOGIES}
     chosen, lasted = [loads[key] for key in FITTED], [TABLE_1[stream][bags].fbl_s for stream, bags in FITTED]
     rates, simple = fit(chosen, lasted, piece_s), fit(chosen, lasted, 0.0, weights=0.0)

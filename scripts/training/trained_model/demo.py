@@ -71,7 +71,6 @@ class Settings:
         return cls(mask=FIXED, dtype="float32", tolerance=1e-3)
 
     def config(self, **more: Any) -> dict[str, Any]:
-        """db-SP's settings, as a YAML file would have them."""
         return {"mask": self.mask, "generate": {"dtype": self.dtype}, **more}
 
 

@@ -143,7 +143,6 @@ def _means(rows: list[Row], name: str) -> list[tuple[float, float]]:
 
 
 def save_frames(path: Path, pipeline: Any, options: argparse.Namespace) -> None:
-    """Rows of frames, dense above sparse, for every prompt."""
     source, setting = SHOWN
     videos: dict[str, torch.Tensor] = {}
     for prompt in PROMPTS[: options.prompts]:

@@ -52,7 +52,6 @@ class Watched:
 
     @property
     def density(self) -> float:
-        """Mean over the masks given."""
         return sum(self.densities) / len(self.densities)
 
     def grid(self, request: MaskRequest) -> BlockGrid:
