@@ -36,7 +36,8 @@ from scripts.results.result import print_table
 FIELDS = ("mask", "heads", "strategy", "before", "rho", "bound", "moved", "kv", "split_heads", "slower", "plan_ms")
 HEADS, GPUS, BLOCKS, LAYOUT, SEED = (40, 12, 5, 3), (8, 6), 1182, "striped", 0
 """Of masks: heads to try, ranks to plan for, and query and KV blocks of 64 tokens, which make 75,600."""
-Rows = Iterator[dict[str, object]]
+Works = Iterator[tuple[str, np.ndarray, tuple[int, ...], BlockGrid | None]]
+"""Names, int64[H, nq] active blocks, ranks to plan for, and grids; blocks of 64 by default."""
 
 
 def synthetic(density: float, spread: float) -> Callable[[int, int, int], np.ndarray]:
@@ -103,7 +104,7 @@ def ring_ranks_of(grid: BlockGrid, strategy: Strategy, layout: str) -> np.ndarra
     return majority_rank(segments.tokens_by_ring(grid.nq, strategy))
 
 
-def measure(rows: np.ndarray, strategy: Strategy, repeat: int, grid: BlockGrid | None = None) -> dict[str, object]:
+def measure(rows: np.ndarray, strategy: Strategy, repeat: int, grid: BlockGrid | None) -> dict[str, object]:
     """One plan of int64[H, nq] active blocks, timed `repeat` times; the shortest counts. Blocks of 64 by default."""
     heads, blocks = rows.shape
     grid, world, parts = grid or BlockGrid.uniform(blocks * 64), strategy.world, (strategy.ulysses, strategy.ring)
@@ -131,25 +132,20 @@ def measure(rows: np.ndarray, strategy: Strategy, repeat: int, grid: BlockGrid |
     }
 
 
-def masks(args: argparse.Namespace) -> Rows:
+def masks() -> Works:
     for name, make in MASKS.items():
         for heads in HEADS:
-            rows = make(heads, BLOCKS, SEED).sum(axis=2)
-            for strategy in (s for world in GPUS for s in Strategy.all_for(world)):
-                numbers = measure(rows, strategy, args.repeat)
-                yield {"mask": name, "heads": heads, "seed": SEED, **numbers}
+            yield name, make(heads, BLOCKS, SEED).sum(axis=2), GPUS, None
 
 
-def recorded(args: argparse.Namespace) -> Rows:
-    file = MaskFile(args.recorded)
+def recorded(path: str) -> Works:
+    file = MaskFile(path)
     for layer, group in product(range(file.layers), range(len(file.groups or (0,)))):
         mask = file.layer(layer, group)
-        for strategy in (s for world in GPUS for s in Strategy.all_for(world)):
-            numbers = measure(mask.counts.rows, strategy, args.repeat, mask.grid)
-            yield {"mask": f"layer {layer}, group {group}", "heads": mask.heads, "seed": 0, **numbers}
+        yield f"layer {layer}, group {group}", mask.counts.rows, GPUS, mask.grid
 
 
-def scale(args: argparse.Namespace) -> Rows:
+def scale() -> Works:
     """Counts drawn from the product of a head's and a row's density: masks this large do not fit."""
     sizes = [(1182, world) for world in (8, 16, 32, 64, 128)] + [(blocks, 8) for blocks in (3906, 7812, 15625)]
     for blocks, world in [*sizes, (15625, 128)]:
@@ -158,12 +154,10 @@ def scale(args: argparse.Namespace) -> Rows:
         row = np.interp(np.linspace(0, 4, blocks), np.arange(5), rng.uniform(0.5, 1, 5))
         mean = density[:, None] * row * blocks
         rows = np.maximum(mean + rng.standard_normal(mean.shape) * np.sqrt(mean * 0.6), 0).astype(np.int64)
-        for strategy in Strategy.all_for(world):
-            numbers = measure(rows, strategy, args.repeat)
-            yield {"mask": f"{blocks * 64:,} tokens", "heads": 40, "seed": SEED, **numbers}
+        yield f"{blocks * 64:,} tokens", rows, (world,), None
 
 
-def extremes(args: argparse.Namespace) -> Rows:
+def extremes() -> Works:
     """Work that no mask of a model has, 600 blocks but where said otherwise."""
     rng = np.random.default_rng(SEED)
     wave = np.interp(np.linspace(0, 4, 600), np.arange(5), rng.uniform(0.5, 1, 5))
@@ -183,9 +177,7 @@ def extremes(args: argparse.Namespace) -> Rows:
         "no work": np.zeros((40, 600), dtype=np.int64),
     }
     for name, rows in works.items():
-        for strategy in (s for world in (8, 16) for s in Strategy.all_for(world)):
-            numbers = measure(rows, strategy, args.repeat)
-            yield {"mask": name, "heads": len(rows), "seed": SEED, **numbers}
+        yield name, rows, (8, 16), None
 
 
 def main() -> None:
@@ -196,8 +188,13 @@ def main() -> None:
     parser.add_argument("--recorded", metavar="FILE", help="masks of a mask file")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
-    kinds = {recorded: args.recorded, scale: args.scale, extremes: args.extremes}
-    plans = list(next((kind for kind, chosen in kinds.items() if chosen), masks)(args))
+    kinds = {scale: args.scale, extremes: args.extremes}
+    works = recorded(args.recorded) if args.recorded else next((kind for kind, on in kinds.items() if on), masks)()
+    plans = [
+        {"mask": name, "heads": len(rows), "seed": SEED, **measure(rows, strategy, args.repeat, grid)}
+        for name, rows, worlds, grid in works
+        for strategy in (strategy for world in worlds for strategy in Strategy.all_for(world))
+    ]
     if args.json:
         print(json.dumps({"plans": plans}, indent=1))
         return
