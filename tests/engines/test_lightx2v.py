@@ -12,7 +12,6 @@ import pytest
 if importlib.util.find_spec("lightx2v") is None:
     pytest.skip("run scripts/engines test", allow_module_level=True)
 from dbsp_engines.lightx2v import EXPECTED
-from scripts.checks.engines.commands import differences
 from scripts.checks.engines.runs import Case, run
 from tests.engines.cases import (
     EVEN,
@@ -20,8 +19,7 @@ from tests.engines.cases import (
     PREDICTED,
     SPLITS,
     UNEQUAL,
-    assert_another_mask_is_seen,
-    assert_equal_to_one_process,
+    EveryEngine,
     assert_exact,
     own_masks,
 )
@@ -32,9 +30,8 @@ H3_SIZES = ((37, 2, 2), (37, 2, 3))
 SPARSE = "sparge:cdf=0.35,similarity=-1,block_q=16,block_k=8"
 
 
-@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
-def test_it_equals_one_process(ulysses, ring):
-    assert_equal_to_one_process(ENGINE, ulysses, ring)
+class TestEveryEngine(EveryEngine):
+    engine, expected, without = ENGINE, EXPECTED, {"DBSP_LEAVE_OUT": "1"}
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
@@ -96,10 +93,6 @@ def test_8_bits_are_db_sps_own(tmp_path):
     assert 1e-4 < found["error"] < found["dense"] / 10
 
 
-def test_another_mask_would_be_seen():
-    assert_another_mask_is_seen(ENGINE)
-
-
 def test_cfg_passes_on_ranks_of_their_own():
     case = Case(3, (UNEQUAL,), PREDICTED, passes=2, cfg_parallel=True)
     assert_exact([case], run(ENGINE, 4, 1, case))
@@ -115,18 +108,3 @@ def test_step_caches_skip_the_same_steps_as_in_one_process_or_are_rejected():
     found = run(ENGINE, 1, 2, *cases)
     assert_exact(cases, found)
     assert [one["skipped"] for one in found] == [2, 4], "one step of two passes, two steps of two passes"
-
-
-def test_its_own_command_makes_the_video_of_one_process(tmp_path):
-    found = differences(ENGINE, tmp_path)
-    assert found["ring"] < found["dense"] / 10
-
-
-def test_nothing_changes_where_dbsp_is_not_named():
-    """The plug-in only adds a name: without it the same differences, bitwise."""
-    case = Case(4, (EVEN, UNEQUAL), None)
-    assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, DBSP_LEAVE_OUT="1")
-
-
-def test_the_names_that_it_uses_are_there():
-    assert EXPECTED.problem() is None

@@ -20,7 +20,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.utils.errors import UserError
 from dbsp_engines.sglang import EXPECTED, _attentions_of_h3
 from dbsp_engines.sglang_attention import DbspImpl, DbspTransformer
-from scripts.checks.engines.commands import differences, generate
+from scripts.checks.engines.commands import generate
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
     EVEN,
@@ -28,18 +28,15 @@ from tests.engines.cases import (
     PREDICTED,
     SPLITS,
     UNEQUAL,
-    assert_another_mask_is_seen,
-    assert_equal_to_one_process,
+    EveryEngine,
     assert_exact,
-    own_masks,
 )
 
 ENGINE = "sglang"
 
 
-@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
-def test_it_equals_one_process(ulysses, ring):
-    assert_equal_to_one_process(ENGINE, ulysses, ring)
+class TestEveryEngine(EveryEngine):
+    engine, expected, without = ENGINE, EXPECTED, {"SGLANG_PLUGINS": "none"}
 
 
 @pytest.mark.parametrize(("ulysses", "ring", "heads"), [(1, 2, 5), (2, 1, 4), (2, 2, 4)])
@@ -158,15 +155,6 @@ def test_step_caches_and_tensor_parallelism():
         assert [each["calls"][which] for each in found] == [2 * (LAYERS + STEPS - 1), 2 * LAYERS, 2 * STEPS * LAYERS]
 
 
-def test_wan22s_transformers_with_masks_of_their_own(tmp_path):
-    case = Case(3, (UNEQUAL,), own_masks(tmp_path), pair=True)
-    assert_exact([case], run(ENGINE, 1, 2, case))
-
-
-def test_another_mask_would_be_seen():
-    assert_another_mask_is_seen(ENGINE)
-
-
 def test_whole_frames_on_each_rank_and_compiled():
     cases = Case(3, ((4, 5, 5),), KNOWN, frames=True), Case(3, (UNEQUAL,), PREDICTED, compiled=True)
     assert_exact(cases, run(ENGINE, 1, 2, *cases))
@@ -175,11 +163,6 @@ def test_whole_frames_on_each_rank_and_compiled():
 def test_cfg_passes_on_ranks_of_their_own():
     case = Case(3, (UNEQUAL,), PREDICTED, passes=2, cfg_parallel=True)
     assert_exact([case], run(ENGINE, 4, 1, case))
-
-
-def test_its_own_command_makes_the_video_of_one_process(tmp_path):
-    found = differences(ENGINE, tmp_path)
-    assert found["ring"] < found["dense"] / 10
 
 
 def test_what_is_not_its_own_model_stops_the_worker_in_one_line(tmp_path):
@@ -232,12 +215,3 @@ def test_a_replayed_graph_begins_passes_of_its_own_steps():
     assert seen == [(0, 7), (2, 5)]
     expected = torch.cat([q[0, :, :7], inputs], dim=1) + 2
     assert all(torch.equal(out, expected) for out in outputs), "the graph's own buffers hold the new pass"
-
-
-def test_nothing_changes_where_no_configuration_is_named():
-    case = Case(4, (EVEN, UNEQUAL), None)
-    assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, SGLANG_PLUGINS="none")
-
-
-def test_the_names_that_it_uses_are_there():
-    assert EXPECTED.problem() is None

@@ -17,7 +17,6 @@ from vllm_omni.diffusion.data import DiffusionParallelConfig, parse_attention_co
 
 from dbsp_core.utils.errors import UserError
 from dbsp_engines.vllm_omni_plugin import EXPECTED, register, unregister
-from scripts.checks.engines.commands import differences
 from scripts.checks.engines.reference import stub_for_torchvision
 from scripts.checks.engines.runs import LAYERS, STEPS, Case, run
 from tests.engines.cases import (
@@ -25,10 +24,8 @@ from tests.engines.cases import (
     KNOWN,
     SPLITS,
     UNEQUAL,
-    assert_another_mask_is_seen,
-    assert_equal_to_one_process,
+    EveryEngine,
     assert_exact,
-    own_masks,
 )
 
 ENGINE = "vllm_omni"
@@ -39,10 +36,8 @@ UNCACHED = 2 * LAYERS * STEPS
 """Attentions of two CFG passes a step."""
 
 
-@pytest.mark.parametrize(("ulysses", "ring"), SPLITS)
-def test_it_equals_one_process(ulysses, ring):
-    found = assert_equal_to_one_process(ENGINE, ulysses, ring)
-    assert found[1]["padding"] == -75 % (ulysses * ring), "75 tokens do not divide by the ranks"
+class TestEveryEngine(EveryEngine):
+    engine, expected, without = ENGINE, EXPECTED, {"VLLM_PLUGINS": "cpu"}
 
 
 @pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), *SPLITS])
@@ -154,21 +149,6 @@ def test_fasth3_admits_dbsp_in_a_ring_with_its_own_mask_alone(registered, monkey
             check_contracts(config_of("DBSP"))
 
 
-def test_wan22s_transformers_with_masks_of_their_own(tmp_path):
-    case = Case(3, (UNEQUAL, EVEN), own_masks(tmp_path), pair=True)
-    assert_exact([case], run(ENGINE, 1, 2, case))
-
-
-def test_another_mask_would_be_seen():
-    assert_another_mask_is_seen(ENGINE)
-
-
-def test_its_own_entry_makes_the_frames_of_one_process(tmp_path):
-    found = differences(ENGINE, tmp_path)
-    assert found["ring"] < 1e-2, "of 255, in float32"
-    assert found["dense"] > 1
-
-
 def test_step_caches_skip_on_all_ranks_or_on_none():
     """cache-dit: all would skip, and one would; TeaCache: what has changed is on rank 1, and counts or does not."""
     dit = Case(3, (UNEQUAL,), KNOWN, passes=2, cache="cache_dit", model="hunyuan_video_15")
@@ -217,12 +197,3 @@ def test_attention_in_8_bits_is_dbsps_own():
     backend = {"backend": "DBSP", "quant": {"dtype_qk": "int8"}}
     with pytest.raises(ValueError, match=r"quant is only supported by .* but backend='DBSP'"):
         parse_attention_config({"per_role": {"self": backend}})
-
-
-def test_nothing_changes_where_dbsp_is_not_named():
-    case = Case(4, (EVEN, UNEQUAL), None)
-    assert run(ENGINE, 2, 1, case) == run(ENGINE, 2, 1, case, VLLM_PLUGINS="cpu")
-
-
-def test_the_names_that_it_uses_are_there():
-    assert EXPECTED.problem() is None
