@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from dbsp_cli.commands import doctor
 from dbsp_cli.commands.doctor import FRAMEWORKS, Importable
@@ -103,25 +103,18 @@ def test_it_says_which_kernel_auto_takes_and_why(monkeypatch):
     assert kernels()["kernel auto"].detail == "reference, because DBSP_KERNEL=reference"
 
 
-def extras() -> dict[str, set[str]]:
-    """Returns packages that each extra names, itself or through another of ours, as they are imported."""
+def packages_of(extra: str) -> set[str]:
+    """Returns the packages that an extra names, itself or through another of ours, as they are imported."""
     tomllib = pytest.importorskip("tomllib", reason="from Python 3.11 on")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    named = project["optional-dependencies"]
-
-    def packages(extra: str) -> set[str]:
-        names = set()
-        for requirement in named[extra]:
-            ours = re.fullmatch(rf"{project['name']}\[(\w+)\]", requirement)
-            names |= packages(ours[1]) if ours else {re.match(r"[\w-]+", requirement)[0].replace("-", "_")}
-        return names
-
-    return {extra: packages(extra) for extra in named}
+    required = [Requirement(text) for text in project["optional-dependencies"][extra]]
+    through = {one for need in required if need.name == project["name"] for one in need.extras}
+    return {need.name.replace("-", "_") for need in required}.union(*map(packages_of, through))
 
 
 def test_an_extra_alone_brings_what_it_is_named_for():
     for needs in (*FRAMEWORKS, *doctor._PACKAGES):
-        assert set(needs.needs) <= extras()[needs.extra], needs
+        assert set(needs.needs) <= packages_of(needs.extra), needs
 
 
 @pytest.mark.parametrize(

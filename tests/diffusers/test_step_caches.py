@@ -18,9 +18,8 @@ from dbsp_core import SequenceGroup, SequenceLayout
 from dbsp_diffusers.sharding.step_caches import DECIDING, IDENTICAL, ForwardRanks
 from dbsp_diffusers.sharding.stream_shards import StreamShards
 from tests.diffusers.cache_cases import CACHES, Denoising, cache_dit_config
-from tests.diffusers.models import wan22_cases
 from tests.support.gradients import in_float64
-from tests.support.models.tiny_pipelines import attach_pipeline, fingerprint
+from tests.support.models.tiny_pipelines import attach_pipeline, fingerprint, latents, make_wan22
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import apart, assert_near, outputs, said
 from tests.support.shared import shared
@@ -147,13 +146,13 @@ def cached_experts(folder: str, cached: bool, attach: Callable[[Any], object]) -
     """Returns the latents of Wan2.2's two transformers, which have one manager of cache-dit's, in float64."""
     import cache_dit
 
-    pipe = wan22_cases.make_pipe("a14b", folder)
+    pipe = make_wan22("a14b", folder)
     pipe.__class__ = type("WanPipelineUnderTest", (type(pipe),), {})  # cache-dit changes the class
     pipe.to(torch.float64)
     if cached:
         cache_dit.enable_cache(pipe, cache_config=cache_dit_config(0.3))
     attach(pipe)
-    made = wan22_cases.latents(pipe, {}, num_inference_steps=8, num_frames=5, max_sequence_length=16)
+    made = latents(pipe, num_inference_steps=8, num_frames=5)
     dbsp_diffusers.disable(pipe)
     return made
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import dbsp_diffusers
 from tests.diffusers.cache_cases import CPU, Denoising, enable_cache_dit
@@ -98,34 +96,8 @@ def _lora(run: Run) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=draws).mul_(0.05))
 
 
-def _fused_lora(run: Run) -> None:
-    _lora(run)
-    run.transformer.fuse_lora()
-
-
 def _layerwise(run: Run) -> None:
     run.transformer.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
-
-
-class _Int8Linear(nn.Linear):
-    """A layer as quantisers make them: weights of eight bits, without gradients, and a scale."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-        scale = layer.weight.abs().amax() / 127
-        self.weight = nn.Parameter((layer.weight / scale).round().to(torch.int8), requires_grad=False)
-        self.bias = layer.bias
-        self.register_buffer("scale", scale.detach())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight.to(x.dtype) * self.scale, self.bias)
-
-
-def _int8_weights(run: Run) -> None:
-    for name, layer in list(run.transformer.named_modules()):
-        if type(layer) is nn.Linear:
-            parent, _, own = name.rpartition(".")
-            setattr(run.transformer.get_submodule(parent), own, _Int8Linear(layer))
 
 
 def _cache(name: str, **options: Any) -> PutOn:
@@ -171,13 +143,10 @@ FEATURES: dict[str, Feature] = {
     "model offload": _offloads(_model_offload),
     "sequential offload": _offloads(_sequential_offload),
     "group offload by blocks": _offloads(_group_offload(offload_type="block_level", num_blocks_per_group=1)),
-    "group offload by leaves": _offloads(_group_offload(offload_type="leaf_level")),
     "group offload on a stream": _offloads(_streamed_offload),
     "LoRA": Feature(_lora, acts=True),
-    "fused LoRA": Feature(_fused_lora, acts=True),
     "layerwise casting": Feature(_layerwise, acts=True),
     "fused QKV": Feature(lambda run: run.transformer.fuse_qkv_projections()),
-    "int8 weights": Feature(_int8_weights, acts=True),
     "first-block cache": _cached(_cache("FirstBlockCache", threshold=0.3), skips=True),
     "TaylorSeer": _cached(_cache("TaylorSeerCache", **_TAYLOR)),
     "pyramid attention broadcast": _cached(_cache("PyramidAttentionBroadcast", **_PYRAMID)),

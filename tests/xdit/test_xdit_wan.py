@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import diffusers
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import dbsp_xdit
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_diffusers.api import sessions_of
-from tests.diffusers.models.wan22_cases import SIZE, alone, latents, make_image
+from tests.support.models.tiny_pipelines import SIZE, alone, latents
 from tests.support.outcomes import apart, assert_near
 from tests.support.references import by_first_rank
 from tests.xdit.xdit_cases import family_class
@@ -36,8 +38,11 @@ class WanCase:
     @property
     def call(self) -> dict[str, Any]:
         # cross-attention finds an image behind 512 tokens of text
-        own = {"image": make_image()} if self.kind == "wan-i2v" else {"max_sequence_length": 16}
-        return {"num_inference_steps": 2} | own
+        return {"image": make_image(), "max_sequence_length": 512} if self.kind == "wan-i2v" else {}
+
+
+def make_image() -> Image.Image:
+    return Image.fromarray((np.random.RandomState(0).rand(64, 96, 3) * 255).astype("uint8"))
 
 
 def load(case: WanCase) -> Any:
@@ -55,19 +60,26 @@ def made_alone(case: WanCase, mask: dict[str, Any] | None) -> torch.Tensor:
     """Returns one process's latents with a mask, or of dense attention."""
     cls = diffusers.WanImageToVideoPipeline if case.kind == "wan-i2v" else diffusers.WanPipeline
     stock = cls.from_pretrained(case.folder, local_files_only=True)
-    return latents(stock, case.call) if mask is None else alone(stock, {"mask": mask}, case.call)
+    return latents(stock, **case.call) if mask is None else alone(stock, {"mask": mask}, **case.call)
 
 
 def run_pipeline(rank: int, world: int, case: WanCase, other: dict[str, Any] | None = None) -> list[int]:
     """Compares a generation with one process, which must differ under another mask. Returns attentions by session."""
     pipe = load(case)
     dbsp_xdit.attach(pipe, case.config)
-    out = latents(pipe, case.call)
+    out = latents(pipe, **case.call)
     calls = [session.statistics()["calls"] for session in sessions_of(pipe).values()]
     dbsp_xdit.detach(pipe)
     assert_near(out, made_alone(case, case.config["mask"]))
     assert apart(out, made_alone(case, other)) > 1e-4, "the mask must matter"
     return calls
+
+
+def test_two_transformers_equal_one_process(xfuser, tmp_path):
+    folder = str(make_tiny("wan2.2", tmp_path / "wan2.2"))
+    for calls in xfuser(2).run(run_pipeline, WanCase("wan2.2", folder, {"mask": SPARGE, "strategy": "U1R2"})):
+        layers, steps, passes = 4, 2, 2
+        assert (len(calls), sum(calls)) == (2, layers * steps * passes)
 
 
 @pytest.fixture
@@ -77,11 +89,8 @@ def image_case(tmp_path):
 
 
 @pytest.mark.usefixtures("debug")
-def test_cfg_passes_of_two_transformers_on_groups_of_their_own_keep_their_masks(xfuser, tmp_path):
-    folder = str(make_tiny("wan2.2", tmp_path / "wan2.2"))
-    for calls in xfuser(2, 2).run(run_pipeline, WanCase("wan2.2", folder, {"mask": BY_BRANCH}), SWAPPED):
-        layers, steps = 4, 2
-        assert (len(calls), sum(calls)) == (2, layers * steps)
+def test_cfg_passes_on_groups_of_their_own_keep_their_masks(xfuser, image_case):
+    xfuser(2, 2).run(run_pipeline, image_case(BY_BRANCH), SWAPPED)
 
 
 def run_decoding(rank: int, world: int, case: WanCase) -> tuple[int, int]:

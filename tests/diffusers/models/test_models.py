@@ -17,7 +17,7 @@ STRATEGIES = ("U2R1", "U1R2", "U2R2")
 SOURCES = ("synthetic", "sparge")
 
 
-VARIANTS = ("wan-ti2v", "flux-reference", "ltx2.3", "qwen-layered")
+VARIANTS = ("wan-ti2v", "cogvideox1.0", "flux-reference", "ltx2.3", "qwen-layered")
 """Each class's first model and these run on one strategy with one source; all else is in the long part."""
 
 

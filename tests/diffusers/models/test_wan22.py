@@ -11,24 +11,25 @@ import torch
 
 import dbsp_diffusers
 from dbsp_core.config import DbspConfig
-from tests.diffusers.models.wan22_cases import MASK, alone, latents, make_pipe
+from tests.support.models.tiny_pipelines import alone, latents, make_wan22
 from tests.support.outcomes import assert_near
 from tests.support.references import by_first_rank
 
 LAYERS = 2
-LONGER = {"max_sequence_length": 16, "num_frames": 5}
+MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
+BRIEF = {"num_frames": 5, "num_inference_steps": 4}
 
 
 @by_first_rank
 def one_process(folder: str, config: dict[str, Any]) -> torch.Tensor:
-    return alone(make_pipe("a14b", folder), config, LONGER)
+    return alone(make_wan22("a14b", folder), config, **BRIEF)
 
 
 def run_both(rank: int, world: int, folder: str, where: str) -> None:
     """Runs Wan2.2's two transformers twice, with masks and recordings of each."""
     config: dict[str, Any] = {"mask": MASK, "strategy": "U1R2", "dense_schedule": {"first_steps": 2, "last_steps": 1}}
     config |= {"transformer_2": {"mask": MASK | {"seed": 9}}}
-    expected, pipe = one_process(folder, config), make_pipe("a14b", folder)
+    expected, pipe = one_process(folder, config), make_wan22("a14b", folder)
     own = replace(DbspConfig.load(config | {"report": f"{where}/report"}), record=f"{where}/masks")
     dbsp_diffusers.enable(pipe, own)
     sessions = dbsp_diffusers.sessions_of(pipe)
@@ -36,7 +37,7 @@ def run_both(rank: int, world: int, folder: str, where: str) -> None:
     assert dbsp_diffusers.session_of(pipe.transformer_2) is sessions["transformer_2"]
     assert sessions["transformer_2"].config.mask == replace(sessions["transformer"].config.mask, seed=9)
     for _ in range(2):
-        assert_near(latents(pipe, LONGER), expected)
+        assert_near(latents(pipe, **BRIEF), expected)
     dbsp_diffusers.disable(pipe.transformer_2)  # and with it the first
     assert dbsp_diffusers.session_of(pipe) is None
 

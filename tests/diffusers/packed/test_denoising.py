@@ -9,7 +9,7 @@ import torch
 
 import dbsp_diffusers
 from examples.denoise_packed import Request, denoise_packed
-from tests.diffusers.models.wan22_cases import MASK, make_pipe
+from tests.support.models.tiny_pipelines import make_wan22
 from tests.support.outcomes import assert_near
 
 REQUESTS: tuple[dict[str, Any], ...] = (
@@ -19,12 +19,13 @@ REQUESTS: tuple[dict[str, Any], ...] = (
 )
 GUIDANCE = (2.0, 1.0, 3.0)
 OPTIONS = [request | {"guidance_scale": scale} for request, scale in zip(REQUESTS, GUIDANCE, strict=True)]
+MASK = {"source": "synthetic", "density": 0.4, "block_q": 16, "block_k": 16}
 CONFIG = {"mask": MASK, "dense_schedule": {"first_steps": 1}}
 
 
 def denoised(rank: int, world: int, kind: str, folder: str, output_type: str, bags: str | None = None) -> None:
     """Compares requests denoised together with what the pipeline makes of each, under the same masks."""
-    pipe = make_pipe(kind, folder)
+    pipe = make_wan22(kind, folder)
     pipe.set_progress_bar_config(disable=True)
     dbsp_diffusers.enable(pipe, CONFIG | {"bags": bags})
     expected = [

@@ -40,11 +40,12 @@ def latents(pipe: Any, prompt: str | list[str] = "the sea at dusk", seed: int | 
 
 def alone(pipe: Any, config: Any, **options: Any) -> torch.Tensor:
     """Returns the latents of one process."""
-    single = attach_single_process(pipe.transformer, config, lambda: len(pipe.scheduler.timesteps))
+    attached = attach_pipeline(pipe, config)
     try:
         return latents(pipe, **options)
     finally:
-        single.detach()
+        for single in attached:
+            single.detach()
 
 
 def attach_pipeline(pipe: Any, config: Any) -> list[PatchSet]:
@@ -63,6 +64,17 @@ def small_wan(folder: Path, **sizes: Any) -> str:
     made = make_tiny("wan", folder)
     make_tiny_transformer("wan", **LATENTS | sizes).save_pretrained(made / "transformer")
     return str(made)
+
+
+def make_wan22(kind: str, folder: str) -> Any:
+    """Returns a tiny pipeline of Wan2.2: "a14b", with two transformers, or "ti2v". folder: of a tiny Wan2.1"""
+    import diffusers
+
+    parts = dict(load("wan", folder).components)
+    if kind == "ti2v":
+        return diffusers.WanPipeline(**parts | {"expand_timesteps": True})
+    first, second = (make_tiny_transformer("wan", seed=seed, **LATENTS) for seed in (6, 7))
+    return diffusers.WanPipeline(**parts | {"transformer": first, "transformer_2": second, "boundary_ratio": 0.875})
 
 
 def state_of(pipe: Any) -> list[Any]:
