@@ -1,7 +1,8 @@
-"""A Wan with the gates of FastWan's coarse branch, put in by hand or read from a checkpoint, which diffusers drops."""
+"""A Wan with FastWan's gates or TurboWan's projections, put in by hand or from a checkpoint: diffusers drops them."""
 
 from __future__ import annotations
 
+import copy
 import re
 import shutil
 from pathlib import Path
@@ -11,32 +12,66 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 import torch
+from torch import nn
 
 import dbsp_diffusers
 from dbsp_core.config import DbspConfig
 from dbsp_core.sources import vsa
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.gates import branch_layers_in_checkpoint
-from tests.support.models.gated_wan import (
-    FASTWAN21,
-    FASTWAN22,
-    VSA,
-    add_to_checkpoint,
-    gate_weights,
-    named_gates,
-    put_gates,
-    save_gated,
-)
 from tests.support.models.tiny_pipelines import fingerprint
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
 from tests.support.outcomes import alone, apart, assert_near, outputs, said
 
+VSA = {"source": "vsa", "sparsity": 0.5, "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
 WINDOW = {"source": "window", "window": [1, 3, 3], "tile": [2, 2, 4], "block_q": 16, "block_k": 16}
 UNION = {"source": "union", "of": [VSA, WINDOW]}
 _WITHOUT = {"vsa": {"coarse": False}, "union": {"of": [VSA | {"coarse": False}, WINDOW]}}
 THW = {"vsa": (3, 5, 7), "union": (4, 4, 8)}
 """A window's blocks are whole tiles where tiles divide the video."""
 REPOSITORY = "some-lab/tiny-fastwan"
+FASTWAN21, FASTWAN22 = "to_gate_compress", "attn1.to_gate_compress"
+TURBOWAN = "attn1.attn_op.local_attn.proj_l"
+"""What the checkpoints of that name call the layer of a block."""
+Weights = list[dict[str, torch.Tensor]]
+"""By block."""
+
+
+def drawn(transformer: Any, seed: int = 5, heads: int = 1) -> Weights:
+    """Returns weight and bias of each block's gate, or of its projection of a head's channels."""
+    generator = torch.Generator().manual_seed(seed)
+    width = transformer.blocks[0].attn1.to_q.in_features // heads
+    sizes = {"weight": (width, width), "bias": (width,)}
+    return [
+        {part: torch.randn(size, generator=generator) * width**-0.5 for part, size in sizes.items()}
+        for _ in transformer.blocks
+    ]
+
+
+def put(transformer: Any, path: str, weights: Weights) -> Any:
+    """Gives blocks a layer, as a user may."""
+    for block, values in zip(transformer.blocks, weights, strict=False):
+        *parents, name = path.split(".")
+        for parent in parents:
+            if not hasattr(block, parent):
+                block.add_module(parent, nn.Module())
+            block = getattr(block, parent)
+        sizes = values["weight"].shape[::-1]
+        layer = nn.utils.skip_init(nn.Linear, *sizes, bias="bias" in values)  # torch's generator is all threads'
+        for part, value in values.items():
+            setattr(layer, part, nn.Parameter(value, requires_grad=value.is_floating_point()))
+        block.add_module(name, layer)
+    return transformer
+
+
+def put_gates(transformer: Any) -> Any:
+    return put(transformer, FASTWAN22, drawn(transformer))
+
+
+def save(transformer: Any, folder: Path, path: str, weights: Weights, **options: Any) -> Path:
+    """Saves a transformer with a layer in its blocks, which it has not itself."""
+    put(copy.deepcopy(transformer), path, weights).save_pretrained(folder, **options)
+    return folder
 
 
 def load(source: str | Path, **options: Any) -> Any:
@@ -57,7 +92,7 @@ def wan() -> Any:
 @pytest.fixture(scope="module")
 def checkpoint(wan, tmp_path_factory) -> Path:
     """Saves one file, with the names of FastWan2.1."""
-    return save_gated(wan, tmp_path_factory.mktemp("fastwan"))
+    return save(wan, tmp_path_factory.mktemp("fastwan"), FASTWAN21, drawn(wan))
 
 
 def cached(folder: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
@@ -97,7 +132,7 @@ def test_gates_put_in_by_hand_equal_one_process(threads):
 def test_equals_gates_put_in_by_hand(threads, wan, checkpoint, tmp_path, monkeypatch, kind, mask):
     source, options = str(checkpoint), {}
     if kind == "shards":
-        source = str(save_gated(wan, tmp_path / "shards", FASTWAN22, max_shard_size="100KB"))
+        source = str(save(wan, tmp_path / "shards", FASTWAN22, drawn(wan), max_shard_size="100KB"))
         assert len(list(Path(source).glob("*.safetensors"))) > 2
     if kind == "cache":
         shutil.copytree(checkpoint, tmp_path / "pipeline" / "transformer")
@@ -115,32 +150,30 @@ def test_gates_are_read_where_the_mask_needs_them_and_the_layer_is_lacking(wan, 
     assert branch_layers_in_checkpoint(load(checkpoint), DbspConfig.load({"mask": VSA | {"coarse": False}}).mask) == {}
     assert branch_layers_in_checkpoint(put_gates(load(checkpoint)), mask) == {}
     assert branch_layers_in_checkpoint(make_tiny_transformer("flux"), mask) == {}
-    wan.save_pretrained(tmp_path)
-    add_to_checkpoint(tmp_path, {name: one for name, one in named_gates(wan).items() if name.endswith("weight")})
-    assert [gate.bias for gate in branch_layers_in_checkpoint(load(tmp_path), mask).values()] == [None] * len(
-        wan.blocks
-    )
+    save(wan, tmp_path, FASTWAN21, [{"weight": gate["weight"]} for gate in drawn(wan)])
+    assert [gate.bias for gate in branch_layers_in_checkpoint(load(tmp_path), mask).values()] == [None, None]
 
 
 SPOILED = {
     "a layer is missing": "for 1 of 2 layers, but not for blocks.1; load",
     "another shape": r"to_gate_compress.weight is torch.float32 of shape \[144, 143\], expected",
     "whole numbers": "to_gate_compress.weight is torch.int8 of shape",
-    "a shard is missing": "cannot be read from .*-00001-of-.*; download the checkpoint again",
+    "a shard is missing": "cannot be read from .*-of-.*; download the checkpoint again",
 }
 """What is wrong with a checkpoint's gates, and what is said of it."""
 
 
 def spoil(kind: str, folder: Path, wan: Any) -> None:
-    gates, first = named_gates(wan), f"{FASTWAN21.format(0)}.weight"
+    gates, options = drawn(wan), {}
     if kind == "a layer is missing":
-        gates = {name: one for name, one in gates.items() if not name.startswith("blocks.1.")}
+        del gates[1]
     elif kind == "another shape":
-        gates[first] = gates[first][:, 1:].contiguous()
+        gates[0]["weight"] = gates[0]["weight"][:, 1:].contiguous()
     elif kind == "whole numbers":
-        gates[first] = gates[first].to(torch.int8)
-    wan.save_pretrained(folder, **({"max_shard_size": "100KB"} if kind == "a shard is missing" else {}))
-    add_to_checkpoint(folder, gates)
+        gates[0]["weight"] = gates[0]["weight"].to(torch.int8)
+    elif kind == "a shard is missing":
+        options = {"max_shard_size": "100KB"}
+    save(wan, folder, FASTWAN21, gates, **options)
 
 
 def unsupported(rank: int, world: int, transformers: list[Any]) -> str:
@@ -156,7 +189,8 @@ def test_mistake_on_one_rank_is_rejected_on_all(threads, wan, checkpoint, tmp_pa
     spoil(kind, tmp_path, wan)
     transformers = [load(checkpoint), load(tmp_path)]
     if kind == "a shard is missing":
-        min(tmp_path.glob("*.safetensors")).unlink()
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
     for answer in threads(2).run(unsupported, transformers):
         assert re.match(rf"UserError: rank\(s\) \[1\]: .*{SPOILED[kind]}.* or set coarse: false", answer)
 
@@ -169,14 +203,14 @@ def test_ranks_must_all_find_them(threads, wan, checkpoint, tmp_path):
 
 def test_gates_of_two_transformers_are_their_own(wan, tmp_path):
     for number, name in enumerate(("transformer", "transformer_2")):
-        save_gated(wan, tmp_path / name, seed=number)
+        save(wan, tmp_path / name, FASTWAN21, drawn(wan, number))
     mask = DbspConfig.load({"mask": VSA}).mask
     pipe = SimpleNamespace(
         transformer=load(tmp_path, subfolder="transformer"), transformer_2=load(tmp_path, subfolder="transformer_2")
     )
     dbsp_diffusers.enable(pipe, {"mask": VSA})
     for number, transformer in enumerate((pipe.transformer, pipe.transformer_2)):
-        first = gate_weights(wan, number)[0]["weight"]
+        first = drawn(wan, number)[0]["weight"]
         assert torch.equal(transformer.blocks[0].attn1.to_gate_compress.weight, first)
     dbsp_diffusers.disable(pipe)
     with pytest.raises(UserError, match="has two transformers, and db-SP cannot tell which"):
@@ -193,3 +227,33 @@ def test_checkpoint_without_gates_is_unchanged(threads, wan, tmp_path, monkeypat
     threads(2).run(run, [load(tmp_path), load(tmp_path)], VSA, expected)
     assert len(said) == 1
     assert "no gate (attn1.to_gate_compress) found" in said[0]
+
+
+SLA = {"source": "sla", "topk": 0.3, "block_q": 16, "block_k": 16}
+
+
+def projected(rank: int, world: int, loaded: list[Any], expected: Any, plain: Any) -> None:
+    """Compares ranks that have a transformer each with one process."""
+    transformer = loaded[rank]
+    dbsp_diffusers.enable(transformer, {"mask": SLA, "strategy": "U2R2"})
+    assert transformer.blocks[0].attn1.proj_l.weight.dtype == torch.float32
+    with torch.no_grad():
+        assert_near(outputs(transformer, tiny_inputs("wan", (3, 5, 7), 2)), expected, plain)
+    dbsp_diffusers.disable(transformer)
+    assert not hasattr(transformer.blocks[0].attn1, "proj_l")
+
+
+def test_projections_of_a_checkpoint_equal_those_put_in_by_hand(threads, wan, tmp_path):
+    projections = drawn(wan, heads=wan.blocks[0].attn1.heads)
+    stock = put(copy.deepcopy(wan), "attn1.proj_l", projections)
+    expected, plain = (
+        alone(stock, tiny_inputs("wan", (3, 5, 7), 2), {"mask": SLA | {"linear": linear}}) for linear in (True, False)
+    )
+    loaded = [load(save(wan, tmp_path, TURBOWAN, projections)) for _ in range(4)]
+    threads(4).run(projected, loaded, expected, plain)
+
+
+def test_a_projection_of_another_size_is_rejected(wan, tmp_path):
+    transformer = load(save(wan, tmp_path, TURBOWAN, [{"weight": torch.zeros(3, 3)} for _ in range(2)]))
+    with pytest.raises(UserError, match=r"proj_l.weight is torch.float32 of shape \[3, 3\].*linear: fal"):
+        dbsp_diffusers.enable(transformer, {"mask": SLA})
