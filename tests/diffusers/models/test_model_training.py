@@ -1,4 +1,4 @@
-"""Training through dual-balanced attention: the same losses on any ranks, FSDP2, LoRA, and what is rejected."""
+"""Training through dual-balanced attention: FSDP2, LoRA, autocast, and what is rejected."""
 
 from __future__ import annotations
 
@@ -23,26 +23,11 @@ from tests.support.workers import assert_all_raise
 BATCH = 2
 
 
-def _item(step: int, item: int) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs of one sample, at a timestep of its own, and what is to come out."""
-    inputs = tiny_inputs("wan", seed=step * BATCH + item + 1)
-    draws = torch.Generator().manual_seed(1000 + step * BATCH + item)
-    inputs["timestep"] = torch.randint(1, 1000, (1,), generator=draws)
-    return inputs, torch.tanh(inputs["hidden_states"].flip(-1))
-
-
-def _batch(step: int, first: int, count: int) -> tuple[dict[str, Any], torch.Tensor]:
-    inputs, wanted = zip(*(_item(step, first + item) for item in range(count)), strict=True)
-    joined = {
-        name: torch.cat([one[name] for one in inputs]) if isinstance(value, torch.Tensor) else value
-        for name, value in inputs[0].items()
-    }
-    return joined, torch.cat(wanted)
-
-
-def _loss(model: Any, step: int, first: int = 0, count: int = BATCH) -> torch.Tensor:
-    inputs, wanted = _batch(step, first, count)
-    return F.mse_loss(model(**inputs)[0], wanted)
+def _loss(model: Any, first: int = 0, count: int = BATCH) -> torch.Tensor:
+    """Returns the mean loss of some of a batch's samples, each at a timestep of its own."""
+    batch = tiny_inputs("wan", batch=BATCH) | {"timestep": torch.tensor([300.0, 800.0])}
+    inputs = {name: one[first : first + count] if torch.is_tensor(one) else one for name, one in batch.items()}
+    return F.mse_loss(model(**inputs)[0], torch.tanh(inputs["hidden_states"].flip(-1)))
 
 
 def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
@@ -53,13 +38,13 @@ def _config(mask: str, strategy: str | None = None) -> dict[str, Any]:
 def expected_gradients(mask: str, lora: bool) -> dict[str, torch.Tensor]:
     transformer = _with_lora() if lora else make_tiny_transformer("wan").train()
     attach_single_process(transformer, _config(mask))
-    _loss(transformer, 0).backward()
+    _loss(transformer).backward()
     return gradients_of(transformer)
 
 
 def summed_gradients(transformer: Any, *batch: int) -> dict[str, torch.Tensor]:
     """Returns the sums over ranks of a step's gradients, and disables db-SP. batch: this rank's, if not the whole"""
-    _loss(transformer, 0, *batch).backward()
+    _loss(transformer, *batch).backward()
     dbsp_diffusers.sum_gradients(transformer)
     found = gradients_of(transformer)
     dbsp_diffusers.disable(transformer)
@@ -119,7 +104,7 @@ def test_lora_adapters_have_one_process_gradients(pool):
 def under_autocast(rank: int, world: int) -> None:
     def backward(transformer: Any) -> dict[str, torch.Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = _loss(transformer, 0)
+            loss = _loss(transformer)
         loss.backward()
         return gradients_of(transformer)
 
@@ -151,7 +136,7 @@ def by_step(rank: int, world: int, training: bool) -> None:
     config = {**_config("synthetic"), "dense_schedule": {"first_steps": 1}}
     dbsp_diffusers.enable(transformer, config, steps=lambda: 4)
     try:
-        _loss(transformer, 0)
+        _loss(transformer)
     finally:
         dbsp_diffusers.disable(transformer)
 
