@@ -115,7 +115,7 @@ def _serial(rank, world, vae, z):
     return vae.decode(z).sample
 
 
-USUAL = ("wan", "cogvideox", "hunyuan", "image", "ltx2", "minimax-h3")
+USUAL = ("wan", "cogvideox", "hunyuan", "minimax-h3")
 """Autoencoders that are tiled in different ways; all others are tried in the long part."""
 
 

@@ -85,7 +85,7 @@ BY_SOURCE = {
 
 
 SOURCES = [
-    pytest.param(*one, marks=() if one[0] in ("sparge", "file", "subblock", "cube", "ssta") else pytest.mark.long)
+    pytest.param(*one, marks=() if one[0] in ("sparge", "file", "subblock", "ssta") else pytest.mark.long)
     for one in BY_SOURCE.items()
 ]
 """All but subblock, cube and ssta have run on a GPU (docs/results/exact.md)."""
@@ -144,6 +144,7 @@ def test_plan_replaced_at_every_call_equals_one_process(gpu_node: GpuNode) -> No
         assert plans == [1, 2, 3]
 
 
+@pytest.mark.long
 def test_other_architecture_equals_one_process(gpu_node: GpuNode) -> None:
     check(gpu_node, SessionCase({"mask": SPARGE}, "U2R1"), arch=120)
 

@@ -141,7 +141,7 @@ Short segments are copied several at a time, by powers of four of a table's mean
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name"), [pytest.param(*one, marks=LONG if one == ("U1R4", "sparge") else ()) for one in COSTS]
+    ("strategy", "name"), [pytest.param(*one, marks=LONG if one[0] == "U1R4" else ()) for one in COSTS]
 )
 def test_steady_step_makes_no_host_wait_and_few_launches(gpu_node: GpuNode, strategy: str, name: str) -> None:
     gpu_node.run(Strategy.parse(strategy).world, steady_step, STEADY[name], strategy, *COSTS[strategy, name])
@@ -178,7 +178,6 @@ SEVERAL = {"source": "union", "of": [MASKS[name] for name in ("window", "sparge"
 BY_STEP = {"source": "synthetic", "density": 0.4, "drift": 0.2, **BLOCKS}
 PASSES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "by step": ({"mask": BY_STEP, **KEPT}, "U1R2", False),
-    "callable": ({"mask": MASKS["callable"], **KEPT}, "U2R1", False),
     "nabla": ({"mask": MASKS["nabla"], **KEPT}, "U1R2", False),
     "union, dense steps": ({"mask": SEVERAL, "dense_schedule": {"first_steps": 1}, **KEPT}, "U2R1", False),
     "vsa": ({"mask": MASKS["vsa"], **KEPT}, "U2R1", False),

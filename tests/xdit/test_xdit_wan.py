@@ -75,6 +75,7 @@ def run_pipeline(rank: int, world: int, case: WanCase, other: dict[str, Any] | N
     return calls
 
 
+@pytest.mark.long
 def test_two_transformers_equal_one_process(xfuser, tmp_path):
     folder = str(make_tiny("wan2.2", tmp_path / "wan2.2"))
     for calls in xfuser(2).run(run_pipeline, WanCase("wan2.2", folder, {"mask": SPARGE, "strategy": "U1R2"})):

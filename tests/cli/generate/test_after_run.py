@@ -23,7 +23,7 @@ from dbsp_core.reports.run_report import RunReport
 
 STEPS, LAYERS, PASSES = 3, 4, 2
 MASK = tuple(f"mask.{name}={value}" for name, value in {"source": "sparge", "block_q": 16, "block_k": 16}.items())
-SIZE = {"height": 64, "width": 96, "num_frames": 9, "steps": STEPS}
+SIZE = {"height": 64, "width": 96, "num_frames": 5, "steps": STEPS}
 
 
 def request_for(folder: Path, **features: object) -> GenerationRequest:

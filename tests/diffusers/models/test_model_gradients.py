@@ -19,9 +19,11 @@ from tests.support.single_process import attach_single_process
 CASES = [
     ("wan", 2, "U1R2", "sparge", True),
     ("hunyuan", 2, "U1R2", "synthetic", False),
-    ("flux", 2, "U2R1", "synthetic", True),
     ("ltx2", 2, "U2R1", "synthetic", False),
-    *(pytest.param(model, 2, "U1R2", "synthetic", True, marks=pytest.mark.long) for model in ("cogvideox", "krea2")),
+    *(
+        pytest.param(model, 2, "U1R2", "synthetic", True, marks=pytest.mark.long)
+        for model in ("cogvideox", "flux", "krea2")
+    ),
     pytest.param("wan", 4, "U2R2", "synthetic", False, marks=pytest.mark.long),
 ]
 

@@ -114,7 +114,7 @@ TOLERANCE = 1e-5
 COSMOS_TOLERANCE = 2**-15
 """Two roundings of float32 in Cosmos' latents, which start at 80 times their size; it has no float64."""
 SPARGE = {"source": "sparge", "cdf": 0.5, "similarity": 0.1, "block_q": 4, "block_k": 4, "dense_text": False}
-USUAL = ("Cog", "FluxKontext", "HunyuanVideo15", "LTX2P", "QwenImageLayered", "ZImage")
+USUAL = ("Cog", "HunyuanVideo15", "LTX2P", "QwenImageLayered", "ZImage")
 """How the names of pipelines begin that differ most around a transformer; all others run in the long part."""
 NUMBERS = [
     pytest.param(number, id=case.pipeline, marks=() if case.pipeline.startswith(USUAL) else pytest.mark.long)
