@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,28 +33,6 @@ def test_every_token_is_in_exactly_one_slot(problem):
     assert len({(rank, slot) for rank, slot, _ in held}) == grid.tokens
     assert all(0 <= slot < layout.shard for _, slot, _ in held)
     assert (layout.world, layout.tokens) == (strategy.world, grid.tokens)
-
-
-@given(problems())
-@examples(80)
-def test_segments_tile_every_block_with_runs_that_lie_together(problem):
-    grid, strategy, layout = problem
-    for axis in (grid.q_axis, grid.k_axis):
-        f = layout.segments(axis)
-        tokens, ranks, slots = [], [], []
-        for block, offset, rank, local, length in zip(f.block, f.offset, f.rank, f.local, f.length, strict=True):
-            assert 1 <= length <= axis.lengths[block] - offset
-            tokens += range(axis.starts[block] + offset, axis.starts[block] + offset + length)
-            ranks += [rank] * length
-            slots += range(local, local + length)
-        assert tokens == list(range(grid.tokens))
-        assert ranks == layout.rank.tolist()
-        assert slots == layout.local.tolist()
-        counted = Counter((axis.block_of[t], layout.rank[t] // strategy.ulysses) for t in tokens)
-        table = f.tokens_by_ring(len(axis), strategy)
-        assert table.tolist() == [
-            [counted[block, ring] for ring in range(strategy.ring)] for block in range(len(axis))
-        ]
 
 
 def test_layouts_by_hand():

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,48 +19,6 @@ import torch
 
 from dbsp_core.comm.groups import PendingTransfer, SequenceGroup, explain_broken_connection
 
-_PATIENCE_S = 0.03
-
-
-class Turns:
-    """One thread's turn at a time, to save time and not to order anything: all would want Python's interpreter.
-
-    A thread may wait in its turn for another that has none: after a moment, who waits for a turn goes on without.
-    """
-
-    def __init__(self) -> None:
-        self._free = threading.Semaphore(1)
-        self._mine = threading.local()
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Takes turns within the block."""
-        self._take()
-        try:
-            yield
-        finally:
-            self._leave()
-
-    @contextmanager
-    def left(self) -> Iterator[None]:
-        """Leaves the turn to others within the block, in which the thread waits; for threads that take turns."""
-        takes = hasattr(self._mine, "turn")
-        if takes:
-            self._leave()
-        try:
-            yield
-        finally:
-            if takes:
-                self._take()
-
-    def _take(self) -> None:
-        self._mine.turn = self._free.acquire(timeout=_PATIENCE_S)
-
-    def _leave(self) -> None:
-        if self._mine.turn:
-            self._free.release()
-        self._mine.turn = False
-
 
 @dataclass
 class Meeting:
@@ -69,7 +26,6 @@ class Meeting:
 
     size: int
     patience_s: float
-    turns: Turns = field(default_factory=Turns)
     first: int = 0
     """Of a part of another meeting's ranks: the number that its rank 0 has there."""
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -122,7 +78,7 @@ class Meeting:
             return not missing() or bool(self.broken) or not late() or any(map(self.gone.get, late()))
 
         if not decided():
-            with self.turns.left(), self.lock:
+            with self.lock:
                 woken = threading.Condition(self.lock)
                 self.waiting[woken] = decided
                 woken.wait_for(decided, self.patience_s)
@@ -156,7 +112,7 @@ class Meeting:
         with self.lock:
             if purpose not in self.auxiliary:
                 ranks = range(self.size) if ranks is None else ranks
-                self.auxiliary[purpose] = Meeting(len(ranks), self.patience_s, self.turns, ranks.start)
+                self.auxiliary[purpose] = Meeting(len(ranks), self.patience_s, ranks.start)
                 for rank in self.failed:
                     self.auxiliary[purpose].leave_from_outside(rank, self.gone[rank])
             return self.auxiliary[purpose]

@@ -28,22 +28,6 @@ def packed_sequences(heads: int = 3, blocks: tuple[int, int] = (16, 8)) -> list[
     ]
 
 
-def test_packed_grid_holds_its_sequences():
-    grids = [mask.grid for mask in packed_sequences()]
-    packed = BlockGrid.packed([grids[0], BlockGrid.packed(grids[1:])])
-    assert packed == BlockGrid.packed(grids)
-    assert packed.sequences == tuple(grids)
-    assert (packed.tokens, packed.text_tokens, packed.thw) == (120 + 9 + 21 + 72 + 17, 26, None)
-    assert packed.pairs == sum(g.nq * g.nk for g in grids)
-    assert packed.q_axis.lengths.tolist() == [n for g in grids for n in g.q_axis.lengths]
-    first = packed.k_axis.starts[packed.k_axis.bounds[:-1]]
-    assert first.tolist() == packed.token_bounds[:-1].tolist() == [0, 129, 150]
-    assert packed.q_axis.sequence_of.tolist() == np.repeat([0, 1, 2], [g.nq for g in grids]).tolist()
-    assert packed.text_positions.tolist() == [*range(9), *range(150, 167)]
-    assert grids[0].sequences == (grids[0],)
-    assert BlockGrid.packed(grids[:1]) is grids[0]
-
-
 @given(mask=masks(sequences=4), seed=SEEDS)
 @examples(40)
 def test_counts_are_those_of_the_block_diagonal(mask, seed):
