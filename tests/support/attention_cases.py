@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -13,8 +12,7 @@ from dbsp_core.layout.sequence_layout import Streams
 from dbsp_core.planning.chunks import NEEDED, Chunks
 from dbsp_core.planning.comm_dtype import CommDtype, read_comm_dtype
 from dbsp_core.planning.plan import Plan
-from tests.support.interpreter import interpreted
-from tests.support.oracle import dense_attention, largest_difference, rounded_to_int8
+from tests.support.oracle import rounded_to_int8
 from tests.support.shared import shared
 
 RUBBISH = 1e4  # fills padding, which must not be seen
@@ -150,27 +148,9 @@ def _layout(attention: Case, strategy: str, name: str, streams: Streams) -> Sequ
     return SequenceLayout.named(name, attention.grid, Strategy.parse(strategy), streams=streams)
 
 
-@shared
-def reference(attention: Case) -> torch.Tensor:
-    """Returns dense attention of all tokens, float64, of what they are rounded to."""
-    mask, full = whole(attention)
-    return dense_attention(*as_sent(attention, full), mask, torch.arange(attention.tokens))
-
-
 def as_sent(case: Case, full: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns q, k and v as owners have them, but for what is subtracted from all keys identically."""
     return rounded_to_int8(*full) if read_comm_dtype(case.precision).is_int8 else full
-
-
-def run_case(rank: int, world: int, case: Case) -> float:
-    """Returns the largest absolute error on this rank's tokens."""
-    given = Inputs.from_case(case, rank)
-    expected = reference(case.attention)[:, :, given.mine]
-    with interpreted() if case.kernel == "triton" else contextlib.nullcontext():
-        out = attend(case, given.mask, given.layout, given.local)
-    assert out.shape == given.local[0].shape
-    assert not at_padding(out, given.slots).any(), "padding must come back as zeros"
-    return largest_difference(out[:, :, given.slots], expected)
 
 
 def attend(
@@ -192,7 +172,6 @@ def attend(
         order = [0, *range(len(tables.bits) - 1, 0, -1)]
         swapped = {name: getattr(tables, name)[order] for name in ("bits", "kv_count", "kv_full")}
         executor = replace(executor, prepared=replace(executor.prepared, tables=replace(tables, **swapped)))
-    scale *= 1.01 if case.sabotage == "wrong scale" else 1
     return executor(*local, scale=scale * case.head_dim**-0.5)
 
 

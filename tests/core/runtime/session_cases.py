@@ -42,12 +42,9 @@ class Session:
         strategy = None if self.strategy == "auto" else Strategy.parse(self.strategy)
         parts = DbspConfig(**self.settings), SequenceGroup.from_group(), strategy, self.heads, self.layers
         self.inner = observed_session(*parts, lambda: self.steps)
-        self.feed = once(self._feed_alone)
-
-    def _feed_alone(self) -> MaskProvider:
-        """Returns the masks of one process, from a source of its own."""
-        config = DbspConfig(**self.settings)
-        return MaskProvider(config.mask, config.dense_schedule, self.heads, self.layers, lambda: self.steps)
+        config = DbspConfig(**self.settings)  # the masks of one process are from a source of its own
+        made = partial(MaskProvider, config.mask, config.dense_schedule, self.heads, self.layers, lambda: self.steps)
+        self.feed = once(made)
 
     def attend(
         self,
@@ -80,12 +77,7 @@ class Session:
         generator = torch.Generator().manual_seed(seed)
         full = [(torch.randn(shape, generator=generator) * 2).to(self.dtype).float() for _ in range(3)]
         mask = self.feed.mask(layer, LocalQK.alone(full[0], full[1]))
-        return full, masked_attention(*self.as_sent(full), mask)
-
-    @staticmethod
-    def as_sent(full: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns q, k and v as ranks compute with them."""
-        return full
+        return full, masked_attention(*full, mask)
 
 
 PREDICTED = {"mask": {"source": "sparge", "cdf": 0.6, "similarity": -1.0, "block_q": 16, "block_k": 16}}
