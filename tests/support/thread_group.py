@@ -64,12 +64,12 @@ class Meeting:
             self._raise_if_broken()
         return number
 
-    def read(self, rank: int, number: int) -> list[torch.Tensor]:
+    def read(self, rank: int, number: int, sources: Sequence[int]) -> list[torch.Tensor]:
         """Returns the parcels of a call for `rank`, by source, once all of them are there."""
-        wanted = [(source, rank, number) for source in range(self.size)]
+        wanted = [(source, rank, number) for source in sources]
 
         def late() -> list[int]:
-            return [source for source in range(self.size) if self.made[source] <= number]
+            return [source for source in sources if self.made[source] <= number]
 
         def missing() -> bool:
             return any(key not in self.parcels for key in wanted)
@@ -159,12 +159,13 @@ class Member:
 
 @dataclass(eq=False)
 class Transfer:
-    """A transfer in flight, in place of `dist.Work`: `wait` fills `received` from all ranks, one after another."""
+    """A transfer in flight, in target of `dist.Work`: `wait` fills `received` from its `sources` one after another."""
 
     member: Member
     number: int
     received: torch.Tensor
     lengths: Sequence[int]
+    sources: Sequence[int]
     sent: torch.Tensor
     copy: torch.Tensor
     done: bool = False
@@ -174,7 +175,7 @@ class Transfer:
             return
         if not torch.equal(_bytes(self.sent), _bytes(self.copy)):
             raise RuntimeError("what a rank sends was changed before it waited")
-        parcels = self.member.meeting.read(self.member.rank, self.number)
+        parcels = self.member.meeting.read(self.member.rank, self.number, self.sources)
         for target, parcel in zip(self.received.split(list(self.lengths)), parcels, strict=True):
             if target.shape != parcel.shape:
                 raise RuntimeError(f"{tuple(parcel.shape)} was sent where {tuple(target.shape)} is received")
@@ -224,12 +225,10 @@ class ThreadGroup(SequenceGroup):
     ) -> PendingTransfer:
         if self.size == 1:
             return super().start_all_to_all(sent, receive_splits, send_splits)
-        received, copy = _rubbish(sent, (sum(receive_splits), *sent.shape[1:])), _contiguous(sent).detach().clone()
+        received = _rubbish(sent, (sum(receive_splits), *sent.shape[1:]))
         kind = f"all-to-all of {tuple(sent.shape[1:])} {sent.dtype}"
-        with explain_broken_connection():
-            number = self._member.meeting.post(self.rank, kind, dict(enumerate(copy.split(list(send_splits)))))
-        work: Any = Transfer(self._member, number, received, receive_splits, sent.detach(), copy)
-        return PendingTransfer(received, sent, (work,))
+        everyone = range(self.size)
+        return self._start(kind, sent, send_splits, everyone, received, receive_splits, everyone)
 
     def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         if self.size == 1:
@@ -249,12 +248,29 @@ class ThreadGroup(SequenceGroup):
         with explain_broken_connection():
             self._gather("barrier", torch.zeros(1))
 
+    def _start(
+        self,
+        kind: str,
+        sent: torch.Tensor,
+        send_splits: Sequence[int],
+        receivers: Sequence[int],
+        received: torch.Tensor,
+        receive_splits: Sequence[int],
+        sources: Sequence[int],
+    ) -> PendingTransfer:
+        copy = _contiguous(sent).detach().clone()
+        parcels = dict(zip(receivers, copy.split(list(send_splits)), strict=True))
+        with explain_broken_connection():
+            number = self._member.meeting.post(self.rank, kind, parcels)
+        work: Any = Transfer(self._member, number, received, receive_splits, sources, sent.detach(), copy)
+        return PendingTransfer(received, sent, (work,))
+
     def _gather(self, kind: str, mine: torch.Tensor) -> list[torch.Tensor]:
         """Returns every rank's tensor, shared by all of them."""
         copy, meeting = mine.detach().clone(), self._member.meeting
         with explain_broken_connection():
             number = meeting.post(self.rank, f"{kind} {mine.dtype}", dict.fromkeys(range(self.size), copy))
-            return meeting.read(self.rank, number)
+            return meeting.read(self.rank, number, range(self.size))
 
 
 def _rubbish(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
