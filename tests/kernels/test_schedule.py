@@ -41,7 +41,7 @@ def counted_rows(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
 
 @given(case=counted_rows())
-@examples(60)
+@examples(40)
 def test_long_rows_start_first_and_the_lightest_last(case):
     count, _, spans, slots, batch = case
     head = spans.repeat(batch) + torch.arange(batch).repeat_interleave(len(spans)) * 1000
@@ -61,7 +61,7 @@ def items_of(parts: RowParts) -> torch.Tensor:
 
 
 @given(case=counted_rows())
-@examples(80)
+@examples(40)
 def test_parts_of_a_row_are_its_list_in_order(case):
     count, full, spans, slots, batch = case
     order = order_rows(count, spans, slots, batch)
@@ -93,7 +93,7 @@ def test_parts_of_a_row_are_its_list_in_order(case):
 
 @without_gpu
 @given(case=counted_rows())
-@examples(25)
+@examples(12)
 def test_triton_kernels_order_and_cut_rows_as_torch(case):
     pytest.importorskip("triton")
     from dbsp_kernels.triton.schedule import triton_cut_rows, triton_order_rows

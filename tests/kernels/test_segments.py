@@ -100,7 +100,7 @@ BOTH = st.sampled_from([copy_segments, copied_by_triton])
 
 
 @given(copies(), BOTH)
-@examples(100)
+@examples(40)
 def test_runs_are_copied_and_nothing_else_is_touched(case, copy):
     source, destination, table = case
     expected, segments = one_by_one(source, destination, table), CopySegments.from_columns(table, CPU)
@@ -176,7 +176,7 @@ WIDTHS = (1, 3, 8, 24, 64, 72, 80, 96, 112, 120, 128, 256)
 
 
 @given(SEEDS, st.sampled_from(WIDTHS), st.booleans())
-@examples(60)
+@examples(40)
 def test_numbers_and_scales_are_those_of_plain_arithmetic(seed, width, rotate):
     tokens = tokens_of(seed, 40, width)
     numbers, scales = numbers_and_scales(rows_of_tokens(tokens, rotate), width)
@@ -214,7 +214,7 @@ def packings(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor | None, np.nda
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # infinities in the interpreter
 @given(packings(), st.booleans(), st.booleans())
-@examples(60)
+@examples(40)
 def test_segments_are_rounded_and_nothing_else_is_touched(case, rotate, by_triton):
     tokens, less, columns, shape = case
     buffer = torch.full(shape[2:3] + shape[:1] + shape[3:], 12345, dtype=torch.int32).transpose(0, 1)[:, None]
