@@ -50,6 +50,7 @@ def test_the_model_that_is_added_is_right_on_two_ranks(tmp_path):
         assert sparse > 1e-3, "the mask must matter"
 
 
+@pytest.mark.long
 def test_a_wrong_entry_is_found(tmp_path):
     (program,) = programs_of(page("adding-a-model"), "init_process")
     assert program.count('text="last"') == 1
