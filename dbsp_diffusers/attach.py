@@ -35,7 +35,7 @@ from dbsp_diffusers.sharding.attention import require_torch_attention
 from dbsp_diffusers.sharding.coverage import Coverage
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 from dbsp_diffusers.sharding.generations import Generations
-from dbsp_diffusers.sharding.sequence_parallel import shard_transformer
+from dbsp_diffusers.sharding.sequence_parallel import SequenceSharding
 
 if TYPE_CHECKING:
     from dbsp_diffusers.sharding.guidance import Halves
@@ -49,23 +49,14 @@ _VAE_DIFFERS = "setting vae differs on rank(s) {}; it must be the same on every 
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework's way to run a transformer.
+    """A framework's way to run a transformer."""
 
-    Attributes:
-        name: Name of the framework, used in reports.
-        sequence: The ranks that share a sequence.
-        choose_strategy: Returns the strategy for a configuration; None for "auto".
-        vae: True to decode videos in parallel, for any configuration.
-        decoders: The ranks that decode a video together, if more than `sequence`.
-        halves: The two halves of a video's ranks if each computes one CFG pass; `sequence` is one of them.
-    """
-
-    name: str
-    sequence: SequenceGroup
-    choose_strategy: Callable[[DbspConfig], Strategy | None]
-    vae: bool = False
-    decoders: SequenceGroup | None = None
-    halves: Halves | None = None
+    name: str  # used in reports
+    sequence: SequenceGroup  # the ranks that share a sequence
+    choose_strategy: Callable[[DbspConfig], Strategy | None]  # by configuration; None for "auto"
+    vae: bool = False  # True to decode videos in parallel, for any configuration
+    decoders: SequenceGroup | None = None  # the ranks that decode a video together, if more than `sequence`
+    halves: Halves | None = None  # if each half of a video's ranks computes one CFG pass; `sequence` is one of them
 
     @property
     def ranks(self) -> SequenceGroup:
@@ -116,9 +107,9 @@ class _Attaching:
     changes: PatchSet  # all changes to the model
     pipe: Any = None  # the pipeline; None for a transformer without one
     transformers: dict[str, Any] = field(default_factory=dict)  # by name in the pipeline
-    sessions: dict[nn.Module, AttentionSession] = field(default_factory=dict)  # By transformer
+    sessions: dict[nn.Module, AttentionSession] = field(default_factory=dict)  # by transformer
     branch_layers: Counter[str] = field(default_factory=Counter)  # by name, number of layers from the checkpoint
-    generations: Generations = field(init=False)  # Follows the pipeline's calls
+    generations: Generations = field(init=False)  # follows the pipeline's calls
 
     def attach(self, config: ConfigLike, steps: Callable[[], int | None] | None) -> tuple[tuple[int, int], int]:
         """Runs all steps on this rank. Returns its device for `require_own_gpus`, and the weights' fingerprint."""
@@ -137,7 +128,7 @@ class _Attaching:
             _require_not_parallelized(transformer)
         if self.model not in self.transformers.values():
             self.pipe = self.model
-            if STATE in getattr(self.pipe, "__dict__", {}):
+            if STATE in vars(self.pipe):
                 raise UserError(
                     "db-SP is already enabled on this pipeline, or on a transformer that it had before; call "
                     "dbsp_diffusers.disable(pipe) first"
@@ -193,7 +184,7 @@ class _Attaching:
             self.branch_layers += Counter({layer_name: len(layers)})
             if self.framework.halves is None:
                 self.generations.hook(transformer, self.changes, always=debug)
-            together = shard_transformer(transformer, session, self.changes)
+            together = SequenceSharding(transformer, session, self.changes).together
             self.changes.set_attribute(transformer, "_is_parallelized", together)
             Coverage(transformer, together.reached, session).attach(self.changes)
             if self.framework.halves is not None:
@@ -213,9 +204,10 @@ class _Attaching:
             checks = self.generations.checks if decoders is None else GenerationChecks(decoders)
             share_decoding(self.model, checks, self.changes)
         attached = Attached(self.changes, self.sessions, self.framework.name)
-        for part in (*self.transformers.values(), *([] if self.pipe is None else [self.pipe])):
-            self.changes.set_attribute(part, STATE, attached)
-            reject_copies(part, self.changes)
+        for part in (*self.transformers.values(), self.pipe):
+            if part is not None:
+                self.changes.set_attribute(part, STATE, attached)
+                reject_copies(part, self.changes)
 
     def log(self) -> None:
         """Logs the effective settings, and branch layers from the checkpoint."""

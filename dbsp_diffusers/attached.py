@@ -12,8 +12,7 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.patching import PatchSet
 
-STATE = "_dbsp"
-"""Attribute of a pipeline and its transformers with the state, so that all are freed together."""
+STATE = "_dbsp"  # attribute of a pipeline and its transformers with the state, so that all are freed together
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,11 @@ class Attached:
     """State of a pipeline's transformers, or of a transformer without a pipeline."""
 
     patches: PatchSet
-    sessions: Mapping[nn.Module, AttentionSession]  # By transformer
+    sessions: Mapping[nn.Module, AttentionSession]  # by transformer
     framework: str
 
     @property
     def first(self) -> AttentionSession:
-        """The session of the first transformer."""
         return next(iter(self.sessions.values()))
 
 

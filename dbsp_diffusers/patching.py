@@ -17,10 +17,7 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import installed_version
 
 _MISSING = object()
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""A call's positional and keyword arguments."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # a call's positional and keyword arguments
 
 
 class PatchSet:
@@ -109,7 +106,6 @@ class PatchSet:
         self._undo.callback(function)
 
     def detach(self) -> None:
-        """Undoes all changes."""
         self._undo.close()
 
 
@@ -149,11 +145,6 @@ def signature_of(module: nn.Module) -> inspect.Signature:
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def sample_of(arguments: Mapping[str, Any]) -> Any:
-    """Returns the latents of a forward pass (tensor or list), the first argument of all diffusers transformers."""
-    return next(iter(arguments.values()))
-
-
 def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Arguments:
     """Returns the arguments of a module's forward with argument `name`, if passed, set to None."""
     call = signature_of(module).bind(*args, **kwargs)
@@ -165,10 +156,7 @@ def without_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) -> None:
     """Raises UserError unless a package has the private functions that db-SP wraps.
 
-    Args:
-        package: pip name of the package.
-        names: Required arguments of each function, by its path "module:Class.method".
-        fix: Fix for the user.
+    `names` has required arguments by each function's path "module:Class.method".
     """
     for owner, arguments in names.items():
         try:
@@ -182,15 +170,10 @@ def require_names(package: str, names: Mapping[str, Sequence[str]], fix: str) ->
             )
 
 
-_BRANCHES = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
-"""CFG pass by usual names of its cache context; other names are numbered in order of appearance."""
-
-
 def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], str | None]:
-    """Observes `transformer.cache_context(name)`, with which diffusers' pipelines name the CFG pass.
+    """Returns a function that returns the current `transformer.cache_context(name)`, or None outside of contexts.
 
-    Returns:
-        A function that returns the name of the current context, or None outside of contexts.
+    diffusers' pipelines name the CFG pass with it.
     """
     entered: str | None = None
     enter = getattr(transformer, "cache_context", None)
@@ -213,15 +196,16 @@ def cache_contexts(transformer: Any, patches: PatchSet) -> Callable[[], str | No
 
 def current_cfg_pass(transformer: Any, patches: PatchSet) -> Callable[[], int | None]:
     """Returns a function that returns the current CFG pass, or None if the pipeline does not name it."""
+    branches = {"cond": 0, "cond_uncond": 0, "pred_cond": 0, "uncond": 1, "pred_uncond": 1}
     entered = cache_contexts(transformer, patches)
-    numbers: dict[str, int] = {}
+    numbers: dict[str, int] = {}  # other names are numbered in order of appearance
 
     def branch() -> int | None:
         context = entered()
         if context is None:
             return None
         free = next(number for number in itertools.count() if number not in numbers.values())
-        return numbers.setdefault(context, _BRANCHES.get(context, free))
+        return numbers.setdefault(context, branches.get(context, free))
 
     return branch
 
@@ -242,15 +226,12 @@ def reject_copies(part: Any, patches: PatchSet) -> None:
     patches.set_attribute(part, "__reduce_ex__", reject)  # used by copy, pickle and torch.save
 
 
-Call = Callable[..., Any]
+def around_calls(target: Any, around: Callable[..., Any], patches: PatchSet, name: str = "__call__") -> None:
+    """Replaces `pipe(...)`, or another method of an object, by `around(own method, *args, **kwargs)`.
 
-
-def around_calls(target: Any, around: Callable[[Call], Call], patches: PatchSet, name: str = "__call__") -> None:
-    """Wraps `pipe(...)`, or another method of an object, in `around`; later wrappers are outermost.
-
-    Python looks up `__call__` on the class, so the object gets its own subclass of the same name. If other code has
-    since replaced or wrapped the subclass (as para-attn's first-block cache does), undo leaves it in place, passing
-    calls through. A copy of the object has its class's method.
+    Later wrappers are outermost. Python looks up `__call__` on the class, so the object gets its own subclass of the
+    same name. If other code has since replaced or wrapped the subclass (as para-attn's first-block cache does), undo
+    leaves it in place, passing calls through. A copy of the object has its class's method.
     """
     cls, replaced = type(target), True
 
@@ -258,7 +239,7 @@ def around_calls(target: Any, around: Callable[[Call], Call], patches: PatchSet,
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = functools.partial(getattr(cls, name), self)
         is_target = replaced and self is target  # excludes objects made by type(target)(...)
-        return (around(bound) if is_target else bound)(*args, **kwargs)
+        return around(bound, *args, **kwargs) if is_target else bound(*args, **kwargs)
 
     names = {name: call, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__slots__": ()}
     wrapped = types.new_class(cls.__name__, (cls,), exec_body=lambda namespace: namespace.update(names))

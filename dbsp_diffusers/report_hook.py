@@ -28,55 +28,47 @@ def report_calls(pipe: Any, sessions: Sequence[AttentionSession], patches: Patch
     """Writes a report after each successful call of `pipe`, if the session's settings name a folder.
 
     Also logs a line if all masks were dense without being asked for, and notes on `plan: current` and on layers that
-    ran dense because it is faster. A failed call writes nothing and does not wait.
-
-    Args:
-        sessions: One per transformer, in order of layer numbers in the report.
+    ran dense because it is faster. A failed call writes nothing and does not wait. Transformers are in order of layer
+    numbers in the report.
     """
     observer = run_observer(sessions[0])
     sparse = [session for session in sessions if not isinstance(session.config.mask, DenseSource)]
     if not callable(pipe) or (observer is None and not sparse):
         return
 
-    def around(call: Callable[..., Any]) -> Callable[..., Any]:
-        def call_and_report(*args: Any, **kwargs: Any) -> Any:
-            before = [replace(session.reuse) for session in sparse]
-            with nullcontext() if observer is None else _observed(pipe, observer):
-                output = call(*args, **kwargs)
-            for session, earlier in zip(sparse, before, strict=True):
-                counted = session.reuse.counted - earlier.counted
-                if is_writer(session.group) and 0 < counted == session.reuse.dense - earlier.dense:
-                    source = session.config.to_values()["mask"]["source"]
-                    log.warning(
-                        session.config.dense_schedule.message(vars(pipe).get("_num_timesteps"))
-                        or f"mask {source} skipped no blocks (density 1.000), so db-SP could not speed up attention; "
-                        f"{page('masks')} has its settings, and other sources"
-                    )
-                for note in session.reuse.notes() if is_writer(session.group) else ():
-                    log.info(note)
-            if observer is not None:
-                report_or_say_why_not(sessions, model_name(pipe), framework)
-            return output
+    def call_and_report(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = [replace(session.reuse) for session in sparse]
+        with nullcontext() if observer is None else _observed(pipe, observer):
+            output = call(*args, **kwargs)
+        for session, earlier in zip(sparse, before, strict=True):
+            counted = session.reuse.counted - earlier.counted
+            if is_writer(session.group) and 0 < counted == session.reuse.dense - earlier.dense:
+                source = session.config.to_values()["mask"]["source"]
+                log.warning(
+                    session.config.dense_schedule.message(vars(pipe).get("_num_timesteps"))
+                    or f"mask {source} skipped no blocks (density 1.000), so db-SP could not speed up attention; "
+                    f"{page('masks')} has its settings, and other sources"
+                )
+            for note in session.reuse.notes() if is_writer(session.group) else ():
+                log.info(note)
+        if observer is not None:
+            report_or_say_why_not(sessions, model_name(pipe), framework)
+        return output
 
-        return call_and_report
-
-    around_calls(pipe, around, patches)
+    around_calls(pipe, call_and_report, patches)
 
 
 @contextmanager
 def _observed(pipe: Any, observer: RunObserver) -> Iterator[None]:
     """Observes the time of one pipeline call and the final latents (result of the scheduler's last step)."""
 
-    def kept(step: Callable[..., Any]) -> Callable[..., Any]:
-        def step_and_keep(*args: Any, **kwargs: Any) -> Any:
-            output = step(*args, **kwargs)
-            observer.latents = output[0]
-            return output
-
-        return step_and_keep
+    def step_and_keep(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = step(*args, **kwargs)
+        observer.latents = output[0]
+        return output
 
     patches = PatchSet()
-    around_calls(pipe.scheduler, kept, patches, "step")
+    around_calls(pipe.scheduler, step_and_keep, patches, "step")
     observer.restart()
     start = time.perf_counter()
     try:

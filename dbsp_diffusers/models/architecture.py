@@ -19,21 +19,13 @@ Stream = Literal["video", "text", "packed"]
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A tensor (or list or mapping of tensors) of which a rank keeps its tokens.
+    """A tensor (or list or mapping of tensors) of which a rank keeps its tokens."""
 
-    Attributes:
-        stream: Which tokens. Text padding is dropped.
-        dim: Dimension of tokens.
-        ndim: Required number of dimensions (other tensors are not cut); None: any.
-        grid: True if tokens have three dimensions (t, h, w) from `dim` on, which are flattened.
-        after_text: True if unsharded text precedes the video along `dim`.
-    """
-
-    stream: Stream
-    dim: int
-    ndim: int | None = None
-    grid: bool = False
-    after_text: bool = False
+    stream: Stream  # which tokens; text padding is dropped
+    dim: int  # dimension of tokens
+    ndim: int | None = None  # required number of dimensions (other tensors are not cut); None: any
+    grid: bool = False  # True if tokens have three dimensions (t, h, w) from `dim` on, which are flattened
+    after_text: bool = False  # True if unsharded text precedes the video along `dim`
 
 
 @dataclass(frozen=True)
@@ -60,14 +52,11 @@ class ShardPlan:
 
 VIDEO, TEXT, PACKED = ShardSpec("video", 1), ShardSpec("text", 1), ShardSpec("packed", 1)
 """Tensors [B, tokens, …] of each stream."""
-OUTPUT = {"proj_out": VIDEO}
-"""Output to gather in most transformers."""
-STREAMS = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT}
-"""Arguments of most two-stream blocks."""
+OUTPUT = {"proj_out": VIDEO}  # output to gather in most transformers
+STREAMS = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT}  # arguments of most two-stream blocks
 ROTARY = {0: ShardSpec("video", 0), 1: ShardSpec("video", 0)}
 """Outputs of most rotary embedding modules: cosines and sines [tokens, D]."""
-BATCHED_ROTARY = {0: VIDEO, 1: VIDEO}
-"""Cosines and sines [B, tokens, …]."""
+BATCHED_ROTARY = {0: VIDEO, 1: VIDEO}  # cosines and sines [B, tokens, …]
 
 
 def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
@@ -89,66 +78,46 @@ def modules_at(root: nn.Module, path: str) -> list[nn.Module]:
 class OwnMask:
     """A sparse mask built into a transformer class.
 
-    Attributes:
-        argument: Argument of forward that requests the mask; db-SP drops it (attention is then dense in (t, h, w)
-            order) and applies its own. "" if attention modules make the mask themselves.
-        source: Returns the equivalent mask source for a transformer's configuration, or None if dense.
-        processor: Replacement of such modules' processor that applies no mask; None: keep theirs.
+    db-SP drops the argument that requests it (attention is then dense in (t, h, w) order), and applies its own.
     """
 
-    argument: str
-    source: Callable[[Any], MaskSource | None]
-    processor: Callable[..., torch.Tensor] | None = None
+    argument: str  # of forward, which requests the mask; "" if attention modules make the mask themselves
+    source: Callable[[Any], MaskSource | None]  # returns a transformer's equivalent mask source, or None if dense
+    processor: Callable[..., torch.Tensor] | None = None  # of such modules, without a mask; None: keep theirs
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Description of a transformer class.
+    """Description of a transformer class."""
 
-    Attributes:
-        attention: Paths of the self-attention modules in layer order; "*" is each element of a list.
-        sequence: Returns the tokens of a forward pass from the transformer and the pass's arguments by name; raises
-            UserError for unsupported arguments.
-        shard_plan: The tensors to shard and gather.
-        attention_to_video: Paths of cross-attention modules with replicated queries (such as audio) and the video's
-            tokens as keys: each rank attends to its own keys, and outputs are merged.
-        skipped_by: Argument that makes self-attention modules skip attention.
-        skipped: Returns the layers that may be skipped, from a pass's arguments by name.
-        sizes: Returns the size of each batch item from a pass's arguments, if items may differ in size (such as prompt
-            length); items of each size then run separately.
-        text: Position of text in the attended sequence: "first", "last", or None (not in it).
-        padded_text: True if the self-attention mask only marks text padding, which `sequence` drops.
-        pipeline: Class name of its usual pipeline, by which published checkpoints are known.
-        own_mask: Its built-in sparse mask, if any.
-        branch_layers: Names in checkpoints (relative to the block) of branch layers that the class lacks: VSA's gate,
-            SLA's projection.
-        guidance: How diffusers runs classifier-free guidance: "calls" under `cache_context("cond")` and ("uncond");
-            "batch", both in one batch; None: differently or not at all.
-        unsupported: Returns why a transformer of the class cannot run, or None.
-    """
-
-    attention: tuple[str, ...]
+    attention: tuple[str, ...]  # paths of the self-attention modules in layer order; "*" is each element of a list
     sequence: Callable[[Any, Mapping[str, Any]], TokenSequence]
-    shard_plan: ShardPlan
+    """Returns the tokens of a forward pass from the transformer and the pass's arguments by name; raises UserError for
+    unsupported arguments."""
+    shard_plan: ShardPlan  # the tensors to shard and gather
     attention_to_video: tuple[str, ...] = ()
-    skipped_by: str = ""
-    skipped: Callable[[Mapping[str, Any]], Collection[int]] = lambda inputs: ()
+    """Paths of cross-attention modules with replicated queries (such as audio) and the video's tokens as keys: each
+    rank attends to its own keys, and outputs are merged."""
+    skipped_by: str = ""  # argument that makes self-attention modules skip attention
+    skipped: Callable[[Mapping[str, Any]], Collection[int]] = lambda inputs: ()  # layers that a pass may skip
     sizes: Callable[[Mapping[str, Any]], Sequence[Hashable]] | None = None
-    text: Streams = None
-    padded_text: bool = False
-    pipeline: str = ""
-    own_mask: OwnMask | None = None
+    """Returns the size of each batch item from a pass's arguments, if items may differ in size (such as prompt
+    length); items of each size then run separately."""
+    text: Streams = None  # position of text in the attended sequence: "first", "last", or None (not in it)
+    padded_text: bool = False  # True if the self-attention mask only marks text padding, which `sequence` drops
+    pipeline: str = ""  # class name of its usual pipeline, by which published checkpoints are known
+    own_mask: OwnMask | None = None  # its built-in sparse mask, if any
     branch_layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names in checkpoints (relative to the block) of branch layers that the class lacks: VSA's gate, SLA's
+    projection."""
     guidance: Literal["calls", "batch"] | None = None
-    unsupported: Callable[[Any], str | None] = lambda transformer: None
+    """How diffusers runs classifier-free guidance: "calls" under `cache_context("cond")` and ("uncond"); "batch", both
+    in one batch; None: differently or not at all."""
+    unsupported: Callable[[Any], str | None] = lambda transformer: None  # why a transformer cannot run, or None
 
     def attentions_of(self, transformer: nn.Module) -> list[nn.Module]:
         """Returns the self-attention of each layer."""
         return [module for path in self.attention for module in modules_at(transformer, path)]
-
-    def attentions_to_video_of(self, transformer: nn.Module) -> list[nn.Module]:
-        """Returns the modules by which replicated sequences attend to the video."""
-        return [module for path in self.attention_to_video for module in modules_at(transformer, path)]
 
     def blocks_of(self, transformer: nn.Module) -> list[nn.Module]:
         """Returns the block that contains each layer's self-attention."""

@@ -27,16 +27,11 @@ _attends: WeakValueDictionary[int, Attend] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def _answer(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    number: torch.Tensor,
-    scale: float | None,
-    gate: torch.Tensor | None,
-) -> torch.Tensor:
+def _answer(*call: Any) -> torch.Tensor:
+    """Calls a function of `_attends`, by (q, k, v, number, scale, gate)."""
+    *qkv, number, scale, gate = call
     gated = {} if gate is None else {"gate": gate}
-    return _attends[int(number)](q, k, v, scale=scale, **gated)
+    return _attends[int(number)](*qkv, scale=scale, **gated)
 
 
 _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch.Tag, "cudagraph_unsafe") else {}
@@ -50,7 +45,7 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
     **_TAGS,
 )
 def _attend(*call: Any) -> torch.Tensor:
-    """Calls a function of `_attends`; the number is a tensor, since an int would compile each layer separately."""
+    # The number is a tensor, since an int would compile each layer separately
     return _answer(*call).contiguous()
 
 
@@ -77,20 +72,13 @@ def require_torch_attention() -> None:
 
 
 class SdpaOverride(TorchFunctionMode):
-    """Context that replaces torch's scaled_dot_product_attention for self-attention.
+    """Context that replaces torch's scaled_dot_product_attention; see `intercept_attention`.
 
-    Attention to another number of keys, such as an IP-Adapter's replicated image, is unchanged.
-
-    Args:
-        number: int64, the function's number in `_attends`.
-        other_keys: True to replace attention to another sequence's keys.
-        any_mask: True to ignore a mask instead of rejecting it.
-        gate: Result of `gate_of` for the module's tokens, or None.
+    Attention to another number of keys, such as an IP-Adapter's replicated image, is unchanged without `other_keys`.
+    `number` (int64) is the function's in `_attends`, and `gate` the result of `gate_of` for the module's tokens.
     """
 
-    def __init__(
-        self, number: torch.Tensor, any_mask: bool, other_keys: bool, gate: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, number: torch.Tensor, any_mask: bool, other_keys: bool, gate: torch.Tensor | None) -> None:
         super().__init__()
         self._number, self._any_mask, self._other_keys, self._gate = number, any_mask, other_keys, gate
         self.calls = 0
@@ -108,10 +96,8 @@ class SdpaOverride(TorchFunctionMode):
             return func(*args, **kwargs)
         if (call.get("attn_mask") is not None and not self._any_mask) or call.get("is_causal"):
             raise UserError("db-SP does not support attention with the model's own mask; call `disable` first")
-        if call.get("dropout_p"):
-            raise UserError(
-                f"db-SP computes attention without dropout, got dropout_p={call['dropout_p']}; set it to 0"
-            )
+        if dropout := call.get("dropout_p"):
+            raise UserError(f"db-SP computes attention without dropout, got dropout_p={dropout}; set it to 0")
         self.calls += 1
         q, k, v, scale = call["query"], call["key"], call["value"], call.get("scale")
         device = q.device.type
@@ -124,11 +110,9 @@ class SdpaOverride(TorchFunctionMode):
     def _answer(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
         gate = None if self._gate is None else gate_by_head(self._gate, q)
         if needs_gradients(q, k, v) or not torch.compiler.is_compiling():
-            return _answer(
-                q, k, v, self._number, scale, gate
-            )  # the operator has no backward, so the graph breaks here
-        out: torch.Tensor = torch.ops.dbsp.attend(q, k, v, self._number, scale, gate)
-        return out
+            # The operator has no backward, so the graph breaks here
+            return _answer(q, k, v, self._number, scale, gate)
+        return torch.ops.dbsp.attend(q, k, v, self._number, scale, gate)
 
 
 def intercept_attention(
@@ -148,12 +132,11 @@ def intercept_attention(
     reached, since it would silently attend to this rank's tokens only.
 
     Args:
-        attend: Called with q, k, v [B, H, n, D] and scale=…; one operator without graph break within torch.compile.
+        attend: One operator without graph break within torch.compile.
         any_mask: True to ignore the module's mask, which only marks text padding.
         other_keys: True if the module attends to another sequence's keys; k and v are then [B, H, m, D].
         skipped_by: Name of an argument that makes the module skip attention.
-        gate: Maps the module's hidden states [B, n, C] to `attend`'s gate=…: [B, n, H · D], or [D + 1, D] independent
-            of tokens.
+        gate: Maps the module's hidden states [B, n, C] to [B, n, H · D], or to [D + 1, D] independent of tokens.
     """
     key = next(_numbers)
     _attends[key] = attend

@@ -17,11 +17,7 @@ _FUNCTIONS = "_gradient_checkpointing_func", "checkpoint_fn"
 
 
 class Checkpoints:
-    """Wraps the checkpoint functions of a transformer's modules, so that recomputation knows its pass.
-
-    Args:
-        passes: The transformer's forward passes.
-    """
+    """Wraps the checkpoint functions of a transformer's modules, so that recomputation knows its pass."""
 
     def __init__(self, transformer: nn.Module, passes: ForwardPasses, patches: PatchSet) -> None:
         self.passes, self.attached = passes, True
@@ -46,8 +42,6 @@ class Checkpoints:
 
 
 class _Checkpoint:
-    """A wrapped checkpoint function."""
-
     def __init__(self, function: Callable[..., Any], checkpoints: Checkpoints) -> None:
         self.function, self.checkpoints = function, checkpoints
 

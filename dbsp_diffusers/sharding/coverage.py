@@ -18,32 +18,28 @@ from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import PatchSet, has_class_forward, signature_of
 from dbsp_diffusers.sharding.attention import require_torch_attention
-from dbsp_diffusers.sharding.step_caches import may_skip, names_of_caches
+from dbsp_diffusers.sharding.step_caches import names_of_caches
 
 _CAUSE = (
     "removing an offload hook or device map, a LoRA, a quantizer or a library may have replaced a forward, "
     "processor or layer; make such changes before `enable`, or between `disable` and `enable`"
 )
-_MOST_NAMED = 3
 
 
 class Coverage:
     """Compares the self-attentions computed by db-SP in a forward pass with the transformer's.
 
-    Args:
-        reached: Returns the layers whose attention db-SP has computed in the current pass.
-        session: Its observers hear how many attentions a step cache left out.
+    `reached` returns the layers whose attention db-SP has computed in the current pass. The session's observers hear
+    how many attentions a step cache left out.
     """
 
     def __init__(
         self, transformer: nn.Module, reached: Callable[[], Collection[int]], session: AttentionSession
     ) -> None:
-        self._transformer, self._session = transformer, session
+        self._transformer, self._session, self._reached = transformer, session, reached
         self._architecture = architecture_of(transformer)
-        self._reached = reached
         self._layers = {attention: layer for layer, attention in enumerate(self._attentions())}
-        self._expected: dict[int, nn.Module] = {}
-        """Attention modules that the current pass must reach, by layer."""
+        self._expected: dict[int, nn.Module] = {}  # attention modules that the current pass must reach, by layer
 
     def attach(self, patches: PatchSet) -> None:
         """Checks every forward pass from now on."""
@@ -79,36 +75,35 @@ class Coverage:
         return [getattr(attention, "_orig_mod", attention) for attention in attentions]
 
     @torch.compiler.disable
-    def _require_all(self, *_: Any) -> None:
-        self._count_skipped()
-
-    @torch.compiler.disable
     def _end(self, *_: Any) -> None:
-        skipped, observers = self._count_skipped(), self._session.observers
+        missed, observers = self._missed(), self._session.observers
         if observers and names_of_caches(self._transformer, self._architecture.blocks_of(self._transformer)):
             for observer in observers:
-                observer.pass_ends(self._session.first_layer, skipped, len(self._expected))
+                observer.pass_ends(self._session.first_layer, len(missed), len(self._expected))
 
-    def _count_skipped(self) -> int:
-        """Returns how many attentions a cache skipped. Raises UserError unless db-SP has computed all others."""
+    @torch.compiler.disable
+    def _require_all(self, *_: Any) -> None:
+        self._missed()
+
+    def _missed(self) -> list[nn.Module]:
+        """Returns the attentions that a cache skipped. Raises UserError unless db-SP has computed all others."""
         reached = self._reached()
         missed = [attention for layer, attention in self._expected.items() if layer not in reached]
-        lost = [attention for attention in missed if not may_skip(self._transformer, self._parent(attention))]
+        lost = [attention for attention in missed if not names_of_caches(self._transformer, [self._block(attention)])]
         if lost:
             raise UserError(
                 f"{len(lost)} of {len(self._expected)} self-attentions did not reach db-SP, {self._named(lost)}: "
                 f"{_CAUSE}"
             )
-        return len(missed)
+        return missed
 
-    def _parent(self, attention: nn.Module) -> nn.Module:
-        """Returns the block of an attention module."""
+    def _block(self, attention: nn.Module) -> nn.Module:
         return self._transformer.get_submodule(self._name(attention).rpartition(".")[0])
 
     def _named(self, attentions: Iterable[nn.Module]) -> str:
         names = [self._name(attention) for attention in attentions]
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        return ", ".join(names[:_MOST_NAMED]) + more
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        return ", ".join(names[:3]) + more
 
     def _name(self, attention: nn.Module) -> str:
         return next(name for name, module in self._transformer.named_modules() if module is attention)

@@ -19,17 +19,12 @@ from dbsp_core.comm.consistency import agree
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError, fingerprint_of
 
-PASS, _DECODING, _CALL, _CALL_WITH_GENERATOR = range(4)
-"""Kinds of exchanges with a header."""
-_HEADER = 8
-"""Length of a header."""
-_LAST_BIT = 61
-"""Last bit of a drift mask; tensors beyond it share this bit."""
-_ALIGNMENT = 16
-"""Alignment of tensors in the broadcast buffer, in bytes; a multiple of every dtype's size."""
+PASS, _DECODING, _CALL, _CALL_WITH_GENERATOR = range(4)  # kinds of exchanges with a header
+_HEADER = 8  # length of a header
+_LAST_BIT = 61  # of a drift mask; tensors beyond it share this bit
+_ALIGNMENT = 16  # bytes, of tensors in the broadcast buffer; a multiple of every dtype's size
 _NORM_TOLERANCE = 1e-2
-_TOLERANCE = 2**-5
-"""Largest relative distance of two tensors that rounding in a text encoder explains."""
+_TOLERANCE = 2**-5  # largest relative distance of two tensors that rounding in a text encoder explains
 
 CALLS_DIFFER = (
     "rank(s) {} are at a different pipeline call, probably because an earlier call failed there; abort a failed call "
@@ -38,18 +33,6 @@ CALLS_DIFFER = (
 GENERATORS_DIFFER = (
     "some ranks passed a generator and others did not, or are at another call (rank(s) {}); pass generator= on all "
     "ranks with one seed, or on none"
-)
-SIZES_DIFFER = "the size of the video differs on rank(s) {}, or its batch or dtype; give all ranks the same input"
-STEPS_DIFFER = "the denoising steps, timestep or guidance differ on rank(s) {}; give all ranks the same"
-LENGTHS_DIFFER = "the text or another condition differs in length on rank(s) {}; give all ranks the same prompt"
-ARGUMENTS_DIFFER = "the transformer's arguments {names} differ on rank(s) {{}}; give all ranks the same"
-LATENTS_DIFFER = (
-    "the latents that a generation begins with differ on rank(s) {}; give all ranks the same seed, or leave "
-    "generator= out of calls of the pipeline that db-SP was enabled on"
-)
-CONDITION_DIFFERS = (
-    "the text or another condition differs on rank(s) {{}} ({name}); give all ranks the same prompt, images and "
-    "guidance"
 )
 TILES_DIFFER = (
     "the decoded latents differ in size, dtype or tiles on rank(s) {}, or cannot be decoded there; give all ranks the "
@@ -60,14 +43,6 @@ NOT_NUMBERS = (
     "the latents became NaN on rank(s) {}: the transformer has computed NaN, or, with `guidance=True`, the output of "
     "a step's first CFG pass was copied before the second pass, when half of the ranks do not have it yet; remove "
     "`guidance`, or use the outputs of both passes after the second"
-)
-LATENTS_DRIFT = (
-    "the latents differ on rank(s) {} within a generation; every pass has computed with rank 0's. Draw noise, in "
-    "callbacks and loops too, from torch's generators with the same seed on all ranks"
-)
-CONDITION_DRIFTS = (
-    "the timestep, text or another condition differs on rank(s) {{}} within a generation ({name}); every pass has "
-    "computed with rank 0's. Change the transformer's inputs equally on all ranks"
 )
 _DEVICES_DIFFER = "tensors differ in bytes or kind of device on rank(s) {}; load the pipeline alike on all ranks"
 
@@ -81,12 +56,9 @@ class Drift:
 
     def __init__(self, group: SequenceGroup) -> None:
         self._group = group
-        self._messages: tuple[str, ...] = (NOT_NUMBERS,)
-        """By bit."""
-        self._on_host = 0
-        """Recorded bits that are not gathered yet."""
-        self._on_device: torch.Tensor | None = None
-        """Further bits, int64[1]."""
+        self._messages: tuple[str, ...] = (NOT_NUMBERS,)  # by bit
+        self._on_host = 0  # recorded bits that are not gathered yet
+        self._on_device: torch.Tensor | None = None  # further bits, int64[1]
         self._passes = 0
         self._gathered: deque[tuple[int, tuple[str, ...], torch.Tensor, torch.cuda.Event | None]] = deque()
         """Pass number, messages, bits of all ranks int64[P], and the event of their copy to the host."""
@@ -94,10 +66,7 @@ class Drift:
     def compare(self, messages: Sequence[str], tensors: Sequence[torch.Tensor], first: Sequence[torch.Tensor]) -> None:
         """Records tensors that differ from the first rank's by more than rounding. Does not wait for the device.
 
-        Args:
-            messages: Error message of each tensor, equal on all ranks, with {} for the ranks.
-            tensors: This rank's tensors.
-            first: The first rank's tensors.
+        `messages` has each tensor's error message, equal on all ranks, with {} for the ranks.
         """
         self._messages = NOT_NUMBERS, *messages
         for number, (mine, values) in enumerate(zip(tensors, first, strict=True), 1):
@@ -136,14 +105,11 @@ class Drift:
     def begin_pass(self) -> None:
         """Raises UserError on all ranks for bits gathered up to two passes ago."""
         self._passes += 1
-        self._raise_gathered(self._passes - 2)
+        self.settle(self._passes - 2)
 
-    def settle(self) -> None:
-        """Raises UserError on all ranks for all gathered bits. Waits for the device."""
-        self._raise_gathered(self._passes)
-
-    def _raise_gathered(self, last: int) -> None:
-        while self._gathered and self._gathered[0][0] <= last:
+    def settle(self, last: int | None = None) -> None:
+        """Raises UserError on all ranks for bits gathered up to pass `last`, or all. Waits for the device."""
+        while self._gathered and (last is None or self._gathered[0][0] <= last):
             _, messages, of_ranks, copied = self._gathered.popleft()
             if copied is not None:
                 copied.synchronize()
@@ -181,14 +147,8 @@ class GenerationChecks:
         """Begins a pipeline call on all ranks with the state of the first rank's random number generators. Collective.
 
         Draws from torch's global generators are then equal on all ranks, and equal to a single process in that state.
-
-        Args:
-            generator: True if the call has a generator.
-            problem: Error of this rank, if any.
-            device: The pipeline's device; None: ranks keep their states.
-
-        Raises:
-            UserError: Ranks are at different calls, or one has a problem; raised on all ranks.
+        Without `device`, ranks keep their states. Raises UserError on all ranks if they are at different calls or one
+        has a problem.
         """
         self.calls += 1
         self.drift.forget()  # from a failed call
@@ -196,7 +156,13 @@ class GenerationChecks:
             if problem is not None:
                 raise problem
             return
-        generators = [] if device is None else _generators(device)
+        # torch's global generators that a pipeline on the device may use: functions that read and write their states
+        generators: list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]] = []
+        if device is not None:
+            generators.append((torch.get_rng_state, torch.set_rng_state))
+            if device.type != "cpu":
+                gpu = torch.get_device_module(device)
+                generators.append((partial(gpu.get_rng_state, device), partial(gpu.set_rng_state, device=device)))
         kind = _CALL_WITH_GENERATOR if generator else _CALL
         states = self.meet(kind, {}, [read() for read, _ in generators], problem=problem)
         for (_, write), state in zip(generators, states, strict=True):
@@ -221,17 +187,13 @@ class GenerationChecks:
         """Checks that all ranks are at the same exchange, and returns the first rank's tensors. Collective.
 
         A rank at another exchange receives the data all the same, so that collectives match, and adopts the first
-        rank's call number. Waits for the device if tensors are compared.
+        rank's call number. Waits for the device if tensors are compared. Raises UserError on all ranks if they are at
+        different exchanges, anything differs, or one has a problem.
 
         Args:
-            kind: Kind of the exchange.
             fingerprints: Fingerprints to compare by error message; their number depends on `kind` only.
             tensors: Tensors; shapes, dtypes and device types must be in the fingerprints.
             messages: Error message of each tensor that differs by more than rounding; empty: they may differ.
-            problem: This rank's error, if any.
-
-        Raises:
-            UserError: Ranks are at different exchanges, anything differs, or one has a problem; raised on all ranks.
         """
         # 1. The first rank's header: [calls, kind, *fingerprints, 0, …, bytes on the host, bytes on the device]
         on_host, on_device = (
@@ -264,11 +226,11 @@ class GenerationChecks:
         """
         received = list(tensors)
         for is_host in (True, False):
-            index = [number for number, tensor in enumerate(tensors) if (tensor.device.type == "cpu") == is_host]
-            if index:
+            numbers = [number for number, tensor in enumerate(tensors) if (tensor.device.type == "cpu") == is_host]
+            if numbers:
                 group = self.group.control() if is_host else self.group
-                values = _broadcast([tensors[number] for number in index], group)
-                for number, value in zip(index, values, strict=True):
+                values = _broadcast([tensors[number] for number in numbers], group)
+                for number, value in zip(numbers, values, strict=True):
                     received[number] = value
         return received
 
@@ -280,19 +242,6 @@ class GenerationChecks:
             device = torch.device("cuda", torch.cuda.current_device())
             self.group.broadcast(torch.empty(on_device, dtype=torch.uint8, device=device))
         return []
-
-
-_Generator = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]
-"""Getter and setter of a random number generator's state."""
-
-
-def _generators(device: torch.device) -> list[_Generator]:
-    """Returns torch's global generators that a pipeline on a device may use."""
-    generators: list[_Generator] = [(torch.get_rng_state, torch.set_rng_state)]
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        generators.append((partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)))
-    return generators
 
 
 def are_close(mine: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map_only
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.steps import Progress, first_value
-from dbsp_diffusers.models.token_sequence import timestep_of
+from dbsp_diffusers.models.token_sequence import Readings, timestep_of
 from dbsp_diffusers.packed.samples import PackedBatch
 from dbsp_diffusers.patching import Arguments, PatchSet, around_calls, signature_of
 from dbsp_diffusers.sharding.generation_checks import PASS, GenerationChecks
-from dbsp_diffusers.sharding.pass_inputs import BEGIN, Constants, Pass, kinds_of, named_tensors, plain_values
+from dbsp_diffusers.sharding.pass_inputs import BEGIN, Pass, kinds_of, named_tensors, plain_values, substitute
 
 LEFT_OUT = {"LTXI2VLongMultiPromptPipeline": 1}
 """Number of the scheduler's last steps that a pipeline's loop skips, by pipeline class."""
@@ -26,83 +26,60 @@ class Generations:
     """Follows the calls of a pipeline, or the passes of a transformer without one.
 
     Within a pipeline call, the scheduler's index gives the step. Elsewhere (another pipeline with the same
-    transformer, or the user's own loop) a generation begins where timesteps rise.
-
-    Args:
-        pipe: The pipeline; None for a transformer without one.
-        ranks: The ranks that generate one video together.
+    transformer, or the user's own loop) a generation begins where timesteps rise. `ranks` generate one video together.
     """
 
     def __init__(self, pipe: Any, ranks: SequenceGroup) -> None:
         self.checks = GenerationChecks(ranks)
         self._pipe = pipe
-        self._call: object = None
-        """A new object per pipeline call; None outside of calls."""
-        self._ended: Any = None
-        """Timesteps of the pipeline's last call."""
-        self._second_pass = False
-        """True if the pipeline call's arguments request a second CFG pass."""
-        self._seen: object = object()
-        """Generation of the last pass."""
-        self._timestep: float | None = None
-        """Timestep of the last pass outside pipeline calls."""
-        self._generation = 0
-        """Number of generations begun."""
-        self._passes = 0
-        """Number of earlier passes of this generation."""
-        self._compared: set[object] = set()
-        """Positions and kinds of inputs compared in this generation."""
-        self._unfinished = False
-        """True if the last pass has not ended: it may have failed on this rank only."""
-        self._constants = Constants()
-        self.ends: list[Callable[[], None]] = []
-        """Called after a successful pipeline call; they must raise on all ranks alike."""
+        self._call: object = None  # a new object per pipeline call; None outside of calls
+        self._ended: Any = None  # timesteps of the pipeline's last call
+        self._second_pass = False  # True if the pipeline call's arguments request a second CFG pass
+        self._seen: object = object()  # generation of the last pass
+        self._timestep: float | None = None  # of the last pass outside pipeline calls
+        self._generation = 0  # number of generations begun
+        self._passes = 0  # number of earlier passes of this generation
+        self._compared: set[object] = set()  # positions and kinds of inputs compared in this generation
+        self._unfinished = False  # True if the last pass has not ended: it may have failed on this rank only
+        self._substitutes = Readings()  # of the pipeline's tensors; see `substitute`
+        self.ends: list[Callable[[], None]] = []  # called after a successful pipeline call; raise on all ranks alike
 
     def attach(
-        self,
-        patches: PatchSet,
-        problem: Callable[[], Exception | None],
-        *,
-        shares_state: bool,
-        watches_latents: bool = False,
+        self, patches: PatchSet, problem: Callable[[], Exception | None], *, shares_state: bool, watches_latents: bool
     ) -> None:
         """Wraps the pipeline's calls.
 
-        Args:
-            problem: Returns an error if a call is not possible, or None.
-            shares_state: True to use the first rank's random number generator states on all ranks at each call.
-            watches_latents: True to raise on all ranks at the end of a call if latents became NaN on any rank.
+        `problem` returns an error if a call is not possible. With `shares_state`, all ranks begin each call with the
+        first rank's random number generator states. With `watches_latents`, they raise at its end if latents became
+        NaN on any rank.
         """
         if self._pipe is None or not callable(self._pipe):
             return
 
-        def around(call: Callable[..., Any]) -> Callable[..., Any]:
-            def followed(*args: Any, **kwargs: Any) -> Any:
-                # 1. Begin the same call on all ranks
-                arguments = self._bound(args, kwargs)
-                device = self._device() if shares_state else None
-                self.checks.check_call(arguments.get("generator") is not None, problem(), device)
-                outer = self._call, self._second_pass
-                self._call, self._second_pass = object(), _asks_for_second_pass(arguments)
-                vars(self._pipe).pop("_num_timesteps", None)  # stale value of the last call
-                watching = PatchSet()
-                if watches_latents and hasattr(self._scheduler, "step"):
-                    around_calls(self._scheduler, self._watched, watching, "step")
-                # 2. Run the call
-                try:
-                    result = call(*args, **kwargs)
-                    for end in self.ends:
-                        end()
-                    self.checks.drift.settle()
-                    return result
-                finally:
-                    watching.detach()
-                    self._ended = self._timesteps
-                    self._call, self._second_pass = outer
+        def followed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            # 1. Begin the same call on all ranks
+            arguments = self._bound(args, kwargs)
+            device = self._device() if shares_state else None
+            self.checks.check_call(arguments.get("generator") is not None, problem(), device)
+            outer = self._call, self._second_pass
+            self._call, self._second_pass = object(), _asks_for_second_pass(arguments)
+            vars(self._pipe).pop("_num_timesteps", None)  # stale value of the last call
+            watching = PatchSet()
+            if watches_latents and hasattr(self._scheduler, "step"):
+                around_calls(self._scheduler, self._watched_step, watching, "step")
+            # 2. Run the call
+            try:
+                result = call(*args, **kwargs)
+                for end in self.ends:
+                    end()
+                self.checks.drift.settle()
+                return result
+            finally:
+                watching.detach()
+                self._ended = self._timesteps
+                self._call, self._second_pass = outer
 
-            return followed
-
-        around_calls(self._pipe, around, patches)
+        around_calls(self._pipe, followed, patches)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
         """Returns the pipeline call's arguments by name, with defaults."""
@@ -113,21 +90,16 @@ class Generations:
         bound.apply_defaults()
         return bound.arguments | bound.arguments.get("kwargs", {})
 
-    def _watched(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a scheduler's step to detect NaN in latents on any rank. Collective."""
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            stepped = step(*args, **kwargs)
-            latents = stepped[0]
-            if isinstance(latents, torch.Tensor) and latents.is_floating_point():
-                self.checks.drift.note_not_numbers(latents.isnan().any())
-                self.checks.drift.gather(latents.device)
-            return stepped
-
-        return watched
+    def _watched_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a scheduler's step, and detects NaN in latents on any rank. Collective."""
+        stepped = step(*args, **kwargs)
+        latents = stepped[0]
+        if isinstance(latents, torch.Tensor) and latents.is_floating_point():
+            self.checks.drift.note_not_numbers(latents.isnan().any())
+            self.checks.drift.gather(latents.device)
+        return stepped
 
     def _device(self) -> torch.device:
-        """Returns the pipeline's device."""
         device = getattr(self._pipe, "_execution_device", None) or getattr(self._pipe, "device", None)
         if isinstance(device, torch.device):
             return device
@@ -172,7 +144,6 @@ class Generations:
 
     @property
     def is_called(self) -> bool:
-        """True within a pipeline call."""
         return self._call is not None
 
     def has_second_pass(self) -> bool:
@@ -196,10 +167,7 @@ class Generations:
         pass, and each keeps its own inputs. In other passes, inputs are compared on the device, and differences are
         raised two passes later.
 
-        Call it before hooking anything that shards inputs.
-
-        Args:
-            always: True to meet before every pass.
+        Call it before hooking anything that shards inputs. With `always`, they meet before every pass.
         """
         if self.checks.group.size == 1:
             return
@@ -215,16 +183,10 @@ class Generations:
 
     @torch.compiler.disable
     def end_pass(self, *_: Any) -> None:
-        """Marks the end of a successful pass."""
         self._unfinished = False
 
     def begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, always: bool) -> Pass:
-        """Begins a pass on this rank, whether or not it computes the pass. Not collective.
-
-        Args:
-            module: The transformer that is called with these arguments.
-            always: True to meet before every pass.
-        """
+        """Begins a pass on this rank, whether or not it computes the pass; see `hook`. Not collective."""
         # 1. Position in the generation
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         training = module.training and torch.is_grad_enabled()
@@ -260,13 +222,9 @@ class Generations:
         )
 
     def agree(self, begun: Pass, checks: GenerationChecks | None = None) -> Arguments:
-        """Returns a pass's arguments with the first rank's inputs. Collective; waits for the device if ranks meet.
+        """Returns a pass's arguments with the first rank's inputs. Collective among the ranks of `checks`, or all.
 
-        Args:
-            checks: Checks of the participating ranks. None: all ranks.
-
-        Raises:
-            UserError: Ranks meet and anything differs; raised on all participating ranks.
+        If ranks meet, waits for the device, and raises UserError on these ranks if anything differs.
         """
         # 1. Take the first rank's tensors, and compare them with this rank's
         checks = checks or self.checks
@@ -285,7 +243,7 @@ class Generations:
         if begun.keeps_inputs:
             return begun.arguments
         replaced = {
-            id(mine): self._constants.substitute(mine, values)
+            id(mine): substitute(self._substitutes, mine, values)
             for mine, values in zip(tensors, first, strict=True)
             if mine is not values
         }
@@ -295,9 +253,9 @@ class Generations:
     def _begins(self, timestep: torch.Tensor | float | None) -> bool:
         """Returns True if a pass is a generation's first; reads the timestep only outside pipeline calls."""
         last, self._seen = self._seen, self.progress().generation
-        if self._call is not None:
-            return self._seen is not last
         first = self._seen is not last
+        if self._call is not None:
+            return first
         if timestep is not None:
             before, self._timestep = self._timestep, first_value(timestep)
             first = first or (before is not None and self._timestep > before)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,20 +35,10 @@ from dbsp_kernels.segments import to_device
 
 _PARTNERS = {"cond": "uncond", "uncond": "cond", "pred_cond": "pred_uncond", "pred_uncond": "pred_cond"}
 """Names of the two cache contexts in diffusers' pipelines and guiders that use outputs after both calls."""
-_OF_SECOND_HALF = ("uncond", "pred_uncond")
-"""Contexts computed by the second half."""
+_OF_SECOND_HALF = ("uncond", "pred_uncond")  # contexts computed by the second half
 _CACHES = ("FBC", "MagCache", "TaylorSeer")
 """Name prefixes of cache hooks with state per cache context, which skip the same layers as one process."""
-_SUMS = 64
-"""Number of sums by which halves compare a tensor."""
-_GRADIENTS = (
-    "guidance parallelism does not support gradients; call the transformer under torch.no_grad(), or enable db-SP "
-    "without `guidance`"
-)
-_ALONE = (
-    "guidance parallelism: %s ran a pass without a second one, so both halves of the ranks computed it; remove "
-    "`guidance` if guidance_scale is 1 or less"
-)
+_SUMS = 64  # number of sums by which halves compare a tensor
 _NO_SECOND = (
     "guidance parallelism: a pass in cache context {first!r} was not followed by one in {second!r} of the same step, "
     "so half of the ranks have no output of it; remove `guidance`, or run passes without a second one outside of "
@@ -70,18 +60,24 @@ class Halves:
 
     @classmethod
     def of(cls, guidance: object, model: Any, ranks: SequenceGroup) -> Halves:
-        """Returns the halves of the ranks of a pipeline or transformer. Collective.
+        """Returns the halves of the ranks of a pipeline or transformer, for the user's `guidance`. Collective.
 
-        Args:
-            guidance: The user's argument, which must be True.
-
-        Raises:
-            UserError: The number of ranks is odd, or the model runs guidance differently; raised on all ranks.
+        Raises UserError on all ranks if their number is odd, or if the model runs guidance differently.
         """
 
         def check() -> tuple[int, int]:
-            _require_halves(guidance, model, ranks.size)
-            return use_model_device(transformers_of(model).values(), ranks)  # device for a half's communicator
+            if guidance is not True:
+                raise UserError(f"guidance must be True or False, got {guidance!r}")
+            if ranks.size % 2:
+                raise UserError(f"guidance=True needs an even number of ranks, got {ranks.size}")
+            transformers = transformers_of(model).values()
+            for transformer in transformers:
+                if architecture_of(transformer).guidance is None:
+                    raise UserError(
+                        f"guidance=True: db-SP does not know how pipelines run the two CFG passes of "
+                        f"{type(transformer).__name__}; remove guidance"
+                    )
+            return use_model_device(transformers, ranks)  # device for a half's communicator
 
         device, problem = attempt(check)
         numbers = agree(ranks.control(), {GUIDANCE_DIFFERS: 1}, problem=problem, numbers=device or NO_DEVICE)
@@ -105,20 +101,6 @@ class Halves:
         return (other, mine) if self.second else (mine, other)
 
 
-def _require_halves(guidance: object, model: Any, size: int) -> None:
-    """Raises UserError unless halves of `size` ranks can split a model's CFG passes."""
-    if guidance is not True:
-        raise UserError(f"guidance must be True or False, got {guidance!r}")
-    if size % 2:
-        raise UserError(f"guidance=True needs an even number of ranks, got {size}")
-    for transformer in transformers_of(model).values():
-        if architecture_of(transformer).guidance is None:
-            raise UserError(
-                f"guidance=True: db-SP does not know how pipelines run the two CFG passes of "
-                f"{type(transformer).__name__}; remove guidance"
-            )
-
-
 @dataclass(frozen=True)
 class _First:
     """The first of two CFG passes, computed by one half."""
@@ -138,10 +120,8 @@ class GuidedCalls:
     halves: Halves
     generations: Generations  # checks among all ranks
     always: bool  # True to compare inputs of every call
-    _first: _First | None = None
-    """The pass that awaits its second pass."""
-    _entered: Callable[[], str | None] = lambda: None
-    """Returns the name of the current cache context."""
+    _first: _First | None = None  # the pass that awaits its second pass
+    _entered: Callable[[], str | None] = lambda: None  # returns the name of the current cache context
     _warned: bool = False
 
     def __post_init__(self) -> None:
@@ -185,10 +165,16 @@ class GuidedCalls:
             return (self._halved_batch(begun),)
         if shared_context is not None and self.generations.has_second_pass():
             return (self._first_pass(shared_context, begun),)
-        # 3. Passes that all ranks compute, unless a step cache keeps the context's state in one half
-        self._warn()
+        # 3. Passes that all ranks compute, or one half if a step cache keeps the context's state there
+        if not self._warned and self.halves.ranks.rank == 0:
+            log.warning(
+                f"guidance parallelism: {type(self.transformer).__name__} ran a pass without a second one, so both "
+                "halves of the ranks computed it; remove `guidance` if guidance_scale is 1 or less"
+            )
+        self._warned = True
         if shared_context is not None and caches:
-            return (self._pass_of_one_half(shared_context, begun),)
+            output, problem = self._half_pass(shared_context, begun, self._compared(begun))
+            return (self._exchanged(output, problem, begun)[int(shared_context in _OF_SECOND_HALF)],)
         outputs, problem = self._computed(begun, self.generations.agree(begun))
         self._raise_together(problem)
         return outputs
@@ -198,7 +184,10 @@ class GuidedCalls:
         if args and isinstance(args[0], PackedBatch):
             raise UserError("guidance parallelism is for pipelines; enable db-SP without `guidance` for packed passes")
         if torch.is_grad_enabled():
-            raise UserError(_GRADIENTS)
+            raise UserError(
+                "guidance parallelism does not support gradients; call the transformer under torch.no_grad(), or "
+                "enable db-SP without `guidance`"
+            )
         blocks = architecture_of(self.transformer).blocks_of(self.transformer)
         caches = sorted(names_of_caches(self.transformer, blocks))
         for name in caches:
@@ -230,11 +219,6 @@ class GuidedCalls:
             first.output.copy_(outputs[int(not self.halves.second)])
         return outputs[int(context in _OF_SECOND_HALF)]
 
-    def _pass_of_one_half(self, context: str, begun: Pass) -> torch.Tensor:
-        """Returns the output of a pass without a second one, computed by its context's half. Collective."""
-        output, problem = self._half_pass(context, begun, self._compared(begun))
-        return self._exchanged(output, problem, begun)[int(context in _OF_SECOND_HALF)]
-
     def _halved_batch(self, begun: Pass) -> torch.Tensor:
         """Returns the output of both passes in one batch, split over the halves. Collective."""
         batch = len(begun.sample)
@@ -251,8 +235,16 @@ class GuidedCalls:
         self, context: str, begun: Pass, arguments: Arguments | None
     ) -> tuple[torch.Tensor, Exception | None]:
         """Returns a pass's output (NaN in the other half) and its error, if any. Collective within a half."""
-        shape, dtype = self._output_kind(begun.sample)
-        missing = begun.sample.new_full(shape, math.nan, dtype=dtype)
+        # 1. Shape and dtype of the output for a sample [B, tokens, channels] or [B, channels, F, H, W]
+        sample, transformer = begun.sample, cast(Any, self.transformer)
+        if sample.ndim == 3:
+            shape = torch.Size((*sample.shape[:2], transformer.proj_out.out_features))
+        else:
+            shape = torch.Size((len(sample), transformer.config.out_channels, *sample.shape[2:]))
+        device = sample.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else sample.dtype
+        missing = sample.new_full(shape, math.nan, dtype=dtype)
+        # 2. The pass
         if not self._is_mine(context):
             return missing, None
         outputs, problem = self._computed(begun, arguments)
@@ -270,16 +262,6 @@ class GuidedCalls:
         """Returns True if this rank's half computes the passes of a context."""
         return self.halves.second == (context in _OF_SECOND_HALF)
 
-    def _output_kind(self, sample: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-        """Returns the shape and dtype of the output for a sample [B, tokens, channels] or [B, channels, F, H, W]."""
-        transformer: Any = self.transformer
-        if sample.ndim == 3:
-            shape = torch.Size((*sample.shape[:2], transformer.proj_out.out_features))
-        else:
-            shape = torch.Size((len(sample), transformer.config.out_channels, *sample.shape[2:]))
-        kind = sample.device.type
-        return shape, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else sample.dtype
-
     def _compared(self, begun: Pass) -> Arguments | None:
         """Returns a pass's arguments if all ranks compare them, else None. Collective."""
         return self.generations.agree(begun) if begun.compared else None
@@ -287,10 +269,9 @@ class GuidedCalls:
     def _computed(
         self, begun: Pass, arguments: Arguments | None, cut: Callable[[Any], Any] = lambda value: value
     ) -> tuple[Any, Exception | None]:
-        """Returns the transformer's outputs or its error. Collective within a half if `arguments` is None.
+        """Returns the transformer's outputs or its error; `cut` maps an argument to this half's part.
 
-        Args:
-            cut: Maps an argument to this half's part.
+        Collective within a half if `arguments` is None.
         """
         # the class's function, with forward and hooks; the instance's attribute is `_called`
         compute = MethodType(nn.Module._call_impl, self.transformer)
@@ -340,12 +321,6 @@ class GuidedCalls:
         first, self._first = self._first, None
         if first is not None and first.is_called:
             raise UserError(_NO_SECOND.format(first=first.context, second=_PARTNERS[first.context]))
-
-    def _warn(self) -> None:
-        """Warns once that both halves compute the same pass."""
-        if not self._warned and self.halves.ranks.rank == 0:
-            log.warning(_ALONE, type(self.transformer).__name__)
-        self._warned = True
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,8 @@ from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.patching import Arguments, signature_of
 
-Spec = Any
-"""Specification of an argument or output, passed to a change."""
-Change = Callable[[Any, Spec], Any]
-"""Returns the replacement of an argument or output."""
+Spec = Any  # specification of an argument or output, passed to a change
+Change = Callable[[Any, Spec], Any]  # returns the replacement of an argument or output
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -89,11 +87,7 @@ def changing_arguments(
 ) -> Callable[[nn.Module, Args, Kwargs], Arguments]:
     """Returns a hook that changes positional or keyword arguments of a module's forward.
 
-    Args:
-        arguments: Specification for `change`, by argument name.
-
-    Raises:
-        UserError: The module does not have an argument.
+    Raises UserError if the module does not have one of `arguments`.
     """
     names = list(signature_of(module).parameters)
     unknown = [name for name in arguments if name not in names]

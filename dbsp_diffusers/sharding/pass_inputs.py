@@ -13,22 +13,29 @@ from dbsp_core.utils.errors import fingerprint_of
 from dbsp_core.utils.process import outside_inference
 from dbsp_diffusers.models.token_sequence import Readings
 from dbsp_diffusers.patching import Arguments
-from dbsp_diffusers.sharding.generation_checks import (
-    ARGUMENTS_DIFFER,
-    CONDITION_DIFFERS,
-    CONDITION_DRIFTS,
-    LATENTS_DIFFER,
-    LATENTS_DRIFT,
-    LENGTHS_DIFFER,
-    SIZES_DIFFER,
-    STEPS_DIFFER,
+
+_SIZES_DIFFER = "the size of the video differs on rank(s) {}, or its batch or dtype; give all ranks the same input"
+_STEPS_DIFFER = "the denoising steps, timestep or guidance differ on rank(s) {}; give all ranks the same"
+_LENGTHS_DIFFER = "the text or another condition differs in length on rank(s) {}; give all ranks the same prompt"
+_ARGUMENTS_DIFFER = "the transformer's arguments {names} differ on rank(s) {{}}; give all ranks the same"
+_LATENTS_DIFFER = (
+    "the latents that a generation begins with differ on rank(s) {}; give all ranks the same seed, or leave "
+    "generator= out of calls of the pipeline that db-SP was enabled on"
+)
+_CONDITION_DIFFERS = (
+    "the text or another condition differs on rank(s) {{}} ({name}); give all ranks the same prompt, images and "
+    "guidance"
+)
+_LATENTS_DRIFT = (
+    "the latents differ on rank(s) {} within a generation; every pass has computed with rank 0's. Draw noise, in "
+    "callbacks and loops too, from torch's generators with the same seed on all ranks"
+)
+_CONDITION_DRIFTS = (
+    "the timestep, text or another condition differs on rank(s) {{}} within a generation ({name}); every pass has "
+    "computed with rank 0's. Change the transformer's inputs equally on all ranks"
 )
 
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
-
-
-BEGIN = 2
-"""Number of passes at the beginning of a generation (with guidance, those of its first step)."""
+BEGIN = 2  # number of passes at the beginning of a generation (with guidance, those of its first step)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Pass:
     def messages(self) -> list[str]:
         """Error message of each tensor if it differs between ranks."""
         begins = self.number < BEGIN
-        latents, condition = (LATENTS_DIFFER, CONDITION_DIFFERS) if begins else (LATENTS_DRIFT, CONDITION_DRIFTS)
+        latents, condition = (_LATENTS_DIFFER, _CONDITION_DIFFERS) if begins else (_LATENTS_DRIFT, _CONDITION_DRIFTS)
         return [latents] * len(self.latents) + [condition.format(name=name) for name in self.conditions]
 
     @property
@@ -78,10 +85,10 @@ class Pass:
         """Returns fingerprints of everything but tensor values, and of `of_generation`, by error message."""
         plain = {name: value for name, value in self.plain.items() if name != "return_dict"}
         described = {
-            SIZES_DIFFER: kinds_of(self.latents),
-            STEPS_DIFFER: (self.number, of_generation),
-            LENGTHS_DIFFER: kinds_of(self.conditions),
-            ARGUMENTS_DIFFER.format(names=", ".join(plain) or "that are not tensors"): sorted(plain.items()),
+            _SIZES_DIFFER: kinds_of(self.latents),
+            _STEPS_DIFFER: (self.number, of_generation),
+            _LENGTHS_DIFFER: kinds_of(self.conditions),
+            _ARGUMENTS_DIFFER.format(names=", ".join(plain) or "that are not tensors"): sorted(plain.items()),
         }
         return {message: fingerprint_of(value) for message, value in described.items()}
 
@@ -99,7 +106,8 @@ def named_tensors(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def plain_values(value: Any) -> Any:
     """Returns comparable values of a non-tensor argument: numbers, strings, and type names of other objects."""
-    return tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__, value)
+    plain = (bool, int, float, str, type(None), torch.dtype)
+    return tree_map(lambda leaf: leaf if isinstance(leaf, plain) else type(leaf).__name__, value)
 
 
 def kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
@@ -107,35 +115,26 @@ def kinds_of(tensors: Mapping[str, torch.Tensor]) -> tuple[object, ...]:
     return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.device.type) for name, tensor in tensors.items())
 
 
-class Constants:
-    """Substitutes of tensors that a pipeline passes in every step, such as text embeddings.
+def substitute(substitutes: Readings, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with these values, from the second pass on the same object until `tensor` is written to.
 
-    Keeping one substitute per unchanged tensor lets cached readings (`read_once`) work for substitutes, too.
+    So cached readings (`read_once`) work for substitutes of tensors that a pipeline passes in every step, such as text
+    embeddings.
     """
-
-    def __init__(self) -> None:
-        self._known = Readings()
-        """The substitute of each of the pipeline's tensors, from the second pass on."""
-
-    def substitute(self, tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor with these values, the same object until `tensor` is written to."""
-        known = self._known.kept_for(tensor)
-        if not known:
-            known["substitute"] = None
-            return values
-        if known["substitute"] is None:
-            known["substitute"] = values.clone()
-        else:
-            known["substitute"].data.copy_(values)  # does not change the version, since values are equal
-        substitute: torch.Tensor = known["substitute"]
-        return substitute
+    known = substitutes.kept_for(tensor)
+    if not known:
+        known["substitute"] = None
+        return values
+    if known["substitute"] is None:
+        known["substitute"] = values.clone()
+    else:
+        known["substitute"].data.copy_(values)  # does not change the version, since values are equal
+    return known["substitute"]
 
 
-Items = tuple[int, ...]
-"""Positions of items in a batch, ascending."""
+Items = tuple[int, ...]  # positions of items in a batch, ascending
 
-_parts = Readings()
-"""Parts of integer tensors by items, cached so that readings of parts are cached, too."""
+_parts = Readings()  # parts of integer tensors by items, cached so that readings of parts are cached, too
 
 
 def parts_by_size(sizes: Sequence[Hashable]) -> list[Items]:
@@ -147,11 +146,21 @@ def parts_by_size(sizes: Sequence[Hashable]) -> list[Items]:
 
 
 def part_of(inputs: Mapping[str, Any], items: Items, batch: int) -> dict[str, Any]:
-    """Returns a forward pass's arguments by name for some items of a batch.
+    """Returns a pass's arguments with some items of tensors [batch, …] and lists of length `batch`."""
 
-    Selects items of tensors [batch, …] and of lists of length `batch`; other arguments are passed on.
-    """
-    return {name: _taken(value, items, batch) for name, value in inputs.items()}
+    def taken(value: Any) -> Any:
+        if isinstance(value, list) and len(value) == batch:
+            return [value[item] for item in items]
+        if not isinstance(value, torch.Tensor) or value.shape[:1] != (batch,):
+            return value
+        if value.is_floating_point():
+            return _rows(value, items)
+        known = _parts.kept_for(value)
+        if items not in known:
+            known[items] = outside_inference(_rows)(value, items)
+        return known[items]
+
+    return {name: taken(value) for name, value in inputs.items()}
 
 
 def join_parts(outputs: Sequence[Any], parts: Sequence[Items]) -> Any:
@@ -164,19 +173,6 @@ def join_parts(outputs: Sequence[Any], parts: Sequence[Items]) -> Any:
     position = {item: (part, index) for part, items in enumerate(parts) for index, item in enumerate(items)}
     by_item = [outputs[part][index] for part, index in (position[item] for item in sorted(position))]
     return torch.stack(by_item) if isinstance(first, torch.Tensor) else by_item
-
-
-def _taken(value: Any, items: Items, batch: int) -> Any:
-    if isinstance(value, list) and len(value) == batch:
-        return [value[item] for item in items]
-    if not isinstance(value, torch.Tensor) or value.shape[:1] != (batch,):
-        return value
-    if value.is_floating_point():
-        return _rows(value, items)
-    known = _parts.kept_for(value)
-    if items not in known:
-        known[items] = outside_inference(_rows)(value, items)
-    return known[items]
 
 
 def _rows(value: torch.Tensor, items: Items) -> torch.Tensor:

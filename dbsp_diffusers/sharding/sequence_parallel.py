@@ -16,86 +16,57 @@ from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.runtime.whole_tensors import attend_shared_keys, count_gradient_once, sum_gradient
 from dbsp_core.utils.errors import UserError
 from dbsp_diffusers.models import ShardSpec, TokenSequence, architecture_of
+from dbsp_diffusers.models.architecture import modules_at
 from dbsp_diffusers.models.gates import gate_of
 from dbsp_diffusers.packed.bags import BagSessions
 from dbsp_diffusers.packed.samples import PackedBatch, Sharing
-from dbsp_diffusers.patching import (
-    Arguments,
-    PatchSet,
-    current_cfg_pass,
-    sample_of,
-    signature_of,
-    without_argument,
-)
+from dbsp_diffusers.patching import Arguments, PatchSet, current_cfg_pass, signature_of, without_argument
 from dbsp_diffusers.sharding.attention import intercept_attention
 from dbsp_diffusers.sharding.checkpoints import Checkpoints
-from dbsp_diffusers.sharding.hooks_by_path import HooksByPath, changing_arguments
+from dbsp_diffusers.sharding.hooks_by_path import Args, HooksByPath, Kwargs, changing_arguments
 from dbsp_diffusers.sharding.pass_inputs import join_parts, part_of, parts_by_size
-from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, may_skip
+from dbsp_diffusers.sharding.step_caches import ForwardRanks, StepCaches, names_of_caches
 from dbsp_diffusers.sharding.stream_shards import PackedShards, StreamShards
 
 ShardsByStream = Mapping[str, Any]
 """`StreamShards` of "text" and "video", and `PackedShards` of both as "packed" for models with packed sequences."""
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class _PassSharding:
-    """Shards and attention of one forward pass.
-
-    Attributes:
-        attention: Session or `Sharing` that computes its attention.
-        streams: Its shards; None: several samples, which `dbsp_diffusers.packed` shards.
-    """
-
-    attention: AttentionSession | Sharing
-    streams: ShardsByStream | None
+    attention: AttentionSession | Sharing  # computes the pass's attention
+    streams: ShardsByStream | None  # its shards; None: several samples, which `dbsp_diffusers.packed` shards
 
 
-def shard_transformer(transformer: nn.Module, session: AttentionSession, patches: PatchSet) -> ForwardRanks:
+class SequenceSharding:
     """Shards a transformer's sequence over the session's ranks by its architecture.
 
     Every rank takes the whole input and returns the whole output. Text in the sequence is a separate stream, sharded
     like video. Step caches, enabled before or after, skip the same layers as in one process. Raises UserError for an
     unsupported transformer.
-
-    Returns:
-        The ranks that run a forward pass together.
     """
-    sharding = _SequenceSharding(transformer, session)
-    sharding.attach(patches)
-    return sharding.together
 
-
-class _SequenceSharding:
-    """The hooks on one transformer."""
-
-    def __init__(self, transformer: nn.Module, session: AttentionSession) -> None:
+    def __init__(self, transformer: nn.Module, session: AttentionSession, patches: PatchSet) -> None:
         self.together = ForwardRanks(session.group, lambda: self._shards("video"), self._reached)
-        self._transformer = transformer
+        self._transformer, self._session, self._patches = transformer, session, patches
         self._architecture = architecture_of(transformer)
-        self._shard_plan = self._architecture.shard_plan
-        self._session = session
         self._bags = BagSessions(session)
-        self._checkpoints: Checkpoints | None = None
-        """Follows gradient checkpointing, from the first pass with gradients."""
-        self._parts: list[tuple[int, ...]] = []
-        """Items of each size in the current batch."""
+        self._checkpoints: Checkpoints | None = None  # from the first pass with gradients
+        self._parts: list[tuple[int, ...]] = []  # items of each size in the current batch
         self._hooks = HooksByPath(transformer)
         self._made: WeakKeyDictionary[SequenceLayout, ShardsByStream] = WeakKeyDictionary()
-        blocks = self._architecture.blocks_of(transformer)
-        self._caches = StepCaches(transformer, blocks, self.together)
-
-    def attach(self, patches: PatchSet) -> None:
-        self._patches = patches
+        self._caches = StepCaches(transformer, self._architecture.blocks_of(transformer), self.together)
         self._caches.attach(patches)
+        self._branch = current_cfg_pass(transformer, patches)
+        self._attach()
+
+    def _attach(self) -> None:
+        patches, hooks, shard_plan = self._patches, self._hooks, self._architecture.shard_plan
         attentions = self._architecture.attentions_of(self._transformer)
-        to_video = self._architecture.attentions_to_video_of(self._transformer)
-        self._branch = current_cfg_pass(self._transformer, patches)
-        self._shard_own = changing_arguments(self._transformer, self._shard_plan.inputs.get("", {}), self._shard)
+        paths = self._architecture.attention_to_video
+        to_video = [module for path in paths for module in modules_at(self._transformer, path)]
+        self._shard_own = changing_arguments(self._transformer, shard_plan.inputs.get("", {}), self._shard)
         patches.hook(self._transformer.register_forward_pre_hook, self._begin, with_kwargs=True)
-        hooks, shard_plan = self._hooks, self._shard_plan
         patches.on_detach(hooks.remove)
         for path, arguments in shard_plan.inputs.items():  # the transformer's arguments are sharded in _begin
             hooks.before(path, arguments, self._shard)
@@ -112,16 +83,18 @@ class _SequenceSharding:
         for attention in (*attentions, *to_video):
             hooks.claim(attention)
         hooks.follow()
-        options: dict[str, Any] = {
-            "any_mask": self._architecture.padded_text,
-            "skipped_by": self._architecture.skipped_by,
-        }
         own_mask = self._architecture.own_mask
         for layer, attention in enumerate(attentions):
             if own_mask is not None and own_mask.processor is not None:
                 patches.set_attribute(attention, "processor", own_mask.processor)
-            gate = gate_of(attention, self._session.config.mask)
-            intercept_attention(attention, functools.partial(self._attend, layer), patches, gate=gate, **options)
+            intercept_attention(
+                attention,
+                functools.partial(self._attend, layer),
+                patches,
+                any_mask=self._architecture.padded_text,
+                skipped_by=self._architecture.skipped_by,
+                gate=gate_of(attention, self._session.config.mask),
+            )
         if self._architecture.sizes is not None:
             patches.replace_forward(self._transformer, self._by_size)
         for attention in to_video:
@@ -159,10 +132,14 @@ class _SequenceSharding:
             return (self._begin_packed(module, args[0]),), kwargs
         inputs, sizes = signature_of(module).bind(*args, **kwargs).arguments, self._architecture.sizes
         self._parts = [] if sizes is None else parts_by_size(sizes(inputs))
-        if len(self._parts) > 1:  # each part begins separately
-            self._require_separable(module)
-            return args, kwargs
-        return self._begin_video(module, args, kwargs)
+        if len(self._parts) < 2:
+            return self._begin_video(module, args, kwargs)
+        if names_of_caches(module, self._architecture.blocks_of(module)):
+            raise UserError(
+                "with a step cache, items of one batch must have equal sizes and prompt lengths; run them one "
+                "by one, or disable the cache (transformer.disable_cache())"
+            )
+        return args, kwargs  # each part begins separately
 
     @torch.compiler.disable
     def _begin_video(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Arguments:
@@ -170,7 +147,7 @@ class _SequenceSharding:
         inputs = signature_of(module).bind(*args, **kwargs).arguments
         sequence = self._architecture.sequence(module, inputs)
         sequence.require_grid(self._session.config.mask)
-        sample = sample_of(inputs)
+        sample = next(iter(inputs.values()))  # latents, the first argument of all diffusers transformers
         device = (sample[0] if isinstance(sample, list) else sample).device
         layout = self._session.begin(
             sequence.video,
@@ -181,21 +158,11 @@ class _SequenceSharding:
         )
         streams = self._streams_of(layout, sequence, device)
         self._session.passes.last.sharding = _PassSharding(self._session, streams)
-        own_mask = self._architecture.own_mask
-        if own_mask is not None:
-            args, kwargs = without_argument(module, args, kwargs, own_mask.argument)
+        if self._architecture.own_mask is not None:
+            args, kwargs = without_argument(module, args, kwargs, self._architecture.own_mask.argument)
         return self._shard_own(module, args, kwargs)
 
-    def _require_separable(self, module: nn.Module) -> None:
-        """Raises UserError if a batch with several sizes cannot run size by size."""
-        if any(may_skip(module, block) for block in self._architecture.blocks_of(module)):
-            raise UserError(
-                "with a step cache, items of one batch must have equal sizes and prompt lengths; run them one "
-                "by one, or disable the cache (transformer.disable_cache())"
-            )
-
     def _by_size(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a batch size by size."""
         parts = self._parts
         if len(parts) < 2:
             return forward(*args, **kwargs)
@@ -267,17 +234,13 @@ class _SequenceSharding:
         return {**streams, "packed": packed}
 
     def _shards(self, stream: str) -> Any:
-        """Returns the shards of a stream in the current pass."""
         streams = self._now.streams
         if streams is None:
             raise RuntimeError("a packed pass has no shards of one video")
         return streams[stream]
 
     def _shard(self, value: Any, spec: ShardSpec) -> Any:
-        """Returns this rank's shard of a tensor, or of each tensor in a list or mapping.
-
-        Not excluded from torch.compile, since sharding at a block is compiled with it.
-        """
+        """Returns this rank's shard of a tensor, or of each tensor in a list or mapping. torch.compile compiles it."""
         if self._now.streams is None:
             return value
         if isinstance(value, Mapping):
@@ -300,8 +263,7 @@ class _SequenceSharding:
         """Gathers all ranks' shards of an output. Collective."""
         if self._now.streams is None:
             return value
-        whole: torch.Tensor = self._shards(spec.stream).gather(value, spec.dim)
-        return whole
+        return self._shards(spec.stream).gather(value, spec.dim)
 
     @torch.compiler.disable
     def _gather_for_all(self, value: torch.Tensor, spec: ShardSpec) -> torch.Tensor:

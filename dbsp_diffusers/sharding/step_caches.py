@@ -29,12 +29,9 @@ class ForwardRanks:
     reached: Callable[[], Collection[int]]  # returns the layers that db-SP has computed in the current pass
 
     def change(self, before: torch.Tensor, now: torch.Tensor) -> tuple[float, float]:
-        """Returns (Σ |now − before|, Σ |before|) over the real tokens of all ranks. Collective.
+        """Returns (Σ |now − before|, Σ |before|) of [B, shard, C] over the real tokens of all ranks. Collective.
 
         Bitwise identical on every rank. Raises UserError on all ranks for other shapes.
-
-        Args:
-            before, now: [B, shard, C].
         """
         video = self.video()
         if before.shape != now.shape or now.ndim != 3 or now.shape[1] != video.shard:
@@ -48,8 +45,7 @@ class ForwardRanks:
         return difference, size
 
 
-DECIDING = "FBCHeadBlockHook"
-"""diffusers' first-block cache, which decides by the change of the first block's residual."""
+DECIDING = "FBCHeadBlockHook"  # of diffusers' first-block cache, which decides by the change of a residual
 _DECISION = "_should_compute_remaining_blocks"
 SKIPS_NOTHING = "PeftInputAutocastDisableHook"
 IDENTICAL = {
@@ -62,11 +58,6 @@ IDENTICAL = {
 
 They decide by step, timestep, another hook's decision or the whole input, or skip nothing.
 """
-
-
-def may_skip(transformer: nn.Module, block: nn.Module) -> bool:
-    """Returns True if a step cache or layer skip may skip the attention of a block."""
-    return bool(names_of_caches(transformer, [block]))
 
 
 def names_of_caches(transformer: nn.Module, blocks: Iterable[nn.Module]) -> set[str]:
@@ -180,10 +171,7 @@ def _unknown(what: str) -> UserError:
 
 
 def _skipping_hooks(transformer: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
-    """Returns diffusers' hooks that may skip their module, each with its module.
-
-    Caches hook the transformer, its blocks and their attentions.
-    """
+    """Returns diffusers' hooks of the transformer, its blocks and their parts that may skip their module, with it."""
     modules, hooks = [transformer], []
     for block in blocks:
         modules += [block, *block.children()]

@@ -17,12 +17,7 @@ class StreamShards:
 
     @outside_inference
     def __init__(
-        self,
-        layout: SequenceLayout,
-        group: SequenceGroup,
-        first: int,
-        last: int,
-        device: torch.device | str = "cpu",
+        self, layout: SequenceLayout, group: SequenceGroup, first: int, last: int, device: torch.device | str = "cpu"
     ) -> None:
         self._group = group
         self.tokens = last - first
@@ -59,9 +54,7 @@ class StreamShards:
 class PackedShards:
     """Text and video of a packed sequence: a rank's shard of text, then its shard of video.
 
-    Args:
-        packed: int64[tokens], slot of each token in the packed sequence, text first.
-        length: Number of slots in the packed sequence; slots without a token are padding.
+    `packed` is int64[tokens], the slot of each token among `length` slots, text first; other slots are padding.
     """
 
     def __init__(self, text: StreamShards, video: StreamShards, packed: torch.Tensor, length: int) -> None:
@@ -70,15 +63,13 @@ class PackedShards:
 
     def take(self, full: torch.Tensor, dim: int) -> torch.Tensor:
         """Returns this rank's shards of a packed tensor with all tokens along `dim`."""
-        text, video = full.index_select(dim, self._packed.to(full.device)).split(
-            [self._text.tokens, self._video.tokens], dim
-        )
+        packed = full.index_select(dim, self._packed.to(full.device))
+        text, video = packed.split([self._text.tokens, self._video.tokens], dim)
         return torch.cat([self._text.take(text, dim), self._video.take(video, dim)], dim)
 
     def gather(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
         """Gathers the packed tensor along `dim`, zero at padding. Collective."""
         text, video = shares.split([self._text.shard, self._video.shard], dim)
         whole = torch.cat([self._text.gather(text, dim), self._video.gather(video, dim)], dim)
-        slots = self._packed.to(whole.device)
         packed = whole.new_zeros(*whole.shape[:dim], self._length, *whole.shape[dim + 1 :])
-        return packed.index_copy(dim, slots, whole)
+        return packed.index_copy(dim, self._packed.to(whole.device), whole)

@@ -19,14 +19,12 @@ import torch
 from torch import nn
 
 from dbsp_core.comm.consistency import attempt, gather_texts, needs_gradients, run_consistently
-from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import log
 from dbsp_diffusers.patching import PatchSet, reject_copies
 from dbsp_diffusers.sharding.generation_checks import GenerationChecks
 
-CLEARED = "_clear_conv_cache"
-"""Method that ends a tile in loops whose layers keep the tile's state."""
+CLEARED = "_clear_conv_cache"  # method that ends a tile in loops whose layers keep the tile's state
 AUTOENCODERS: dict[str, str | None] = {
     "AutoencoderKL": None,
     "AutoencoderKLCogVideoX": "conv_cache",
@@ -49,8 +47,6 @@ layers, until the autoencoder's loop ends the tile. None: one call per tile."""
 NOT_SHARED = {"AutoencoderKLCosmos": "it has no tiled decode"}
 """Autoencoders of known models without parallel decoding, with the reason."""
 
-_NO_GRADIENTS = "a video decoded in parallel has no gradients; decode it under torch.no_grad(), or call disable first"
-
 
 def owners_of_tiles(areas: Sequence[int], ranks: int) -> list[int]:
     """Assigns tiles to ranks, largest first, each to the rank with the least load."""
@@ -64,12 +60,8 @@ def owners_of_tiles(areas: Sequence[int], ranks: int) -> list[int]:
 def share_decoding(pipe: Any, checks: GenerationChecks, patches: PatchSet) -> None:
     """Makes the ranks of `checks` decode a pipeline's videos together, and enables tiling.
 
-    Args:
-        pipe: The pipeline. All ranks must call its autoencoder's `decode` together, with the same latents.
-        checks: Compares the ranks' latents before each video.
-
-    Raises:
-        UserError: The pipeline has no autoencoder, or its decoder is unknown or already distributed.
+    All ranks must then call its autoencoder's `decode` together; `checks` compares their latents. Raises UserError if
+    the pipeline has no autoencoder, or if its decoder is unknown or already distributed.
     """
     vae = getattr(pipe, "vae", None)
     if vae is None:
@@ -113,11 +105,9 @@ class _Noting:
     def __init__(self, carries: str | None) -> None:
         self.tiles: list[list[_Call]] = []
         self._carries = carries
-        self._within = False
-        """True within a tile, for autoencoders that end tiles by a method."""
+        self._within = False  # True within a tile, for autoencoders that end tiles by a method
 
     def end_tile(self) -> None:
-        """Replaces the method that ends a tile."""
         self._within = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,18 +124,6 @@ class _Noting:
         return (frames, call.state) if returns else frames
 
 
-class _Returning:
-    """Replaces a decoder's forward: returns the decoded frames of each call, in order, once."""
-
-    def __init__(self, tiles: Sequence[Sequence[_Call]], returns_state: bool) -> None:
-        self._calls = [call for tile in reversed(tiles) for call in reversed(tile)]
-        self._returns_state = returns_state
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        out = self._calls.pop().out
-        return (out, None) if self._returns_state else out
-
-
 @dataclass
 class _Decoding:
     """Parallel `decode` of an autoencoder, with the interface of its own (`serial`)."""
@@ -155,30 +133,33 @@ class _Decoding:
     carries: str | None
     checks: GenerationChecks
 
-    @property
-    def group(self) -> SequenceGroup:
-        return self.checks.group
-
     @torch.compiler.disable
     def __call__(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.group.size == 1:
+        if self.checks.group.size == 1:
             return self.serial(z, *args, **kwargs)
         # 1. Record the tiles, and check that ranks agree
         tiles = self._checked_tiles(z, *args, **kwargs)
         if len(tiles) < 2:
             return self.serial(z, *args, **kwargs)
         # 2. Decode this rank's tiles in serial order
-        owners = owners_of_tiles([sum(call.args[0].numel() for call in tile) for tile in tiles], self.group.size)
+        areas = [sum(call.args[0].numel() for call in tile) for tile in tiles]
+        owners = owners_of_tiles(areas, self.checks.group.size)
 
         def decode() -> None:
             for tile, owner in zip(tiles, owners, strict=True):
-                if owner == self.group.rank:
+                if owner == self.checks.group.rank:
                     self._decode(tile)
 
-        run_consistently(self.group.control(), decode)
-        # 3. Exchange tiles, and blend all
+        run_consistently(self.checks.group.control(), decode)
+        # 3. Exchange tiles, and blend all: the decoder returns the frames of each call, in order
         self._exchange(tiles, owners, z.device)
-        with self._decoder_replaced(_Returning(tiles, self.carries == "conv_cache")):
+        calls = iter([call for tile in tiles for call in tile])
+
+        def decoded(*_: Any, **__: Any) -> Any:
+            frames = next(calls).out
+            return (frames, None) if self.carries == "conv_cache" else frames
+
+        with self._decoder_replaced(decoded):
             return self.serial(z, *args, **kwargs)
 
     def _checked_tiles(self, z: torch.Tensor, *args: Any, **kwargs: Any) -> list[list[_Call]]:
@@ -187,7 +168,10 @@ class _Decoding:
 
         def note() -> None:
             if needs_gradients(z, *self.vae.parameters()):
-                raise UserError(_NO_GRADIENTS)
+                raise UserError(
+                    "a video decoded in parallel has no gradients; decode it under torch.no_grad(), or call disable "
+                    "first"
+                )
             with self._decoder_replaced(noting, ends_tile=noting.end_tile):
                 self.serial(z, *args, **kwargs)
 
@@ -218,19 +202,19 @@ class _Decoding:
     def _exchange(self, tiles: Sequence[Sequence[_Call]], owners: Sequence[int], device: torch.device) -> None:
         """Distributes the decoded frames of every call to all ranks. Collective."""
         # 1. Exchange shapes and dtype of frames
-        calls: list[list[_Call]] = [[] for _ in range(self.group.size)]
+        calls: list[list[_Call]] = [[] for _ in range(self.checks.group.size)]
         for tile, owner in zip(tiles, owners, strict=True):
             calls[owner] += tile
-        mine = [call.out for call in calls[self.group.rank] if call.out is not None]
+        mine = [call.out for call in calls[self.checks.group.rank] if call.out is not None]
         described = [list(frames.shape) for frames in mine], str(mine[0].dtype if mine else "")
-        of_ranks = [json.loads(text) for text in gather_texts(self.group.control(), json.dumps(described))]
+        of_ranks = [json.loads(text) for text in gather_texts(self.checks.group.control(), json.dumps(described))]
         dtype = getattr(torch, max(dtype for _, dtype in of_ranks).removeprefix("torch."))
         # 2. Gather frames, padded to equal lengths
         longest = max(sum(map(math.prod, shapes)) for shapes, _ in of_ranks)
         sent = torch.empty(longest, dtype=dtype, device=device)
         flat = [sent[:0], *(frames.reshape(-1) for frames in mine)]
         torch.cat(flat, out=sent[: sum(map(len, flat))])
-        received = self.group.all_gather(sent)
+        received = self.checks.group.all_gather(sent)
         for (shapes, _), of_rank, frames in zip(of_ranks, calls, received, strict=True):
             parts = frames[: sum(map(math.prod, shapes))].split([math.prod(shape) for shape in shapes])
             for call, part, shape in zip(of_rank, parts, shapes, strict=True):

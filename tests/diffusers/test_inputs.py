@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import dbsp_diffusers
+from dbsp_diffusers.models.token_sequence import Readings
 from dbsp_diffusers.sharding.generation_checks import are_close
-from dbsp_diffusers.sharding.pass_inputs import Constants
+from dbsp_diffusers.sharding.pass_inputs import substitute
 from tests.diffusers.test_coverage import CONFIG
 from tests.support.models.tiny_pipelines import alone, latents, load
 from tests.support.models.tiny_transformers import make_tiny_transformer, tiny_inputs
@@ -160,15 +161,15 @@ def test_rounding_is_no_difference_and_other_values_are():
 
 
 def test_constant_has_one_substitute_with_the_values_of_each_pass():
-    constants, own = Constants(), torch.zeros(3)
-    first, *later = (constants.substitute(own, torch.full((3,), float(value))) for value in range(3))
+    substitutes, own = Readings(), torch.zeros(3)
+    first, *later = (substitute(substitutes, own, torch.full((3,), float(value))) for value in range(3))
     assert later[0] is later[1] is not first
     assert later[0].tolist() == [2.0] * 3
     version = later[0]._version
-    assert constants.substitute(own, torch.ones(3)).tolist() == [1.0] * 3
+    assert substitute(substitutes, own, torch.ones(3)).tolist() == [1.0] * 3
     assert later[0]._version == version
     own += 1
-    assert constants.substitute(own, torch.ones(3)) is not later[0]
+    assert substitute(substitutes, own, torch.ones(3)) is not later[0]
 
 
 DRIFTS = "the latents differ on rank(s) [1]"

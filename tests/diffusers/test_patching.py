@@ -43,7 +43,7 @@ def small_heap():
 
 
 def saying(word):
-    return lambda call: lambda *words, **options: call(*words, word, **options)
+    return lambda call, *words, **options: call(*words, word, **options)
 
 
 @pytest.mark.parametrize("cls", [Pipe, Heir])
