@@ -12,14 +12,7 @@ from dbsp_core.comm.consistency import run_consistently
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import DbspConfig
 from dbsp_core.cost.machine import hardware_for
-from dbsp_core.cost.sequence_cost import (
-    LayerSize,
-    SequenceWork,
-    WorkOfSizes,
-    bag_layout,
-    sequence_cost,
-    whole_layout,
-)
+from dbsp_core.cost.sequence_cost import LayerSize, SequenceWork, WorkOfSizes, bag_layout, sequence_cost, whole_layout
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.grid import Video
@@ -30,17 +23,13 @@ from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_diffusers.packed.samples import PackedBatch, Sharing
 
-MOST_KNOWN = 256
-"""Number of sequence sizes whose mask rows are cached."""
-
 
 @dataclass(eq=False, repr=False)
 class BagSessions:
     """A transformer's sessions in bags, made once per topology."""
 
-    whole: AttentionSession  # The session of all ranks
-    _sessions: dict[tuple[int, ...], AttentionSession] = field(default_factory=dict)
-    """Sessions by the ranks of each bag."""
+    whole: AttentionSession  # the session of all ranks
+    _sessions: dict[tuple[int, ...], AttentionSession] = field(default_factory=dict)  # by the ranks of each bag
     _known: WorkOfSizes = field(default_factory=dict)
     _last: tuple[AttentionSession, int] | None = None
     """Session of this rank's last pass, and the number of its masks' blocks per layer, active or not."""
@@ -48,17 +37,10 @@ class BagSessions:
     def begin(self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, streams: Streams, **step: Any) -> Sharing:
         """Plans the bags of a pass, and begins the pass in this rank's bag. Collective.
 
-        Args:
-            bags: Equal on all ranks.
-            layer: Size of the transformer's layers.
-            streams: Order of a rank's text and video.
-            step: Arguments of `AttentionSession.begin` for the denoising step.
-
-        Raises:
-            UserError: Bags or sequences do not fit, or ranks would assign them differently; raised on all ranks.
+        `step` has arguments of `AttentionSession.begin` for the denoising step. Raises UserError on all ranks if bags
+        or sequences do not fit, or ranks would assign them differently.
         """
-        videos = batch.videos
-        group = self.whole.group
+        videos, group = batch.videos, self.whole.group
         control = group.control()
         density = self._density(control)
         # 1. Assign sequences to bags, equally on all ranks
@@ -84,10 +66,8 @@ class BagSessions:
             return session.begin(*here, device=batch.device, streams=layout, **step)
 
         layout = run_consistently(control, begun)
-        blocks = self.whole.heads * sum(
-            work.grids[sequence].nq * work.grids[sequence].nk for sequence in sequences.tolist()
-        )
-        self._last = session, blocks
+        grids = [work.grids[sequence] for sequence in sequences.tolist()]
+        self._last = session, self.whole.heads * sum(grid.nq * grid.nk for grid in grids)
         text = is_text(videos)
         whole = _with_streams(whole_layout(plan, work.tokens), text, streams)
         first_here = 0 if streams is None else max(1, int(_first(text, streams)[whole.rank == group.rank].sum()))
@@ -117,7 +97,6 @@ class BagSessions:
     def _planned(
         self, batch: PackedBatch, bags: BagConfig, layer: LayerSize, density: float
     ) -> tuple[SequencePlan, SequenceWork]:
-        """Returns the plan of sequences, and their work."""
         whole, config, loaders = self.whole, self.whole.config, batch.loaders
         # 1. Integer costs, with the middle layer's mask for all layers
         middle = whole.layers // 2
@@ -125,7 +104,7 @@ class BagSessions:
             MaskRequest(middle, whole.heads, video.thw, video.text, layers=whole.layers) for video in batch.videos
         ]
         work = SequenceWork.under(config.mask, requests, self._known, density)
-        for oldest in list(self._known)[: max(0, len(self._known) - MOST_KNOWN)]:
+        for oldest in list(self._known)[:-256]:
             del self._known[oldest]
         hardware = hardware_for(config.machine, batch.device.type, config.kernel)
         cost = sequence_cost(layer, hardware, work.grids[0].block_q, work.grids[0].block_k)

@@ -82,9 +82,6 @@ class LocalPredictions:
     session: AttentionSession | None
     plan: SequencePlan | None
 
-    def __repr__(self) -> str:
-        return f"<LocalPredictions of {len(self.samples)} samples>"
-
 
 def packed_forward_local(
     model: Any,
@@ -152,7 +149,7 @@ def _gathered(
     kinds = [
         {name: (shape, getattr(torch, dtype)) for name, (shape, dtype) in sample["kinds"].items()} for sample in every
     ]
-    types = {str(of_sample["text"][1]) for of_sample in kinds}
+    types = {str(kind["text"][1]) for kind in kinds}
     if len(types) > 1:
         raise UserError(f"text embeddings must share a dtype, got {', '.join(sorted(types))}")
     return PackedBatch(
@@ -168,22 +165,15 @@ def _gathered(
 
 
 def _described(sample: PackedSample, timestep: float) -> dict[str, Any]:
-    """Returns a sample's description for other ranks."""
     tensors = {name: value for name, value in vars(sample.condition).items() if value is not None}
     kinds = {name: (list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors.items()}
     return {"size": sample.size, "kinds": kinds, "timestep": timestep}
 
 
 def _require_no_gradients(transformer: Any, samples: Sequence[PackedSample], session: AttentionSession) -> None:
-    """Raises UserError if gradients are needed but not supported by this session.
-
-    Checked before distributing, since bags without sequences would not notice.
-    """
+    """Raises UserError for gradients that this session does not support; bags without sequences would not notice."""
     rejection = session.config.precision.no_gradients
-    if rejection is None:
-        return
-    of_samples = (sample.latents for sample in samples)
-    if needs_gradients(*transformer.parameters(), *of_samples):
+    if rejection and needs_gradients(*transformer.parameters(), *(sample.latents for sample in samples)):
         raise UserError(rejection)
 
 
@@ -196,10 +186,7 @@ def _for_attention(batch: PackedBatch, transformer: Any, packing: Packing, sessi
 
 
 def _enabled(model: Any) -> tuple[Any, Packing, AttentionSession]:
-    """Returns a model's transformer, packing and session, patching it at its first packed call.
-
-    Raises UserError if it does not support packing, or if db-SP is not enabled on it.
-    """
+    """Returns a model's transformer, packing and session, and patches it once. Raises UserError for other models."""
     transformer = model.module if isinstance(model, DistributedDataParallel) else model
     architecture_of(transformer)  # raises for unknown classes
     packing = next((PACKINGS[cls.__name__] for cls in type(transformer).__mro__ if cls.__name__ in PACKINGS), None)

@@ -19,8 +19,7 @@ from dbsp_diffusers.packed.samples import SampleSpec, Size
 from dbsp_diffusers.packed.token_map import TokenMap
 from dbsp_kernels.segments import to_device
 
-Rotary = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines, [n, D]."""
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [n, D]
 Attend = Callable[[Any, torch.Tensor, torch.Tensor, Rotary], tuple[torch.Tensor, torch.Tensor]]
 """(attention module, video [1, v, C], text [1, t, C], rotary) -> attended video and text."""
 
@@ -48,14 +47,10 @@ def joint_pass(
     *,
     text_rotates: bool,
 ) -> tuple[torch.Tensor, JointPass]:
-    """Returns this rank's tokens [1, n, C], and the blocks' inputs.
+    """Returns this rank's tokens [1, n, C], with `video` [1, v, C], and the blocks' inputs.
 
-    Args:
-        video: [1, v, C] of this rank.
-        text: Returns sequence s's embedded text [1, m, C].
-        temb: float[R, C] of the present sequences.
-        angles: Returns sequence s's cosines and sines [2, text and grid, D].
-        text_rotates: True if text has rotary embeddings.
+    `temb` is float[R, C] of the present sequences. `text` returns a sequence's embedded text [1, m, C], and `angles`
+    its cosines and sines [2, text and grid, D], also for text if `text_rotates`.
     """
     here = call.here
     x = here.joined(here.by_token(text, 1, here.text).to(video.dtype), video, 1)
@@ -70,21 +65,15 @@ def stacked_conditions(call: PackedCall) -> tuple[torch.Tensor, torch.Tensor, to
     conditions = [call.conditions[sequence] for sequence in call.here.present]
     pooled = torch.stack([condition.pooled for condition in conditions if condition.pooled is not None])
     guidance = [condition.guidance for condition in conditions if condition.guidance is not None]
-    return (
-        torch.cat([condition.timesteps for condition in conditions]),
-        pooled,
-        torch.cat(guidance) if guidance else None,
-    )
+    times = torch.cat([condition.timesteps for condition in conditions])
+    return times, pooled, torch.cat(guidance) if guidance else None
 
 
 def attention_of_streams(
     attention: Any, video: torch.Tensor, text: torch.Tensor, rotary: Rotary
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """An `Attend` for modules that take and return separate streams."""
-    attended: tuple[torch.Tensor, torch.Tensor] = attention(
-        hidden_states=video, encoder_hidden_states=text, image_rotary_emb=rotary
-    )
-    return attended
+    return attention(hidden_states=video, encoder_hidden_states=text, image_rotary_emb=rotary)
 
 
 def double_block(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
@@ -123,8 +112,7 @@ def joint_output(transformer: Any, x: torch.Tensor, inputs: JointPass) -> torch.
     norm, video = transformer.norm_out, inputs.here.video
     x = x[:, video]
     scale, shift = norm.linear(norm.silu(inputs.temb).to(x.dtype)).chunk(2, 1)
-    values: torch.Tensor = transformer.proj_out(modulated(norm.norm(x), scale, shift, inputs.ids[video]))
-    return values
+    return transformer.proj_out(modulated(norm.norm(x), scale, shift, inputs.ids[video]))
 
 
 def from_patches(values: torch.Tensor, grid: Size, patch: Size) -> torch.Tensor:
@@ -138,17 +126,11 @@ def joint_token_flops(transformer: Any) -> float:
 
     Weights of norms are excluded, since modulations are computed once per sequence.
     """
-    double, single = (
-        sum(
-            p.numel()
-            for block in blocks
-            for name, p in block.named_parameters()
-            if p.ndim == 2 and not name.startswith("norm")
-        )
-        for blocks in (transformer.transformer_blocks, transformer.single_transformer_blocks)
-    )
-    layers = len(transformer.transformer_blocks) + len(transformer.single_transformer_blocks)
-    return (double + 2 * single) / layers
+    flops = 0
+    for blocks, flops_of_weight in ((transformer.transformer_blocks, 1), (transformer.single_transformer_blocks, 2)):
+        weights = (p for name, p in blocks.named_parameters() if p.ndim == 2 and ".norm" not in name)
+        flops += flops_of_weight * sum(p.numel() for p in weights)
+    return flops / (len(transformer.transformer_blocks) + len(transformer.single_transformer_blocks))
 
 
 def joint_packing(
@@ -176,8 +158,7 @@ def joint_packing(
     )
 
 
-FLUX_SIDE = 2
-"""Rows and columns of latents per token, packed by the pipeline instead of the transformer."""
+FLUX_SIDE = 2  # rows and columns of latents per token, packed by the pipeline instead of the transformer
 
 
 def _flux_spec(config: Any) -> SampleSpec:
@@ -193,8 +174,7 @@ def _flux_spec(config: Any) -> SampleSpec:
 
 def _flux_embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
     apart = latents[:, 0].unflatten(1, (-1, FLUX_SIDE)).unflatten(3, (-1, FLUX_SIDE))  # [C, h, 2, w, 2]
-    tokens: torch.Tensor = transformer.x_embedder(apart.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)[None])
-    return tokens
+    return transformer.x_embedder(apart.permute(1, 3, 0, 2, 4).flatten(2).flatten(0, 1)[None])
 
 
 def _flux_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, JointPass]:
@@ -202,8 +182,7 @@ def _flux_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tupl
     numbers = [numbers_of.to(video.dtype) * 1000 for numbers_of in (times, guidance) if numbers_of is not None]
 
     def text(sequence: int) -> torch.Tensor:
-        embedded: torch.Tensor = transformer.context_embedder(call.conditions[sequence].text[None])
-        return embedded
+        return transformer.context_embedder(call.conditions[sequence].text[None])
 
     def angles(sequence: int) -> torch.Tensor:
         tokens, (_, rows, columns) = call.texts[sequence], call.grids[sequence]
@@ -213,14 +192,6 @@ def _flux_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tupl
         return torch.stack(transformer.pos_embed(ids))
 
     return joint_pass(call, video, text, transformer.time_text_embed(*numbers, pooled), angles, text_rotates=True)
-
-
-def _flux_double(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
-    return _finite(double_block(block, x, inputs))
-
-
-def _flux_single(block: Any, x: torch.Tensor, inputs: JointPass) -> torch.Tensor:
-    return _finite(single_block(block, x, inputs, _attention_of_both))
 
 
 def _attention_of_both(
@@ -236,7 +207,13 @@ def _finite(x: torch.Tensor) -> torch.Tensor:
     return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
 
 
-FLUX = joint_packing(_flux_spec, _flux_embedded, _flux_begin, _flux_double, _flux_single)
+FLUX = joint_packing(
+    _flux_spec,
+    _flux_embedded,
+    _flux_begin,
+    double=lambda block, x, inputs: _finite(double_block(block, x, inputs)),
+    single=lambda block, x, inputs: _finite(single_block(block, x, inputs, _attention_of_both)),
+)
 
 
 def _hunyuan_spec(config: Any) -> SampleSpec:
@@ -249,18 +226,12 @@ def _hunyuan_spec(config: Any) -> SampleSpec:
     )
 
 
-def _hunyuan_embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
-    tokens: torch.Tensor = transformer.x_embedder(latents[None])
-    return tokens
-
-
 def _hunyuan_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, JointPass]:
     temb, _ = transformer.time_text_embed(*stacked_conditions(call))
 
     def text(sequence: int) -> torch.Tensor:
         condition = call.conditions[sequence]
-        refined: torch.Tensor = transformer.context_embedder(condition.text[None], condition.timesteps)
-        return refined
+        return transformer.context_embedder(condition.text[None], condition.timesteps)
 
     def angles(sequence: int) -> torch.Tensor:
         shaped = video.new_empty(()).expand(1, 1, *call.sizes[sequence])  # only its shape is read
@@ -269,4 +240,6 @@ def _hunyuan_begin(transformer: Any, video: torch.Tensor, call: PackedCall) -> t
     return joint_pass(call, video, text, temb, angles, text_rotates=False)
 
 
-HUNYUAN = joint_packing(_hunyuan_spec, _hunyuan_embedded, _hunyuan_begin)
+HUNYUAN = joint_packing(
+    _hunyuan_spec, lambda transformer, latents: transformer.x_embedder(latents[None]), _hunyuan_begin
+)

@@ -23,8 +23,7 @@ class BlockPass:
     """Base of a model's block inputs in a packed pass, besides this rank's tokens."""
 
 
-_ATTACHED = "_dbsp_packed"
-"""Attribute of a transformer whose forward and blocks accept packed input."""
+_ATTACHED = "_dbsp_packed"  # attribute of a transformer whose forward and blocks accept packed input
 BlockForward = Callable[[Any, torch.Tensor, Any], torch.Tensor]
 """(block, tokens [1, n, C], `BlockPass`) -> tokens [1, n, C]"""
 
@@ -42,27 +41,19 @@ class PackedCall:
 
 @dataclass(frozen=True)
 class Packing:
-    """A transformer's way to process samples of several sizes at once.
+    """A transformer's way to process samples of several sizes at once."""
 
-    Attributes:
-        spec: (configuration) -> `SampleSpec`.
-        blocks: (transformer) -> blocks in order, each with its forward over packed tokens.
-        embedder: Name of the module that embeds latents.
-        embed: (transformer, latents [C, F, H, W]) -> tokens [1, n, C].
-        begin: (transformer, this rank's video tokens, call) -> (all its tokens, block inputs).
-        output: (transformer, all its tokens, block inputs) -> outputs of its video tokens [1, n, V].
-        unpatchified: (outputs of a sequence [n, V], token grid, patch) -> prediction [C, F, H, W].
-        token_flops: (transformer) -> FLOP per token and layer, except self-attention's scores and values.
-    """
-
-    spec: Callable[[Any], SampleSpec]
-    blocks: Callable[[Any], list[tuple[nn.Module, BlockForward]]]
-    embedder: str
-    embed: Callable[[Any, torch.Tensor], torch.Tensor]
+    spec: Callable[[Any], SampleSpec]  # of the transformer's configuration
+    blocks: Callable[[Any], list[tuple[nn.Module, BlockForward]]]  # in order, each with its forward over packed tokens
+    embedder: str  # name of the module that embeds latents
+    embed: Callable[[Any, torch.Tensor], torch.Tensor]  # (transformer, latents [C, F, H, W]) -> tokens [1, n, C]
     begin: Callable[[Any, torch.Tensor, PackedCall], tuple[torch.Tensor, BlockPass]]
+    """(transformer, this rank's video tokens, call) -> (all its tokens, block inputs)"""
     output: Callable[[Any, torch.Tensor, Any], torch.Tensor]
+    """(transformer, all its tokens, block inputs) -> outputs of its video tokens [1, n, V]"""
     unpatchified: Callable[[torch.Tensor, Size, Size], torch.Tensor]
-    token_flops: Callable[[Any], float]
+    """(outputs of a sequence [n, V], token grid, patch) -> prediction [C, F, H, W]"""
+    token_flops: Callable[[Any], float]  # FLOP per token and layer, except self-attention's scores and values
 
     def attach(self, transformer: Any, patches: PatchSet) -> None:
         """Patches a transformer and its blocks to accept packed input, once.
@@ -84,10 +75,14 @@ class Packing:
 
     def videos(self, transformer: Any, batch: PackedBatch) -> list[Video]:
         """Returns each sequence as a `Video`."""
-        grids = batch.grids(self.spec(transformer.config).patch)
+        t, h, w = self.spec(transformer.config).patch
+        grids = [(frames // t, height // h, width // w) for frames, height, width in batch.sizes]
         if architecture_of(transformer).text is None:
             return [Video(grid) for grid in grids]
-        return [Video(grid, text) for grid, text in zip(grids, batch.texts, strict=True)]
+        texts = [len(sample.text) for sample in batch.samples]
+        if batch.loaders is not None:  # other ranks' texts, too
+            texts = [kinds["text"][0][0] for kinds in batch.kinds]
+        return [Video(grid, text) for grid, text in zip(grids, texts, strict=True)]
 
     def _predictions(self, transformer: Any, batch: PackedBatch, sharing: Sharing) -> list[Any]:
         """Returns this rank's predictions [C, F, H, W], a 0 that depends on all, and `sharing`. Collective."""
@@ -107,9 +102,8 @@ class Packing:
             x = transformer._gradient_checkpointing_func(block, x, inputs) if checkpointed else block(x, inputs)
         # 4. Output, sent back to the samples' ranks
         values = exchange.gather(self.output(transformer, x, inputs))[0]
-        parts = zip(
-            values.split([tokens[sequence] for sequence in exchange.sequences]), exchange.sequences, strict=True
-        )
+        lengths = [tokens[sequence] for sequence in exchange.sequences]
+        parts = zip(values.split(lengths), exchange.sequences, strict=True)
         predictions = [self.unpatchified(part, grids[sequence], spec.patch) for part, sequence in parts]
         return [*predictions, values[:0].sum(), sharing]
 
@@ -132,17 +126,11 @@ def _block_of_either(packed: BlockForward, own_forward: Callable[..., Any], *arg
 
 
 def scaled(x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Multiplies each token by a row: x · rows[ids].
+    """Multiplies each of the tokens x [1, n, C] by a row of [R, C]: x · rows[ids], ids int64[n].
 
     Saves x, the few rows and the index for backward instead of rows[ids], which is as large as x (KnapFormer, A.1).
-
-    Args:
-        x: float[1, n, C], tokens.
-        rows: float[R, C], few rows.
-        ids: int64[n], row of each token.
     """
-    product: torch.Tensor = _Scaled.apply(x, rows, ids)
-    return product
+    return _Scaled.apply(x, rows, ids)
 
 
 def modulated(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

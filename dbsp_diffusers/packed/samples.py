@@ -18,8 +18,7 @@ from dbsp_core.planning.sequences import SequencePlan
 from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError
 
-Size = tuple[int, int, int]
-"""Frames, rows and columns."""
+Size = tuple[int, int, int]  # frames, rows and columns
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,10 +70,6 @@ class PackedSample:
     pooled: torch.Tensor | None = None
     guidance: float | None = None
 
-    def __repr__(self) -> str:
-        image = "" if self.image is None else f", {len(self.image)} of an image"
-        return f"<PackedSample of latents {list(self.latents.shape)}, {len(self.text)} tokens of text{image}>"
-
     @property
     def size(self) -> Size:
         """(frames, height, width) of the latents."""
@@ -97,23 +92,14 @@ class PackedSample:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sharing:
-    """Layout of a packed call's tokens for one rank.
+    """Layout of a packed call's tokens for one rank."""
 
-    Attributes:
-        group: The ranks that share the sequences.
-        layout: Layout of tokens on them.
-        slots: This rank's number of slots, padding included.
-        first_stream: Number of slots of the stream that comes first, if text is in the sequence; else 0.
-        session: Session of this rank's bag; None: it has no sequences.
-        plan: The bag of each sequence; None: all ranks share every sequence.
-    """
-
-    group: SequenceGroup
-    layout: SequenceLayout
-    slots: int
-    first_stream: int = 0
-    session: AttentionSession | None = None
-    plan: SequencePlan | None = None
+    group: SequenceGroup  # the ranks that share the sequences
+    layout: SequenceLayout  # of tokens on them
+    slots: int  # this rank's number of slots, padding included
+    first_stream: int = 0  # slots of the stream that comes first, if text is in the sequence; else 0
+    session: AttentionSession | None = None  # of this rank's bag; None: it has no sequences
+    plan: SequencePlan | None = None  # the bag of each sequence; None: all ranks share every sequence
 
     def attend(
         self,
@@ -133,57 +119,30 @@ class Sharing:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedBatch:
-    """Inputs of a packed call.
+    """Inputs of a packed call."""
 
-    Attributes:
-        samples: This rank's samples.
-        sizes: Frames, rows and columns of latents of all sequences, in packing order.
-        device: Device of the samples.
-        timestep: The largest timestep, or another number that falls from step to step.
-        loaders: Rank that loads each sequence; None: every rank has all samples.
-        kinds: With loaders, shape and dtype of each tensor of the sequences' `Condition`, by name.
-        debug: True to compare tensors across ranks before every exchange.
-        videos: Each sequence as a `Video`.
-        bags: Bags that share sequences; None: all ranks share every sequence.
-        layer: Size of the transformer's layers, for planning bags.
-        sharing: Layout of tokens; None: not known yet.
-    """
-
-    samples: tuple[PackedSample, ...]
-    sizes: tuple[Size, ...]
-    device: torch.device
-    timestep: torch.Tensor | float
-    loaders: tuple[int, ...] | None = None
+    samples: tuple[PackedSample, ...]  # this rank's samples
+    sizes: tuple[Size, ...]  # of latents of all sequences, in packing order
+    device: torch.device  # of the samples
+    timestep: torch.Tensor | float  # the largest timestep, or another number that falls from step to step
+    loaders: tuple[int, ...] | None = None  # rank that loads each sequence; None: every rank has all samples
     kinds: tuple[Mapping[str, tuple[list[int], torch.dtype]], ...] = ()
-    debug: bool = False
-    videos: tuple[Video, ...] = ()
-    bags: BagConfig | None = None
-    layer: LayerSize | None = None
-    sharing: Sharing | None = None
-
-    @property
-    def texts(self) -> list[int]:
-        """Text tokens of each sequence."""
-        if self.loaders is None:
-            return [len(sample.text) for sample in self.samples]
-        return [kinds["text"][0][0] for kinds in self.kinds]
-
-    def grids(self, patch: Sequence[int]) -> list[Size]:
-        """Returns the token grid (t, h, w) of each sequence."""
-        t, h, w = patch
-        return [(frames // t, height // h, width // w) for frames, height, width in self.sizes]
+    """With loaders, shape and dtype of each tensor of the sequences' `Condition`, by name."""
+    debug: bool = False  # True to compare tensors across ranks before every exchange
+    videos: tuple[Video, ...] = ()  # each sequence as a `Video`
+    bags: BagConfig | None = None  # bags that share sequences; None: all ranks share every sequence
+    layer: LayerSize | None = None  # size of the transformer's layers, for planning bags
+    sharing: Sharing | None = None  # None: not known yet
 
 
 def check_samples(samples: Sequence[PackedSample], spec: SampleSpec) -> None:
     """Raises UserError for samples that do not fit the transformer."""
     for number, sample in enumerate(samples):
-        message = _message(sample, spec)
-        if message:
+        if message := _message(sample, spec):
             raise UserError(f"sample {number}: {message}")
 
 
 def _message(sample: PackedSample, spec: SampleSpec) -> str | None:
-    """Returns the error message about a sample, or None."""
     latents, text = sample.latents, sample.text
     if latents.ndim != 4 or latents.shape[0] != spec.channels or not latents.numel():
         return f"latents must be [{spec.channels}, frames, height, width], got {list(latents.shape)}"

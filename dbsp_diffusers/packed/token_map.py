@@ -35,13 +35,7 @@ class TokenMap:
 
     @classmethod
     def from_sharing(cls, sharing: Sharing, tokens: Sequence[int], streams: Streams = None) -> TokenMap:
-        """Makes this rank's map.
-
-        Args:
-            sharing: Layout of tokens.
-            tokens: Number of tokens of each sequence, text included.
-            streams: Position of text on a rank.
-        """
+        """Makes this rank's map; `tokens` counts each sequence's tokens, text included."""
         layout, rank, count = sharing.layout, sharing.group.rank, len(tokens)
         sequences, firsts = np.repeat(np.arange(count), tokens), np.cumsum([0, *tokens])
         cells = np.bincount(layout.rank * count + sequences, minlength=layout.world * count)
@@ -75,11 +69,8 @@ class TokenMap:
     def by_token(self, table: Callable[[int], torch.Tensor], dim: int, slots: slice = slice(None)) -> torch.Tensor:
         """Gathers a row per slot from the present sequences' tables, holding one table at a time.
 
-        The result depends on every table, even without slots.
-
-        Args:
-            table: Returns sequence s's tensor, with tokens along `dim`.
-            slots: Slots to gather.
+        `table` returns a sequence's tensor, with tokens along `dim`. The result depends on every table, even without
+        slots.
         """
         sequence, position = self.sequence[slots], self.position[slots]
         parts, order = [], []
@@ -163,9 +154,7 @@ def _exchanged_conditions(
 ) -> dict[int, Condition]:
     """Sends conditions from loaders to the ranks with tokens of the sequence, in one all-to-all without gradients.
 
-    Args:
-        mine: The sequences of this rank's samples.
-        present: bool[ranks, sequences], True if the rank has tokens of the sequence.
+    `mine` are the sequences of this rank's samples; `present` is bool[ranks, sequences], see `TokenMap.owners`.
     """
     # 1. Send each sequence's tensors as bytes to the ranks with its tokens
     of_own = {sequence: vars(sample.condition) for sequence, sample in zip(mine, batch.samples, strict=True)}

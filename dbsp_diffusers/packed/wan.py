@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,36 +26,21 @@ def _token_flops(transformer: Any) -> float:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Pass(BlockPass):
-    """Inputs of blocks besides this rank's n tokens.
+    """Inputs of blocks besides this rank's n tokens."""
 
-    Attributes:
-        temb: float[R, C], time embeddings of the rows.
-        rows: float[R, 6, C], modulations: one row per sequence, or one per timestep of a sequence.
-        ids: int64[n], row of each token.
-        prompts: float[1, m, C] each, text (and image) of the present sequences.
-        runs: (index in `prompts`, first token, end token) of each run of one sequence's tokens.
-        rotary: Cosines and sines, [1, n, 1, D].
-    """
-
-    temb: torch.Tensor
-    rows: torch.Tensor
-    ids: torch.Tensor
-    prompts: Sequence[torch.Tensor]
-    runs: Sequence[tuple[int, int, int]]
-    rotary: tuple[torch.Tensor, torch.Tensor]
-
-    def by_run(self, part: Callable[[int, slice], torch.Tensor]) -> torch.Tensor:
-        """Concatenates part(index in `prompts`, tokens of the run) over all runs."""
-        return torch.cat([part(index, slice(first, last)) for index, first, last in self.runs], 1)
+    temb: torch.Tensor  # float[R, C], time embeddings of the rows
+    rows: torch.Tensor  # float[R, 6, C], modulations: one row per sequence, or one per timestep of a sequence
+    ids: torch.Tensor  # int64[n], row of each token
+    prompts: Sequence[torch.Tensor]  # float[1, m, C] each, text (and image) of the present sequences
+    runs: Sequence[tuple[int, int, int]]  # (index in `prompts`, first token, end token) of one sequence's tokens
+    rotary: tuple[torch.Tensor, torch.Tensor]  # cosines and sines, [1, n, 1, D]
 
 
 def _embedded(transformer: Any, latents: torch.Tensor) -> torch.Tensor:
-    tokens: torch.Tensor = transformer.patch_embedding(latents[None]).flatten(2).transpose(1, 2)
-    return tokens
+    return transformer.patch_embedding(latents[None]).flatten(2).transpose(1, 2)
 
 
 def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.Tensor, _Pass]:
-    """Embeds timesteps and prompts of the present sequences."""
     embedded, modulations, prompts, here = [], [], [], call.here
     ids, first = torch.empty(len(here.sequence), dtype=torch.int64, device=x.device), 0
     for sequence in here.present:
@@ -82,17 +67,13 @@ def _begin(transformer: Any, x: torch.Tensor, call: PackedCall) -> tuple[torch.T
         return torch.cat(transformer.rope(shaped), 2)
 
     rotary = here.by_token(angles, 1)
-    rows = torch.cat(modulations)
     cos, sin = rotary.split(1, 2)
-    return x, _Pass(torch.cat(embedded), rows, ids, prompts, here.runs(), (cos, sin))
+    return x, _Pass(torch.cat(embedded), torch.cat(modulations), ids, prompts, here.runs(), (cos, sin))
 
 
 def _output(transformer: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
     shift, scale = (transformer.scale_shift_table + here.temb.unsqueeze(1)).unbind(1)
-    values: torch.Tensor = transformer.proj_out(
-        modulated(transformer.norm_out(x.float()), scale, shift, here.ids).type_as(x)
-    )
-    return values
+    return transformer.proj_out(modulated(transformer.norm_out(x.float()), scale, shift, here.ids).type_as(x))
 
 
 def _block(block: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
@@ -105,7 +86,8 @@ def _block(block: Any, x: torch.Tensor, here: _Pass) -> torch.Tensor:
     x = (x.float() + scaled(y, gate, here.ids)).type_as(x)
     # 3. Cross-attention of each sequence to its prompt
     y = block.norm2(x.float()).type_as(x)
-    x = x + here.by_run(lambda index, run: block.attn2(y[:, run], here.prompts[index], None, None))
+    runs = [block.attn2(y[:, first:end], here.prompts[index], None, None) for index, first, end in here.runs]
+    x = x + torch.cat(runs, 1)
     # 4. Feed-forward
     y = modulated(block.norm3(x.float()), ffn_scale, ffn_shift, here.ids).type_as(x)
     return (x.float() + scaled(block.ffn(y).float(), ffn_gate, here.ids)).type_as(x)
