@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,11 +17,10 @@ from dbsp_core.sources import MaskSource, SlaSource, VsaSource, parts_of
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import read_text
 from dbsp_diffusers.checkpoint import cached_checkpoint
+from dbsp_diffusers.models import known_architecture
 from dbsp_diffusers.models.architecture import heads_of
-from dbsp_diffusers.models.table import known_architecture
 
-GATE, PROJECTION = VsaSource.gate, SlaSource.projection
-"""Names of the layers in a self-attention module."""
+GATE, PROJECTION = VsaSource.gate, SlaSource.projection  # names of the layers in a self-attention module
 _DO_WITHOUT = {
     GATE: "or set coarse: false of mask source vsa, for the mask alone",
     PROJECTION: "or set linear: false of mask source sla, for the mask alone",
@@ -55,8 +54,7 @@ def gate_of(attention: nn.Module, source: MaskSource) -> Callable[[torch.Tensor]
 def _projected_units(projection: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Returns a projection's outputs for zeros and for each unit channel, [D + 1, D]."""
     units = torch.eye(projection.in_features, dtype=projection.weight.dtype, device=hidden.device)
-    units = torch.cat([torch.zeros_like(units[:1]), units])
-    return cast(torch.Tensor, projection(units))
+    return projection(torch.cat([torch.zeros_like(units[:1]), units]))
 
 
 def gate_by_head(gate: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -73,21 +71,14 @@ def branch_layers_in_checkpoint(
     """Loads the branch layers that a transformer lacks but its checkpoint has.
 
     diffusers' Wan drops these weights when loading checkpoints of FastWan or TurboWan. They are read from safetensors
-    in a local folder or Hugging Face's cache, without downloading.
-
-    Args:
-        name: The transformer's name in its pipeline; None: without pipeline.
+    in a local folder or Hugging Face's cache, without downloading. `name` is the transformer's in a pipeline, if any.
 
     Returns:
         The layer by self-attention module, on the device of `to_q`, gates in its dtype; empty if the checkpoint has
-        none or cannot be found.
-
-    Raises:
-        UserError: Weights of some layers are missing, do not fit or cannot be read.
+        none or cannot be found. Raises UserError if weights of some layers are missing, do not fit or cannot be read.
     """
     layer, known = branch_layer(source), known_architecture(transformer)
-    stems = () if layer is None or known is None else known.branch_layers.get(layer, ())
-    if layer is None or known is None or not stems:
+    if layer is None or known is None or layer not in known.branch_layers:
         return {}
     paths = {module: path for path, module in transformer.named_modules()}
     lacking = [attention for attention in known.attentions_of(transformer) if not hasattr(attention, layer)]
@@ -98,7 +89,8 @@ def branch_layers_in_checkpoint(
     layers, without = {}, []
     for attention in lacking:
         block = paths[attention].rpartition(".")[0]
-        stem = next((f"{block}.{stem}" for stem in stems if f"{block}.{stem}.weight" in files), None)
+        stems = (f"{block}.{stem}" for stem in known.branch_layers[layer])
+        stem = next((stem for stem in stems if f"{stem}.weight" in files), None)
         if stem is None:
             without.append(block)
         elif not without:

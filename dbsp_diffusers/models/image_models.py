@@ -71,10 +71,6 @@ def _qwen(transformer: Any, inputs: Inputs) -> TokenSequence:
     return TokenSequence.on_grid(thw, tokens, "img_shapes", text=text, timestep=timestep_of(inputs))
 
 
-_FILLED_TO = 32
-"""Image and caption are each padded to a multiple of this with learned tokens, which are attended to."""
-
-
 def _z_image(transformer: Any, inputs: Inputs) -> TokenSequence:
     """Padding and caption count as text; the timestep rises."""
     reject_arguments(inputs, "controlnet_block_samples", "siglip_feats", "image_noise_mask")
@@ -98,7 +94,8 @@ def _z_image_sizes(inputs: Inputs) -> list[Hashable]:
 
 
 def _filled(tokens: int) -> int:
-    return -(-tokens // _FILLED_TO) * _FILLED_TO
+    """Returns the length of an image or caption with learned tokens as padding, which are attended to."""
+    return -(-tokens // 32) * 32
 
 
 def _krea2(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -129,8 +126,7 @@ def _ernie(transformer: Any, inputs: Inputs) -> TokenSequence:
 
 def _ernie_lengths(inputs: Inputs) -> list[int]:
     """Returns the tokens of each item's text."""
-    lengths: list[int] = read_once(inputs["text_lens"], lambda lengths: lengths.tolist())
-    return lengths
+    return read_once(inputs["text_lens"], lambda lengths: lengths.tolist())
 
 
 IMAGE_MODELS = {

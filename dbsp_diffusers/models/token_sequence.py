@@ -10,59 +10,38 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dbsp_core.masks.grid import CANONICAL, Video
-from dbsp_core.sources import (
-    DenseSource,
-    LowRankSource,
-    MaskSource,
-    RecordQKSource,
-    SolSource,
-    SpargeSource,
-    parts_of,
-)
+from dbsp_core.sources import DenseSource, LowRankSource, MaskSource, RecordQKSource, SolSource, SpargeSource, parts_of
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import outside_inference
 
-Inputs = Mapping[str, Any]
-"""Arguments of a forward pass by name."""
+Inputs = Mapping[str, Any]  # arguments of a forward pass by name
 
 Value = TypeVar("Value")
 TEXTS_DIFFER = "the texts of one batch differ in length"
 _SEPARATELY = "call the transformer with items of one kind at a time"
-_NO_GRID = "is not one grid of tokens: it has tokens besides the generated ones (references, edits)"
 _PLACELESS = (DenseSource, LowRankSource, RecordQKSource, SolSource, SpargeSource)
 """Sources whose masks do not depend on token positions, unless their token order does."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Tokens of self-attention in one forward pass.
+    """Tokens of self-attention in one forward pass."""
 
-    Attributes:
-        thw: Frames, rows and columns of the video's token grid; an image has one frame.
-        text: Number of text tokens without padding; 0 if text is not in the sequence.
-        timestep: Timestep of the denoising, falling from step to step; None if unknown.
-        packed: int64[tokens], slot of each token in the model's packed sequence, text (everything but video) first;
-            None: text and video are separate streams.
-        packed_length: Number of slots of the packed sequence, if some are padding.
-        no_grid: Reason why tokens do not form a grid; thw is then (1, 1, tokens), for masks without positions.
-    """
-
-    thw: tuple[int, int, int]
-    text: int = 0
-    timestep: torch.Tensor | float | None = None
+    thw: tuple[int, int, int]  # frames, rows and columns of the video's token grid; an image has one frame
+    text: int = 0  # number of text tokens without padding; 0 if text is not in the sequence
+    timestep: torch.Tensor | float | None = None  # of the denoising, falling from step to step; None if unknown
     packed: torch.Tensor | None = None
-    packed_length: int | None = None
-    no_grid: str | None = None
+    """int64[tokens], slot of each token in the model's packed sequence, text (everything but video) first; None: text
+    and video are separate streams."""
+    packed_length: int | None = None  # number of slots of the packed sequence, if some are padding
+    no_grid: str | None = None  # why tokens are not a grid; thw is then (1, 1, tokens), for masks without positions
 
     @classmethod
     def on_grid(cls, thw: tuple[int, int, int] | None, tokens: int, what: str, **others: Any) -> TokenSequence:
-        """Returns tokens on grid `thw`, or without a grid if None; `what` names the model's input for messages.
-
-        `others` are further attributes.
-        """
+        """Returns tokens on grid `thw`, or without a grid if None; `what` names the model's input for messages."""
         if thw is not None:
             return cls(thw, **others)
-        reason = f"{what} {_NO_GRID}"
+        reason = f"{what} is not one grid of tokens: it has tokens besides the generated ones (references, edits)"
         return cls((1, 1, tokens), no_grid=reason, **others)
 
     def require_grid(self, source: MaskSource) -> None:
@@ -78,7 +57,6 @@ class TokenSequence:
 
     @property
     def video(self) -> Video:
-        """The video's size, for a session and for masks."""
         return Video(self.thw, self.text)
 
 
@@ -105,10 +83,7 @@ def on_sample_grid(
 ) -> Callable[[Any, Inputs], TokenSequence]:
     """Makes an architecture's `sequence` for tokens on the grid of the sample.
 
-    Args:
-        text: Returns the number of text tokens without padding, if text is in the sequence.
-        grid: Returns (t, h, w) from the transformer and a pass's arguments by name.
-        rejects: Names of unsupported arguments.
+    `text` returns the number of text tokens without padding, `grid` (t, h, w); `rejects` are unsupported arguments.
     """
 
     def sequence(transformer: Any, inputs: Inputs) -> TokenSequence:
@@ -119,13 +94,10 @@ def on_sample_grid(
 
 
 def text_length(inputs: Inputs) -> int:
-    """Returns the number of text tokens, without a mask."""
-    length: int = inputs["encoder_hidden_states"].shape[1]
-    return length
+    return inputs["encoder_hidden_states"].shape[1]
 
 
 def text_before_padding(inputs: Inputs) -> int:
-    """Returns the number of text tokens in their mask."""
     return valid_tokens(inputs["encoder_attention_mask"])
 
 
@@ -212,8 +184,7 @@ def read_once(tensor: torch.Tensor, function: Callable[[torch.Tensor], Value]) -
     readings, key = _readings.kept_for(tensor), function.__qualname__
     if key not in readings:
         readings[key] = outside_inference(function)(tensor)
-    value: Value = readings[key]
-    return value
+    return readings[key]
 
 
 def timestep_of(inputs: Inputs) -> torch.Tensor | float | None:

@@ -192,7 +192,6 @@ def _kandinsky_grid(transformer: Any, inputs: Inputs) -> tuple[int, int, int]:
 
 
 def _nabla(transformer: Any) -> MaskSource | None:
-    """Returns the NABLA source of the transformer's configuration, or None."""
     config = transformer.config
     if config.attention_type != "nabla":
         return None
@@ -224,8 +223,7 @@ def _attend_without_nabla(
     q = apply_rotary(attention.query_norm(q.float()).type_as(q), rotary_emb)
     k = apply_rotary(attention.key_norm(k.float()).type_as(k), rotary_emb)
     out = F.scaled_dot_product_attention(*(tokens.transpose(1, 2) for tokens in (q, k, v)))
-    projected: torch.Tensor = attention.out_layer(out.transpose(1, 2).flatten(2, 3))
-    return projected
+    return attention.out_layer(out.transpose(1, 2).flatten(2, 3))
 
 
 def _minimax_h3(transformer: Any, inputs: Inputs) -> TokenSequence:

@@ -78,7 +78,7 @@ def made(name: str, *bases: type) -> nn.Module:
 
 
 def test_registered_class_and_its_subclasses_are_known(monkeypatch):
-    monkeypatch.setattr("dbsp_diffusers.models.table.ARCHITECTURES", dict(ARCHITECTURES))
+    monkeypatch.setattr("dbsp_diffusers.models.ARCHITECTURES", dict(ARCHITECTURES))
     pixart = made("PixArtTransformer2DModel")
     with pytest.raises(ValueError, match=r"does not know PixArtTransformer2DModel; it knows .*one entry"):
         architecture_of(pixart)
