@@ -12,10 +12,9 @@ Example::
 """
 
 from dbsp_core.config import DbspConfig
-from dbsp_diffusers.api import disable, enable, session_of, sessions_of, write_report
+from dbsp_diffusers.api import disable, enable, session_of, sessions_of, sum_gradients, write_report
 from dbsp_diffusers.packed.forward import LocalPredictions, packed_forward, packed_forward_local
 from dbsp_diffusers.packed.samples import PackedSample
-from dbsp_diffusers.sum_gradients import sum_gradients
 
 __all__ = [
     "DbspConfig",

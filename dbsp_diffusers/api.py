@@ -1,12 +1,16 @@
-"""The public functions for diffusers pipelines: `enable`, `disable`, sessions and reports."""
+"""The public functions for diffusers pipelines: `enable`, `disable`, sessions, gradients and reports."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.config import ConfigLike, DbspConfig
@@ -19,16 +23,13 @@ from dbsp_diffusers.attached import all_attached_to, attached_to, session_of
 from dbsp_diffusers.models.transformers import transformers_in
 from dbsp_diffusers.report_hook import model_name, write_run_report
 
-Group = ProcessGroup | SequenceGroup | None
-_DIMENSIONS = ("ring", "ulysses")
-
 
 def enable(
     model: Any,
     config: ConfigLike = None,
     *,
     mesh: Any = None,
-    group: Group = None,
+    group: ProcessGroup | SequenceGroup | None = None,
     strategy: Strategy | str | None = None,
     guidance: bool = False,
     vae: bool = False,
@@ -84,14 +85,7 @@ def enable(
         default = of_mesh or Strategy(sequence.size, 1)
         return config.strategy_or(default if strategy is None else Strategy.parse(strategy))
 
-    whole = Framework(
-        name=framework,
-        sequence=sequence,
-        choose_strategy=choose_strategy,
-        vae=vae,
-        halves=halves,
-    )
-    return attach_framework(model, config, whole, steps)
+    return attach_framework(model, config, Framework(framework, sequence, choose_strategy, vae, halves=halves), steps)
 
 
 def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
@@ -101,7 +95,7 @@ def ranks_of_mesh(mesh: Any) -> tuple[SequenceGroup, Strategy]:
     meshes, and on a rank outside the mesh.
     """
     names = getattr(mesh, "mesh_dim_names", None) or ()
-    present = [name for name in names if name in _DIMENSIONS]
+    present = [name for name in names if name in ("ring", "ulysses")]
     if not present:
         actual = f"dimensions {', '.join(names)}" if names else f"a {type(mesh).__name__} without such names"
         raise UserError(f"mesh must be a device mesh with a dimension ring or ulysses, got {actual}")
@@ -158,3 +152,52 @@ def write_report(model: Any, folder: str | os.PathLike[str] | None = None) -> No
     name = model_name(model) if hasattr(model, "transformer") else type(getattr(model, "_orig_mod", model)).__name__
     write_run_report(list(state.sessions.values()), name, state.framework, folder)
     observer.restart()
+
+
+def sum_gradients(model: Any) -> None:
+    """Sums the gradients of a transformer's parameters over the ranks of the sequence. Collective.
+
+    Every rank computes the whole loss, but gradients from its own tokens only. Call this after `backward` and before
+    clipping or the optimizer's step. With data parallelism, average over the data group as usual, before or after.
+    FSDP2 over the sequence's ranks has already averaged its parameters' gradients; they are scaled back to the sum.
+
+    Args:
+        model: A pipeline or transformer with db-SP enabled.
+
+    Raises:
+        UserError: db-SP is not enabled.
+    """
+    state = attached_to(model)
+    if state is None:
+        raise UserError("sum_gradients needs a model with db-SP enabled; call dbsp_diffusers.enable first")
+    group = state.first.group
+    if group.size == 1 or group.alone:
+        return
+    ranks = set(dist.get_process_group_ranks(group.group))
+    # two transformers may share parameters
+    parameters = dict.fromkeys(p for part in transformers_in(model).values() for p in part.parameters())
+    grads = [p.grad for p in parameters if p.grad is not None]
+    summed = []
+    for grad in grads:
+        if not isinstance(grad, DTensor):
+            summed.append(grad)
+        elif ranks <= set(grad.device_mesh.mesh.flatten().tolist()):
+            grad.to_local().mul_(group.size)
+        else:
+            summed.append(grad.to_local())
+    for bucket in _buckets(summed):
+        flat = _flatten_dense_tensors(bucket)
+        dist.all_reduce(flat, group=group.group)
+        for grad, total in zip(bucket, _unflatten_dense_tensors(flat, bucket), strict=True):
+            grad.copy_(total)
+
+
+def _buckets(grads: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Groups gradients by dtype and device into buckets of 64 MiB, identically on all ranks."""
+    waiting: dict[object, list[torch.Tensor]] = {}
+    for grad in grads:
+        bucket = waiting.setdefault((grad.dtype, grad.device), [])
+        bucket.append(grad)
+        if sum(gradient.nbytes for gradient in bucket) >= 64 << 20:
+            yield waiting.pop((grad.dtype, grad.device))
+    yield from waiting.values()

@@ -148,7 +148,7 @@ ORDER = {
     ),
     "dbsp_diffusers": (
         *("patching", "rank_program", "devices", "checkpoint", "models", "attached", "packed", "resolve"),
-        *("sharding", "report_hook", "attach", "sum_gradients", "api"),
+        *("sharding", "report_hook", "attach", "api"),
     ),
 }
 """The parts of a package, lowest first: each imports itself and those before it, inside functions too."""
