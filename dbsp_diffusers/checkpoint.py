@@ -17,27 +17,20 @@ from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import is_pointer, read_text
 from dbsp_core.utils.process import installed_version
 
-_STEMS = "diffusion_pytorch_model|pytorch_model|model"
-_FILE = re.compile(rf"(?:{_STEMS})(?:\.(\w+))??(?:-\d+-of-\d+)?(?:\.(\w+))??\.(?:safetensors|bin)")
+_STEMS = "diffusion_pytorch_model", "pytorch_model", "model"
+_FILE = re.compile(rf"(?:{'|'.join(_STEMS)})(?:\.(\w+))??(?:-\d+-of-\d+)?(?:\.(\w+))??\.(?:safetensors|bin)")
 """Names of weight files; one of the groups is the variant, as in model.fp16.safetensors."""
-_INDEX = re.compile(rf"(?:{_STEMS})\.(?:safetensors|bin)\.index(?:\.(\w+))?\.json")
-_SHARD = re.compile(r"-\d+-of-\d+")
-_WITHOUT_WEIGHTS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Guid")
-"""Parts of class names."""
+_INDEX = re.compile(rf"(?:{'|'.join(_STEMS)})\.(?:safetensors|bin)\.index(?:\.(\w+))?\.json")
+_WITHOUT_WEIGHTS = re.compile(r"Tokenizer|Processor|Extractor|Scheduler|Guid")  # parts of class names
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Content of a checkpoint's folder.
-
-    Attributes:
-        variant: Variant of the files to load, such as "fp16", or None for files without variant.
-        missing: Missing files and folders that the pipeline needs, relative to the folder.
-    """
+    """Content of a checkpoint's folder."""
 
     folder: Path
-    variant: str | None
-    missing: tuple[str, ...]
+    variant: str | None  # of the files to load, such as "fp16", or None for files without variant
+    missing: tuple[str, ...]  # files and folders that the pipeline needs, relative to the folder
 
     @classmethod
     def read(cls, folder: Path) -> Checkpoint:
@@ -53,7 +46,8 @@ class Checkpoint:
                     continue
                 whole = {variant for variant, files in missing.items() if variant and not files}
                 variants = whole if variants is None else variants & whole
-                lacking += [f"{part}/{file}" for file in missing.get(None, [_usual_file(folder / part)])]
+                stem = "model" if "transformers_version" in _json(folder / part / "config.json") else _STEMS[0]
+                lacking += [f"{part}/{file}" for file in missing.get(None, [f"{stem}.safetensors"])]
         return cls(folder, min(variants), ()) if variants else cls(folder, None, tuple(lacking))
 
     def weights(self) -> list[Path]:
@@ -97,13 +91,9 @@ class Checkpoint:
 
 def _classes(folder: Path) -> dict[str, tuple[str, str]]:
     """Returns library and name of each part's class in model_index.json, skipping parts without a class."""
-    index = _json(folder / "model_index.json")
-    pairs = {part: value for part, value in index.items() if isinstance(value, list) and len(value) == 2}
-    return {
-        part: (library, name)
-        for part, (library, name) in pairs.items()
-        if isinstance(library, str) and isinstance(name, str) and not part.startswith("_")
-    }
+    parts = _json(folder / "model_index.json").items()
+    named = {part: value for part, value in parts if isinstance(value, list) and not part.startswith("_")}
+    return {part: (pair[0], pair[1]) for part, pair in named.items() if list(map(type, pair)) == [str, str]}
 
 
 def _missing_by_variant(part: Path) -> dict[str | None, list[str]]:
@@ -115,14 +105,8 @@ def _missing_by_variant(part: Path) -> dict[str | None, list[str]]:
             shards = _json(part / name).get("weight_map")
             files = set(map(str, shards.values())) - names if isinstance(shards, dict) else {name}
             missing.setdefault(index[1], sorted(files))
-    whole = (_FILE.fullmatch(name) for name in names if not _SHARD.search(name))
+    whole = (_FILE.fullmatch(name) for name in names if not re.search(r"-\d+-of-\d+", name))
     return missing | {name[1] or name[2]: [] for name in whole if name}
-
-
-def _usual_file(part: Path) -> str:
-    """Returns the name of a part's weight file as saved by its library."""
-    stem = "model" if "transformers_version" in _json(part / "config.json") else "diffusion_pytorch_model"
-    return f"{stem}.safetensors"
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -134,16 +118,10 @@ def _json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-_ANSWER_S = 10.0
-"""Timeout of requests to the hub."""
-
-
 def require_checkpoint(model: str | None, *, ask_hub: bool = True) -> None:
     """Raises UserError for a checkpoint with missing or damaged files, or with classes that are not installed.
 
-    Args:
-        model: Folder or repository; None passes.
-        ask_hub: True to reject a repository that is neither cached nor on the hub; False if it may appear later.
+    `model` is a folder or repository; None passes. Without `ask_hub`, so does a missing one: it may appear later.
     """
     checkpoint = None if model is None else local_checkpoint(model)
     if checkpoint is not None:
@@ -159,14 +137,13 @@ def require_checkpoint(model: str | None, *, ask_hub: bool = True) -> None:
     from huggingface_hub import HfApi, constants
 
     try:
-        HfApi().model_info(model, timeout=_ANSWER_S)
+        HfApi().model_info(model, timeout=10.0)
     except Exception as error:  # any library may raise for the network
         reason = (str(error).strip(" .\n").splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"checkpoint {model} {lacks} in {constants.HF_HUB_CACHE}, and "
-            f"cannot be downloaded from {constants.ENDPOINT} "
-            f"({reason}); download it where there is a network (hf download {model}) and pass its folder with "
-            "--model, or set HF_HUB_CACHE to the cache that has it"
+            f"checkpoint {model} {lacks} in {constants.HF_HUB_CACHE}, and cannot be downloaded from "
+            f"{constants.ENDPOINT} ({reason}); download it where there is a network (hf download {model}) and pass "
+            "its folder with --model, or set HF_HUB_CACHE to the cache that has it"
         ) from error
 
 
@@ -196,18 +173,13 @@ def load_stock_pipeline(
     cls: str = "DiffusionPipeline",
     **options: Any,
 ) -> Any:
-    """Loads a pipeline in the variant of its files, optionally with another shift of its scheduler.
+    """Loads a pipeline in the variant of its files. Raises UserError if they cannot be loaded.
 
     Args:
-        model: Folder or repository.
-        identity: The model, or None if unknown.
         from_image: True to start from an image, for checkpoints that name the text-only class (Wan2.2 TI2V, LTX-2).
         flow_shift: Shift of the scheduler, if it has one. None: the checkpoint's.
         cls: diffusers class; by default the one that the checkpoint names.
         options: Further arguments of `from_pretrained`.
-
-    Raises:
-        UserError: Its files cannot be loaded.
     """
     import diffusers
 

@@ -17,22 +17,14 @@ from dbsp_core.comm.process_groups import over_nccl
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import environment_number
 
-_PATIENCE_S = 5.0
-"""Seconds to wait for aborting communicators after a failure."""
+_PATIENCE_S = 5.0  # seconds to wait for aborting communicators after a failure
 
 
 def use_local_device(local_rank: int | None = None) -> torch.device:
-    """Makes this rank's GPU current.
+    """Makes the GPU of `local_rank` (default: $LOCAL_RANK, or 0) current, and returns it, or the CPU without GPUs.
 
-    Args:
-        local_rank: Rank on this node. None: $LOCAL_RANK, or 0. A process that sees only one GPU uses it, since
-            launchers may show each rank only its own.
-
-    Returns:
-        The GPU, or the CPU if there is no GPU.
-
-    Raises:
-        UserError: The node has fewer GPUs than ranks. Every rank raises it if $LOCAL_WORLD_SIZE is set.
+    A process that sees only one GPU uses it, since launchers may show each rank only its own. Raises UserError if the
+    node has fewer GPUs than ranks, on every rank if $LOCAL_WORLD_SIZE is set.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -56,15 +48,9 @@ def process_group(device: torch.device, **options: Any) -> Iterator[None]:
     attention kernel become ready at the same time, and a transfer that starts late stalls the next kernel. torch reads
     the variable for every communicator, including groups made from this one.
 
-    If the body fails, communicators are aborted, because NCCL's `destroy_process_group` waits for ranks in a
-    collective.
-
-    Args:
-        device: This rank's device, from `use_local_device`.
-        options: Further arguments of `init_process_group`.
-
-    Raises:
-        CommunicationError: Other ranks did not join.
+    If the body fails, communicators are aborted within `_PATIENCE_S`, because NCCL's `destroy_process_group` waits for
+    ranks in a collective. `options` are further arguments of `init_process_group`. Raises CommunicationError if other
+    ranks did not join.
     """
     if device.type == "cuda":
         os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
@@ -73,21 +59,12 @@ def process_group(device: torch.device, **options: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _abort()
+        if dist.is_initialized() and over_nccl():  # gloo's connections close with the process
+            aborting = threading.Thread(target=_abort_all_groups, daemon=True)  # since NCCL's abort can hang
+            aborting.start()
+            aborting.join(_PATIENCE_S)
         raise
     dist.destroy_process_group()
-
-
-def _abort() -> None:
-    """Aborts this rank's communicators within `_PATIENCE_S`, without waiting for other ranks.
-
-    Only NCCL needs it; gloo's connections close with the process.
-    """
-    if dist.is_initialized() and over_nccl():
-        # In a thread, since NCCL's abort can hang
-        aborting = threading.Thread(target=_abort_all_groups, daemon=True)
-        aborting.start()
-        aborting.join(_PATIENCE_S)
 
 
 def _abort_all_groups() -> None:

@@ -38,11 +38,10 @@ def identify(transformer: Any, pipe: Any = None) -> ModelSignature:
 def resolve_config(
     config: ConfigLike, transformer: Any, pipe: Any = None, name: str = "transformer", *, vae: bool = False
 ) -> DbspConfig:
-    """Returns a transformer's settings: `config`, or else those shipped for its checkpoint.
+    """Returns the settings of transformer `name`: `config`, or else those shipped for its checkpoint.
 
-    Without a mask setting, the checkpoint's own mask is used, if any. `name` is the transformer's name in its
-    pipeline; `vae` enables setting `vae`. Raises UserError for invalid settings and for a configuration of another
-    model.
+    Without a mask setting, the checkpoint's own mask is used, if any. `vae` enables setting `vae`. Raises UserError
+    for invalid settings and for a configuration of another model.
     """
     if config is None:
         loaded = default_config(identify(transformer, pipe))
