@@ -68,12 +68,7 @@ def _with_dbsp(module: ModuleType, ours: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(original)
     def wrapped(
-        model: Any,
-        *,
-        mesh: Any = None,
-        attn: str | None = None,
-        config: ConfigLike = None,
-        **others: Any,
+        model: Any, *, mesh: Any = None, attn: str | None = None, config: ConfigLike = None, **others: Any
     ) -> Any:
         if attn is None:
             if config is not None:

@@ -66,10 +66,7 @@ def detach(pipe: Any) -> None:
 
 
 def _groups() -> list[SequenceGroup]:
-    """Returns the group that shares a sequence, the group that shares CFG passes, and all ranks.
-
-    Raises UserError if xfuser's groups are missing, or if it uses unsupported parallelism.
-    """
+    """Returns the groups that share a sequence, and CFG passes, and of all ranks. Raises UserError for others."""
     from xfuser.core import distributed as xfuser
 
     if not xfuser.model_parallel_is_initialized():
@@ -121,7 +118,6 @@ def _wraps(part: Any) -> bool:
 
 
 def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
-    """Unwraps the parts of a module that xfuser has wrapped."""
     for name, part in list(module.named_children()):
         inner: Any = part.module if _wraps(part) else part
         if inner is not part:
@@ -132,20 +128,16 @@ def _unwrap_parts(module: nn.Module, patches: PatchSet) -> None:
 
 def _restore_class(transformer: nn.Module, patches: PatchSet) -> None:
     """Gives a transformer of an xfuser subclass its diffusers base class and processors."""
-    wrapper = type(transformer)
-    base = next((cls for cls in wrapper.__mro__ if cls.__module__.partition(".")[0] == "diffusers"), None)
+    name, classes = type(transformer).__name__, type(transformer).__mro__
+    base = next((cls for cls in classes if cls.__module__.partition(".")[0] == "diffusers"), None)
     if base is None or not hasattr(base, "from_config"):
-        raise UserError(
-            f"db-SP does not know {wrapper.__name__}, which derives from no transformer class of diffusers"
-        )
+        raise UserError(f"db-SP does not know {name}, which derives from no transformer class of diffusers")
     if not has_class_forward(transformer):
-        raise UserError(
-            f"the forward of this {wrapper.__name__} was replaced; attach db-SP before step caches, not after"
-        )
+        raise UserError(f"the forward of this {name} was replaced; attach db-SP before step caches, not after")
     with torch.device("meta"):
         plain = base.from_config(transformer.config)
     patches.replace_class(transformer, base)
     parts = dict(transformer.named_modules())
-    for name, module in plain.named_modules():
-        if _is_xfusers(getattr(parts.get(name), "processor", None)):
-            patches.set_attribute(parts[name], "processor", module.processor)
+    for path, module in plain.named_modules():
+        if _is_xfusers(getattr(parts.get(path), "processor", None)):
+            patches.set_attribute(parts[path], "processor", module.processor)

@@ -61,8 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
     """Returns the configuration from xfuser's arguments by name, or None for backend "usp".
 
-    Raises:
-        UserError: Settings are invalid or do not fit together.
+    Raises UserError if settings are invalid or do not fit together.
     """
     if args.get("sp_backend", "usp") == "usp":
         if args.get("sp_config") is not None:
@@ -86,10 +85,7 @@ def config_from(args: Mapping[str, Any]) -> DbspConfig | None:
 
 
 def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> Strategy | None:
-    """Returns the configured strategy, else the one of xfuser's degrees; None for "auto".
-
-    Raises UserError if they need different numbers of GPUs.
-    """
+    """Returns the configured strategy (None: "auto"), else xfuser's. Raises UserError for another number of GPUs."""
     degrees = Strategy(ulysses_degree, ring_degree)
     strategy = config.strategy_or(degrees)
     if strategy is not None and strategy.world != degrees.world:
@@ -103,8 +99,7 @@ def strategy_from(config: DbspConfig, ulysses_degree: int, ring_degree: int) -> 
 def source_of(name: str) -> str | None:
     """Returns the local folder or repository of `--model name`; None for names that only xfuser knows.
 
-    Raises:
-        UserError: The name is a path that does not exist.
+    Raises UserError for a path that does not exist.
     """
     spec = find_model_spec(name)
     if spec is not None:
@@ -120,8 +115,7 @@ def source_of(name: str) -> str | None:
 def xfuser_name(name: str, config: DbspConfig) -> str:
     """Returns the name of `--model name` in xfuser's registry, adding our model if xfuser has none.
 
-    Raises:
-        UserError: The name is unknown.
+    Raises UserError for an unknown name.
     """
     import xfuser.model_executor.models.runner_models  # noqa: F401  fills the registry
     from xfuser.model_executor.models.runner_models.base_model import MODEL_REGISTRY
@@ -166,13 +160,11 @@ def _diffusers_model(source: str, dtype: torch.dtype) -> type:
             images = dict(zip(("image", "last_image"), input_args["input_images"], strict=False))
             if not taken.keys() >= images.keys():
                 raise UserError(f"--input_images: {type(self.pipe).__name__} does not take {' and '.join(images)}")
-            options = {
-                name: input_args[name] for name in _ARGUMENTS if name in taken and input_args.get(name) is not None
-            }
+            given = {name: value for name in _ARGUMENTS if (value := input_args.get(name)) is not None}
+            options = {name: value for name, value in given.items() if name in taken}
             output = self.pipe(**options, **images, generator=self._make_generator(input_args["seed"]))
             self.settings.model_output_type = "image" if hasattr(output, "images") else "video"
-            if hasattr(output, "images"):
-                return xfuser.DiffusionOutput(images=output.images, pipe_args=input_args)
-            return xfuser.DiffusionOutput(videos=output.frames, pipe_args=input_args)
+            results = {"images": output.images} if hasattr(output, "images") else {"videos": output.frames}
+            return xfuser.DiffusionOutput(**results, pipe_args=input_args)
 
     return DiffusersModel

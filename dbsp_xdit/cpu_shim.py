@@ -22,7 +22,9 @@ def cpu_patches(patches: PatchSet) -> dict[str, Callable[[ModuleType, PatchSet],
     patches.set_attribute(torch.cuda, "synchronize", lambda *_: None)
     return {
         "xfuser.envs": _envs,
-        "xfuser.model_executor.models.runner_models.loading.placement": _placement,
+        "xfuser.model_executor.models.runner_models.loading.placement": lambda module, patches: patches.set_attribute(
+            module, "place_pipeline_components", lambda loader: None
+        ),
     }
 
 
@@ -33,10 +35,6 @@ def _envs(module: ModuleType, patches: PatchSet) -> None:
     packages = module.PACKAGES_CHECKER.get_packages_info()
     packages["has_long_ctx_attn"] = True  # yunchang, checked only with an accelerator
     patches.on_detach(lambda: packages.update(has_long_ctx_attn=False))
-
-
-def _placement(module: ModuleType, patches: PatchSet) -> None:
-    patches.set_attribute(module, "place_pipeline_components", lambda loader: None)
 
 
 class HostEvent:

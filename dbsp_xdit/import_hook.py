@@ -15,8 +15,7 @@ Action = Callable[[ModuleType], object]
 def after_import(actions: Mapping[str, Action]) -> Callable[[], None]:
     """Runs each action after the module of this name is executed, immediately if it already is.
 
-    Returns:
-        A function that cancels the actions that have not run.
+    Returns a function that cancels the actions that have not run.
     """
     waiting = dict(actions)
     for name in [name for name in waiting if name in sys.modules]:

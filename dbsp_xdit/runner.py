@@ -49,6 +49,7 @@ def install() -> PatchSet:
 
 def preflight(argv: Sequence[str]) -> None:
     """Checks an xdit command line before starting ranks. Raises UserError for mistakes."""
+    from PIL import Image
     from xfuser.cli import extract_torchrun_args
     from xfuser.config.args import FlexibleArgumentParser, xFuserArgs
 
@@ -62,7 +63,13 @@ def preflight(argv: Sequence[str]) -> None:
         raise UserError("--prompt is missing; say what to generate")
     require_possible(config)
     for image in args["input_images"] or ():
-        _require_image(image)
+        if image.startswith(("http://", "https://")):
+            continue
+        require_file(Path(image), "--input_images", "give a file such as a PNG or JPEG")
+        try:
+            Image.open(image).verify()
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UserError(f"--input_images {image} cannot be read as an image; give a PNG or JPEG") from error
     if torchrun["--nnodes"] == "1":  # with several nodes, only one writes
         require_folder_path(Path(args["output_directory"]).absolute(), "--output_directory")
         if config.report:
@@ -70,19 +77,6 @@ def preflight(argv: Sequence[str]) -> None:
         if config.record:
             require_new_recording(Path(config.record).absolute(), f"${RECORD}")
     require_checkpoint(source_of(args["model"]))
-
-
-def _require_image(image: str) -> None:
-    """Raises UserError for a file of `--input_images` that is not an image; URLs pass."""
-    from PIL import Image
-
-    if image.startswith(("http://", "https://")):
-        return
-    require_file(Path(image), "--input_images", "give a file such as a PNG or JPEG")
-    try:
-        Image.open(image).verify()
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise UserError(f"--input_images {image} cannot be read as an image; give a PNG or JPEG") from error
 
 
 @exit_on_user_error()
@@ -101,7 +95,6 @@ def _change_launcher(module: ModuleType, patches: PatchSet) -> None:
 
 @exit_on_user_error()
 def _change_runner(module: ModuleType, patches: PatchSet) -> None:
-    """Wraps functions after the module of runner models is imported."""
     require_names("xfuser", _RUNNER, _FIX)
     from xfuser.config.args import xFuserArgs
     from xfuser.core.utils.runner_utils import is_last_process
