@@ -3,14 +3,7 @@
 from dbsp_kernels.attention import block_attention, block_attention_backward, checks_values
 from dbsp_kernels.dense import DensePart, attend_dense_part, fused_kernel
 from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, PartialAttention, merge_into, merge_states
-from dbsp_kernels.kernel import (
-    KERNELS,
-    Kernel,
-    KernelRequirements,
-    available,
-    choose_kernel,
-    require_supported,
-)
+from dbsp_kernels.kernel import KERNELS, Kernel, KernelRequirements, available, choose_kernel, require_supported
 
 __all__ = [
     "KERNELS",

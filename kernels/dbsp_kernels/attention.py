@@ -40,10 +40,8 @@ def block_attention(
         kv_count: int32[Rq].
         kv_len: int32[Ck], real tokens of each KV block, 1..Bk; those beyond are masked.
         scale: Softmax scale; default D^−1/2.
-        kernel: A name from `KERNELS`, "auto", or a `Kernel` from `choose_kernel` (used without checking support
-            again).
-        kv_full: int32[Rq], number of leading entries in each row that are full blocks of Bk tokens, which need no
-            masking.
+        kernel: A name from `KERNELS`, "auto", or a `Kernel` from `choose_kernel` (not checked again).
+        kv_full: int32[Rq], number of leading entries of each row that are full blocks of Bk tokens, without masking.
         row_schedule: int32[Rq], a permutation: the order in which rows start. Default: in order.
         parts: Rows with long ones cut by keys, from `cut_rows`; replaces `row_schedule`. For kernels with `slots`
             only.
@@ -60,8 +58,7 @@ def block_attention(
 
     Raises:
         ValueError: Shapes, dtypes or devices mismatch or the kernel does not support them. On CPU, and with
-            DBSP_DEBUG=1 on any device (costs a synchronization): a count exceeds the table's width, an index is out of
-            range, or a hint is wrong.
+            DBSP_DEBUG=1 on any device (costs a synchronization): wrong counts, indices or hints.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     inputs = KernelInputs(
@@ -92,19 +89,11 @@ def checks_values(device: torch.device) -> bool:
 
 
 def block_attention_backward(inputs: BackwardInputs, kernel: str | Kernel = "auto") -> Gradients:
-    """Returns the gradients of one `block_attention` call.
+    """Returns the gradients of one `block_attention` call, bitwise deterministic.
 
-    Args:
-        inputs: Inputs and outputs of the forward, and the gradient of its output.
-        kernel: As for `block_attention`.
-
-    Returns:
-        dq [Rq, Bq, D], dk and dv [Ck, Bk, D], float32 (float64 for float64), bitwise deterministic.
-
-    Raises:
-        ValueError: Shapes mismatch, or the kernel has no backward.
+    They are dq [Rq, Bq, D], dk and dv [Ck, Bk, D], float32 (float64 for float64). Raises ValueError for a kernel
+    without backward.
     """
-    inputs.check()
     q = inputs.forward.q
     if isinstance(kernel, str):
         needs = KernelRequirements(inputs.forward.blocks, q.shape[2], lse=True, ragged_rows=True, backward=True)

@@ -32,18 +32,13 @@ class DensePart:
     """Packed rows of equally sized heads (or their sequences) that attend to all blocks of their head.
 
     The heads are evenly spaced, so that one strided view covers all of them.
-
-    Attributes:
-        row_starts, block_starts: First row and first block of each head, within one batch element.
-        rows, blocks: Rows and blocks per head.
-        tokens: int64, positions of real tokens in a head's blocks; None: all are real.
     """
 
-    row_starts: range
-    rows: int
-    block_starts: range
-    blocks: int
-    tokens: torch.Tensor | None
+    row_starts: range  # first row of each head, within one batch element
+    rows: int  # per head
+    block_starts: range  # first block of each head, within one batch element
+    blocks: int  # per head
+    tokens: torch.Tensor | None  # int64, positions of real tokens in a head's blocks; None: all are real
 
     def rows_of(self, t: torch.Tensor) -> torch.Tensor:
         """Returns the rows of t [B, Rq, ...] as a view [B, heads, rows, ...]."""
@@ -76,12 +71,7 @@ def attend_dense_part(
 ) -> PartialAttention:
     """Computes attention of all heads of one part in one call of `fused_kernel`, which must not be None.
 
-    Args:
-        q: [B, Rq, Bq, D].
-        k, v: [B, Ck, Bk, D].
-
-    Returns:
-        out [B, heads, rows, Bq, D] in q's dtype and lse [B, heads, rows, Bq], natural log.
+    q [B, Rq, Bq, D], k and v [B, Ck, Bk, D] → out [B, heads, rows, Bq, D] in q's dtype and lse [B, heads, rows, Bq].
     """
     chosen = _chosen(q.device, q.dtype, q.shape[-1])
     if chosen is None:

@@ -8,11 +8,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 class UserError(ValueError):
     """An error that the user can fix: a wrong setting, file or input, or an unsupported framework version.
 
-    The one-line message names the problem and the fix; commands print only this line and exit with 2. Any other
-    exception is a bug in db-SP or its environment and keeps its traceback.
-
-    Args:
-        message: Line breaks are replaced by spaces.
+    The one-line message (line breaks become spaces) names the problem and the fix; commands print only this line and
+    exit with 2. Any other exception is a bug in db-SP or its environment and keeps its traceback.
     """
 
     def __init__(self, message: str) -> None:

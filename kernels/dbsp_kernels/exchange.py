@@ -60,8 +60,7 @@ def quantise_segments(
 
     Args:
         source: [B, heads, tokens, D], floating-point, any strides.
-        destination: int32[B, heads, tokens, row_words(D)], last dimension contiguous; or a buffer [tokens, B,
-            row_words(D)], treated as one head.
+        destination: int32[B, heads, tokens, row_words(D)], last dimension contiguous; or as [tokens, B, row_words(D)].
         segments: Without zeros.
         less: float32[B, source's heads, D], subtracted from every token first. None: nothing.
         rotate: True to rotate tokens before rounding (`signs`, then `butterflies`, whose norm goes into the scale),
@@ -104,9 +103,8 @@ def restore_rows(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> torch
 def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: CopySegments) -> None:
     """Copies segments of rotated tokens and undoes the rotation of `quantise_segments`.
 
-    Args:
-        source: Contiguous buffer of tokens [tokens, B, D] or of int8 rows, int32[tokens, B, row_words(D)].
-        destination: [B, heads, tokens, D], floating-point, any strides.
+    From a contiguous buffer of tokens [tokens, B, D] or int8 rows int32[tokens, B, row_words(D)] to floating-point
+    [B, heads, tokens, D] of any strides.
     """
     head_dim = destination.shape[-1]
     if destination.is_cuda:
@@ -126,15 +124,11 @@ def rotate_segments(source: torch.Tensor, destination: torch.Tensor, segments: C
 def copy_segments(
     sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], *, add: bool = False
 ) -> None:
-    """Copies segments of up to three sources, such as q, k and v, in one launch on GPUs.
+    """Copies segments of up to three sources, such as q, k and v, in one launch on GPUs, or adds tokens.
 
-    Slots outside the segments are left unchanged.
-
-    Args:
-        sources, destination: [B, heads, tokens, D] with equal B, D, dtype and device, any strides. Exchange buffers
-            [tokens, B, D] are treated as one head.
-        segments: Segments of each source; no two of them write to one slot.
-        add: True to add tokens to the destination; segments must have no zeros.
+    Tensors are [B, heads, tokens, D] with equal B, D, dtype and device, any strides; buffers [tokens, B, D] count as
+    one head. `segments` has those of each source, which must have no zeros to `add`; no two write to one slot. Slots
+    outside the segments are left unchanged.
     """
     if destination.is_cuda:
         from dbsp_kernels.triton.exchange import triton_copy_segments  # here: triton need not be installed
@@ -165,19 +159,13 @@ def copy_to_both(source: torch.Tensor, destinations: Sequence[torch.Tensor], seg
 
 
 def _copy_rows(source: torch.Tensor, destination: torch.Tensor, positions: Sequence[torch.Tensor]) -> None:
-    """Copies tokens by memory row, which is several times faster in torch than indexing by head and token.
-
-    Args:
-        source, destination: [B, heads, tokens, D].
-        positions: int64[n] each: from_head, from_token, to_head, to_token.
-    """
+    """Copies tokens by memory row, which is several times faster in torch than indexing by head and token."""
     from_head, from_token, to_head, to_token = positions
     views, indices = [], []
     for tensor, head, token in ((source, from_head, from_token), (destination, to_head, to_token)):
         *sizes, width = tensor.shape
-        *strides, last = (
-            stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        *strides, last = (stride if size > 1 else 0 for size, stride in steps)
         if tensor.numel() == 0 or (last != 1 and width > 1) or any(stride % width for stride in strides):
             destination[:, to_head, to_token] = source[:, from_head, from_token]  # tokens are not memory rows
             return

@@ -122,12 +122,8 @@ def merge_states(
     The usual update is out·σ(lse − lse_part) + out_part·σ(lse_part − lse). If both sides are −inf, their difference is
     NaN, so weights are relative to a finite maximum.
 
-    Args:
-        out, out_part: [..., D].
-        lse, lse_part: [...], natural log, of `lse_dtype`; without keys lse is −inf and out 0.
-
-    Returns:
-        (out in out's dtype, lse).
+    out and out_part are [..., D]; lse and lse_part are [...], natural log, of `lse_dtype`; without keys lse is −inf
+    and out 0. Returns out in out's dtype, and lse.
     """
     top = torch.maximum(lse, lse_part)
     finite_top = torch.where(torch.isneginf(top), torch.zeros_like(top), top)
@@ -142,10 +138,7 @@ def merge_states(
 def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse_part: torch.Tensor) -> None:
     """Merges like `merge_states`, in place into `out` and `lse`; on CUDA in one pass over memory.
 
-    Args:
-        out: [..., D]; each item along the first dimension must be contiguous.
-        lse: [...], likewise.
-        out_part, lse_part: As for `merge_states`.
+    Each item of out and lse along the first dimension must be contiguous.
     """
     contiguous_items = all(len(t) == 0 or t[0].is_contiguous() for t in (out, lse))
     if out.is_cuda and lse.dtype == torch.float32 and contiguous_items:
@@ -169,29 +162,18 @@ in which blocks start (None: in order)."""
 
 @dataclass(frozen=True, eq=False)
 class BackwardInputs:
-    """Inputs of a kernel's backward.
+    """Inputs of a kernel's backward; out and lse are those of the attention over *all* keys, including other calls'.
 
-    Attributes:
-        forward: q, k, v, scale and tables of the forward; `partial` and `out_dtype` are None.
-        dout: [Rq, Bq, D].
-        out, lse: Of the attention over *all* keys, including other calls'. Gradients of calls over disjoint keys then
-            add up, because each P = exp(scale·QKᵀ − lse) is a part of the whole softmax.
-        transposed: Returns the forward's tables transposed, for kernels that need them.
+    Gradients of calls over disjoint keys then add up, because each P = exp(scale·QKᵀ − lse) is a part of the whole
+    softmax.
     """
 
-    forward: KernelInputs
-    dout: torch.Tensor
+    forward: KernelInputs  # q, k, v, scale and tables of the forward; `partial` and `out_dtype` are None
+    dout: torch.Tensor  # [Rq, Bq, D]
     out: torch.Tensor
     lse: torch.Tensor
-    transposed: Callable[[], TransposedTable]
+    transposed: Callable[[], TransposedTable]  # returns the forward's tables transposed, for kernels that need them
 
     def delta(self) -> torch.Tensor:
         """Returns Σ dout · out, [Rq, Bq], of lse's dtype."""
         return (self.dout.to(self.lse.dtype) * self.out.to(self.lse.dtype)).sum(dim=-1)
-
-    def check(self) -> None:
-        """Raises ValueError for mismatched shapes."""
-        q = self.forward.q
-        if not self.dout.shape == self.out.shape == q.shape or self.lse.shape != q.shape[:2]:
-            shapes = ", ".join(str(tuple(t.shape)) for t in (self.dout, self.out, self.lse))
-            raise ValueError(f"expected dout, out {tuple(q.shape)} and lse {tuple(q.shape[:2])}, got {shapes}")

@@ -23,64 +23,39 @@ FLOATS = HALVES | {torch.float32, torch.float64}
 
 @dataclass(frozen=True)
 class KernelRequirements:
-    """Requirements of an attention on its kernel, apart from device and dtype.
+    """Requirements of an attention on its kernel, apart from device and dtype. None: unknown."""
 
-    Attributes:
-        blocks: (block_q, block_k); None: unknown.
-        head_dim: D; None: unknown.
-        lse: True if the log-sum-exp is used, for example to merge chunks.
-        ragged_rows: True if rows are not all rows of whole heads, because heads are split over ranks or in a ring.
-        tokens: Tokens per head; None: unknown.
-        backward: True if gradients are needed.
-    """
-
-    blocks: tuple[int, int] | None = None
+    blocks: tuple[int, int] | None = None  # (block_q, block_k)
     head_dim: int | None = None
-    lse: bool = False
-    ragged_rows: bool = False
-    tokens: int | None = None
-    backward: bool = False
+    lse: bool = False  # True if the log-sum-exp is used, for example to merge chunks
+    ragged_rows: bool = False  # True if not all rows of a head are there, because it is split over ranks or a ring
+    tokens: int | None = None  # per head
+    backward: bool = False  # True if gradients are needed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel and its capabilities.
-
-    Attributes:
-        run: Computes attention; see `dbsp_kernels.block_attention`.
-        devices: Device types, such as "cuda".
-        backward: Computes gradients; see `dbsp_kernels.block_attention_backward`. None: not supported.
-        dtypes: Dtypes of q, k and v.
-        blocks: Supported (block_q, block_k) by GPU architecture, 90 for Hopper; None: any.
-        head_dims: Supported values of D.
-        least_tokens: Fewest tokens per head.
-        returns_lse: False if the log-sum-exp is NaN.
-        ragged_rows: False if it supports only rows of whole heads.
-        approximates: True if it rounds more than its dtypes do; "auto" never chooses it.
-        merges: True if it merges into `partial` and returns `out_dtype` itself.
-        slots: Returns how many rows of q [..., D] in blocks (block_q, block_k) a GPU computes at a time, or None off
-            GPUs. None: the kernel orders rows itself and does not support `parts`.
-        why_unavailable: Returns why it is unavailable on this machine, or None.
-        interpreted: True if Triton's interpreter can run it on the CPU.
-        auto_on: Device types on which "auto" may choose it (where tests run it).
-    """
+    """A kernel and its capabilities."""
 
     name: str
-    run: Callable[[KernelInputs], PartialAttention]
-    devices: frozenset[str]
-    backward: Callable[[BackwardInputs], Gradients] | None = None
-    dtypes: frozenset[torch.dtype] = FLOATS
+    run: Callable[[KernelInputs], PartialAttention]  # see `dbsp_kernels.block_attention`
+    devices: frozenset[str]  # device types, such as "cuda"
+    backward: Callable[[BackwardInputs], Gradients] | None = None  # see `dbsp_kernels.block_attention_backward`
+    dtypes: frozenset[torch.dtype] = FLOATS  # of q, k and v
     blocks: Mapping[int, frozenset[tuple[int, int]]] | None = None
-    head_dims: Sequence[int] = range(1, 1 << 20)
-    least_tokens: int = 1
-    returns_lse: bool = True
-    ragged_rows: bool = True
-    approximates: bool = False
-    merges: bool = False
+    """Supported (block_q, block_k) by GPU architecture, 90 for Hopper; None: any."""
+    head_dims: Sequence[int] = range(1, 1 << 20)  # supported values of D
+    least_tokens: int = 1  # per head
+    returns_lse: bool = True  # False if the log-sum-exp is NaN
+    ragged_rows: bool = True  # False if it supports only rows of whole heads
+    approximates: bool = False  # True if it rounds more than its dtypes do; "auto" never chooses it
+    merges: bool = False  # True if it merges into `partial` and returns `out_dtype` itself
     slots: Callable[[torch.Tensor, tuple[int, int]], int | None] | None = None
-    why_unavailable: Callable[[], str | None] = lambda: None
-    interpreted: bool = False
-    auto_on: frozenset[str] = frozenset()
+    """Returns how many rows of q [..., D] in blocks (block_q, block_k) a GPU computes at a time, or None off GPUs.
+    None: the kernel orders rows itself and does not support `parts`."""
+    why_unavailable: Callable[[], str | None] = lambda: None  # returns why it is unavailable on this machine, or None
+    interpreted: bool = False  # True if Triton's interpreter can run it on the CPU
+    auto_on: frozenset[str] = frozenset()  # device types on which "auto" may choose it (where tests run it)
 
     def why_unsupported(
         self, device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None
@@ -210,9 +185,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}
 """Kernels by name, in order of preference."""
 
 
-def available(
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, needs: KernelRequirements | None = None
-) -> list[str]:
+def available(device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> list[str]:
     """Returns the names of kernels that support tensors of `dtype` on `device` on this machine, best first."""
     return [name for name, kernel in KERNELS.items() if kernel.why_unsupported(device, dtype, needs) is None]
 
@@ -235,10 +208,8 @@ def choose_kernel(
 ) -> Kernel:
     """Returns the kernel called `name`; for "auto" $DBSP_KERNEL if set, else the best supported kernel.
 
-    For a comma-separated list such as "fa4,auto", returns the first supported kernel.
-
-    Raises:
-        UserError: The kernel is unknown or does not support `dtype`, `device` or `needs`.
+    For a comma-separated list such as "fa4,auto", returns the first supported kernel. Raises UserError for an unknown
+    kernel, or one that does not support `dtype`, `device` or `needs`.
     """
     *_, requested = asked = [_requested(each) for each in name.split(",")]
     reasons = {}

@@ -27,8 +27,8 @@ def sum_tokens(
         tokens: [B, H, n, D], float32, bfloat16 or float16, any strides.
         position: int64[m], indices of the summed tokens, block after block.
         first: int64[blocks + 1], start of each block in `position`, and the end of the last.
-        sums: int64[H, B, n, 2 · D + 2], contiguous, to write into and return; None: a new tensor of these blocks.
-        rows: int64[blocks], row of each block in `sums`.
+        sums, rows: int64[H, B, n, 2 · D + 2], contiguous, to write into and return, and int64[blocks], each block's
+            row in it. None: a new tensor of these blocks.
 
     Returns:
         int64[H, B, blocks, 2 · D + 2]: sum of values in units of MEAN_UNIT, sum of directions (values divided by the
@@ -63,14 +63,8 @@ def sum_tokens(
 def pool_rows(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Returns means and similarities of complete blocks.
 
-    The mean cosine of all pairs of n directions, including self-pairs, is |Σ directions|² / n².
-
-    Args:
-        sums: int64[H, B, blocks, 2 · D + 2], from `sum_tokens`.
-        lengths: int64[blocks], tokens of each.
-
-    Returns:
-        float32[H, B, blocks, D + 1]: the mean, then the mean cosine over all pairs of the block's tokens.
+    `sums` are those of `sum_tokens`, lengths int64[blocks]. Returns float32[H, B, blocks, D + 1]: the mean, then the
+    mean cosine over all pairs of the block's n tokens, including self-pairs, which is |Σ directions|² / n².
     """
     if sums.is_cuda:
         from dbsp_kernels.triton.prediction import pool_rows_triton  # here: triton need not be installed
@@ -96,14 +90,9 @@ def halving_sum(terms: torch.Tensor) -> torch.Tensor:
 def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) -> torch.Tensor:
     """Returns scores of mean queries and keys, −inf at key blocks whose similarity is at most `similarity`.
 
-    Each row's D elements are rounded to 22-bit integers times a power of two. Their products and sums are exact in
-    float64 and in integers, so results are bitwise identical on all devices.
-
-    Args:
-        rows: float32[heads, nq + nk, D + 1], from `pool_rows`: queries, then keys; finite, D ≤ 2048.
-
-    Returns:
-        float64[heads, nq, nk].
+    `rows` float32[heads, nq + nk, D + 1] are from `pool_rows`: queries, then keys; finite, D ≤ 2048. Each row's D
+    elements are rounded to 22-bit integers times a power of two. Their products and sums are exact in float64 and in
+    integers, so the scores float64[heads, nq, nk] are bitwise identical on all devices.
     """
     if rows.is_cuda:
         from dbsp_kernels.triton.prediction import pooled_scores_triton  # here: triton need not be installed
@@ -122,7 +111,7 @@ def pooled_scores(rows: torch.Tensor, nq: int, scale: float, similarity: float) 
 def select_blocks(
     chance: torch.Tensor, dense: torch.Tensor, cdf: float | None, count: int, crossing: bool = False
 ) -> torch.Tensor:
-    """Selects each row's blocks of largest chance (ties: lower column) plus dense rows and columns; returns bits.
+    """Selects each row's blocks of largest chance (ties: lower column) plus dense rows and columns, as `pack_bits`.
 
     Chances are accumulated exactly in units of 2^-60 on GPUs, sequentially in float64 on the CPU.
 
@@ -131,9 +120,6 @@ def select_blocks(
         dense: bool[heads, nq + nk], rows and then columns that are always dense.
         cdf: Largest cumulative chance of the selected blocks, of which there is at least one; None: select `count`.
         crossing: True to include the block at which the cumulative chance exceeds `cdf`.
-
-    Returns:
-        uint8[heads, nq, ceil(nk / 8)], as `pack_bits` packs them.
     """
     if chance.is_cuda:
         from dbsp_kernels.triton.prediction import select_blocks_triton  # here: triton need not be installed

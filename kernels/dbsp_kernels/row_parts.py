@@ -16,16 +16,12 @@ PART_BLOCKS = 2  # overhead of a part, in units of a block's time
 
 @dataclass(frozen=True, eq=False)
 class RowParts:
-    """Rows in the order in which they start, long ones cut by keys.
-
-    Attributes:
-        items: int32[n, 5], one whole row or part each: row (−1: unused item), first entry in the row's list, number of
-            entries, number of full blocks among them, and place of the result (−1 for a whole row).
-        cuts: int32[E, 3], one cut row each: row, place of its first part, number of parts (0: unused cut).
-    """
+    """Rows in the order in which they start, long ones cut by keys."""
 
     items: torch.Tensor
-    cuts: torch.Tensor
+    """int32[n, 5], one whole row or part each: row (−1: unused item), first entry in the row's list, numbers of
+    entries and of full blocks among them, and place of the result (−1 for a whole row)."""
+    cuts: torch.Tensor  # int32[E, 3], one cut row each: row, place of its first part, number of parts (0: unused cut)
 
     @property
     def places(self) -> int:

@@ -14,16 +14,11 @@ MOST_ROWS = 1 << 15  # with more rows, start them head by head: comparing all pa
 
 
 def order_rows(count: torch.Tensor, spans: torch.Tensor, slots: int, batch: int = 1) -> torch.Tensor:
-    """Returns the order in which rows start: int32[y, B · R] on the same device, without host synchronization.
+    """Returns the order in which `batch` copies of rows start: int32[y, B · R], without host synchronization.
 
     Long rows of all heads start first and the lightest tenth of the work last. The others start head by head, so that
-    a head's keys stay in the cache. Each group starts with its heaviest rows.
-
-    Args:
-        count: int32[y, R], blocks of each row in each chunk of keys.
-        spans: int64[R], the head of each row, or the sequence of a head.
-        slots: Rows that the GPU computes at a time.
-        batch: Copies of the rows, which start together.
+    a head's keys stay in the cache. Each group starts with its heaviest rows. count int32[y, R] has the blocks of each
+    row in each chunk of keys, spans int64[R] its head, or the sequence of a head.
     """
     if batch * count.shape[1] > MOST_ROWS:
         count, span = count.repeat(1, batch), _spans_of_copies(spans, batch)
@@ -42,11 +37,8 @@ def cut_rows(
     """Returns the rows of each chunk of keys in the order of `order_rows`, long ones cut into equal parts.
 
     The limit of a row is the remaining work per slot, rest / slots. No row is cut if uncut rows end little later than
-    the mean slot: cutting equal rows would leave the last wave as empty.
-
-    Args:
-        full: int32[y, R], number of full blocks per row, which come first in its list.
-        count, spans, slots, batch: See `order_rows`.
+    the mean slot: cutting equal rows would leave the last wave as empty. full int32[y, R] has the number of full
+    blocks per row, which come first in its list.
     """
     if count.is_cuda:
         from dbsp_kernels.triton.schedule import triton_cut_rows  # here: triton need not be installed

@@ -21,14 +21,12 @@ def to_device(array: np.ndarray | torch.Tensor, device: torch.device) -> torch.T
 class CopySegments:
     """Segments for `copy_segments`, which write to disjoint slots.
 
-    Attributes:
-        table: int32[n, 6] of from_head, from_token, to_head, to_token, length and zeros: `length` tokens are copied,
-            followed by `zeros` zero tokens.
-        mean: Mean number of tokens and zeros per segment.
+    The table's columns are from_head, from_token, to_head, to_token, length and zeros: `length` tokens are copied,
+    followed by `zeros` zero tokens.
     """
 
-    table: torch.Tensor
-    mean: float
+    table: torch.Tensor  # int32[n, 6]
+    mean: float  # number of tokens and zeros per segment
 
     @classmethod
     def from_columns(cls, columns: np.ndarray, device: torch.device) -> CopySegments:

@@ -45,8 +45,7 @@ def pack_rows(
         mask: bool[n, nk] rows; or bool[n], rows of several lengths one after another.
         rows, spans: int64[R], each row's position in `mask` (in bool[n]: of its first bit) and its span.
         columns: int64[y, spans, width], KV block of each column, as an index into the mask's row.
-        present: bool[y, spans, width], True if the column has a block.
-        full: bool[y, spans, width], True if that block is full.
+        present, full: bool[y, spans, width], True if the column has a block, and if that block is full.
 
     Returns:
         Bits uint8[y, R, ceil(width / 8)]; int32[y, R] each row's number of blocks, and of full blocks.

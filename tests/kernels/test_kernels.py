@@ -177,7 +177,7 @@ class TestRegistry:
     def test_kernel_without_its_operator_is_unavailable(self, monkeypatch):
         broken = replace(KERNELS["cpu"], why_unavailable=lambda: "no operator here")
         monkeypatch.setitem(KERNELS, "cpu", broken)
-        assert available("cpu") == ["reference"]
+        assert available("cpu", torch.float32) == ["reference"]
         assert choose_kernel("auto", "cpu", torch.float32).name == "reference"
         with pytest.raises(ValueError, match="'cpu' cannot be used here: no operator here; use reference"):
             choose_kernel("cpu", "cpu", torch.float32)

@@ -106,10 +106,7 @@ def _strides(t: torch.Tensor) -> tuple[int, ...]:
 
 
 def triton_copy_segments(
-    sources: Sequence[torch.Tensor],
-    destination: torch.Tensor,
-    segments: Sequence[CopySegments],
-    add: bool = False,
+    sources: Sequence[torch.Tensor], destination: torch.Tensor, segments: Sequence[CopySegments], add: bool = False
 ) -> None:
     """Implements the contract of `dbsp_kernels.exchange.copy_segments` in one launch for sources of equal strides."""
     _copy([(source, destination, of_source) for source, of_source in zip(sources, segments, strict=True)], add=add)

@@ -313,9 +313,7 @@ def triton_attention(
 ) -> PartialAttention:
     """Computes `dbsp_kernels.block_attention`; tiles and use_tma override the device's defaults.
 
-    Args:
-        short_only: True to skip the first kv_full entries (required), computed elsewhere.
-        key_scale: float32[Ck], block scales if k is int8; see `triton_int8_attention`.
+    `short_only` skips the first kv_full entries of each row; key_scale float32[Ck] are the scales of int8 blocks of k.
     """
     q, scale = inputs.positively_scaled()
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, inputs.k, inputs.v))

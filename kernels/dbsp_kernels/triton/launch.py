@@ -57,12 +57,6 @@ def launch(kernel: Any, grid: tuple[int, ...], first: torch.Tensor, *arguments: 
     """Launches a kernel on the device of its first argument.
 
     Triton itself launches on the current device, which may not be able to access the tensors.
-
-    Args:
-        kernel: A function decorated with `triton.jit`.
-        grid: Number of programs per axis.
-        first: The kernel's first argument; all tensors are on its device.
-        arguments, options: The kernel's other arguments and Triton's options.
     """
     if not first.is_cuda or first.device.index == torch.cuda.current_device():  # CPU: interpreter
         kernel[grid](first, *arguments, **options)

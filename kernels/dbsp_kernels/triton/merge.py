@@ -106,11 +106,7 @@ def triton_merge_parts(
 ) -> None:
     """Writes the cut rows of out [R, Bq, D] and lse [R, Bq], merging their parts and `partial` unless None.
 
-    Args:
-        part: float32[places, Bq, D].
-        part_lse: float32[places, Bq].
-        cuts: See `dbsp_kernels.row_parts.RowParts`.
-        partial: Result to merge with; may be `out` and `lse`.
+    Parts are float32[places, Bq, D] and [places, Bq] as `RowParts` numbers them; `partial` may be `out` and `lse`.
     """
     (_, block_q, head_dim), (running, running_lse) = out.shape, partial or (out, lse)
     tile = min(padded(block_q), max(1, ELEMENTS // padded(head_dim)))

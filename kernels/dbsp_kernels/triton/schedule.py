@@ -34,11 +34,8 @@ def key_kernel(  # type: ignore[no-untyped-def]
     there = row < all_rows
     count_ptr += chunk * rows
     count = tl.load(count_ptr + row % rows, mask=there, other=0)
-    total, before, rank = (
-        tl.zeros([STEP], tl.int32),
-        tl.zeros([STEP, TILE], tl.int32),
-        tl.zeros([STEP, TILE], tl.int32),
-    )
+    total = tl.zeros([STEP], tl.int32)
+    before, rank = tl.zeros([STEP, TILE], tl.int32), tl.zeros([STEP, TILE], tl.int32)
     for first in range(0, all_rows, STEP):
         other = first + tl.arange(0, STEP)
         of_other = tl.load(count_ptr + other % rows, mask=other < all_rows, other=-1)
@@ -75,11 +72,8 @@ def position_kernel(  # type: ignore[no-untyped-def]
     count_ptr += chunk * rows
     key_ptr += chunk * all_rows
     key = tl.load(key_ptr + row, mask=there, other=0)
-    total, before, rank = (
-        tl.zeros([STEP], tl.int32),
-        tl.zeros([STEP, TILE], tl.int32),
-        tl.zeros([STEP, TILE], tl.int32),
-    )
+    total = tl.zeros([STEP], tl.int32)
+    before, rank = tl.zeros([STEP, TILE], tl.int32), tl.zeros([STEP, TILE], tl.int32)
     for first in range(0, all_rows, STEP):
         other = first + tl.arange(0, STEP)
         earlier = _earlier(key_ptr, key, row, other, all_rows)
@@ -122,9 +116,8 @@ def items_kernel(  # type: ignore[no-untyped-def]
     key = tl.load(key_ptr + row, mask=there, other=0)
     total, end, waves = tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32)
     of_cut, all_parts, all_cuts = tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32), tl.zeros([STEP], tl.int32)
-    before, cut_before, cuts = (
-        tl.zeros([STEP, TILE], tl.int32), tl.zeros([STEP, TILE], tl.int32), tl.zeros([STEP, TILE], tl.int32)
-    )  # fmt: skip
+    before, cut_before = tl.zeros([STEP, TILE], tl.int32), tl.zeros([STEP, TILE], tl.int32)
+    cuts = tl.zeros([STEP, TILE], tl.int32)
     for first in range(0, all_rows, STEP):
         other = first + tl.arange(0, STEP)
         inside = other < all_rows

@@ -16,22 +16,16 @@ HOPPER = 90
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tile sizes and schedule of one program.
+    """Tile sizes and schedule of one program."""
 
-    Attributes:
-        queries: Queries of a row per program.
-        keys: Keys per step of its loop; a larger block takes several steps, the last of which may be partial.
-        warps, stages: Triton's num_warps and num_stages (tiles of keys and values in flight).
-        loop: Schedule of full blocks in forward. "plain": products and softmax alternate; "late": weights meet their
-            values one step late; "scale_first": "late", but the output is scaled before the step's first product;
-            "halves": the output as two tiles of half of D.
-    """
-
-    queries: int
-    keys: int
+    queries: int  # of a row, per program
+    keys: int  # per step of its loop; a larger block takes several steps, the last of which may be partial
     warps: int
-    stages: int
+    stages: int  # tiles of keys and values in flight
     loop: Literal["plain", "late", "scale_first", "halves"] = "plain"
+    """Schedule of full blocks in forward. "plain": products and softmax alternate; "late": weights meet their values
+    one step late; "scale_first": "late", but the output is scaled before the step's first product; "halves": the
+    output as two tiles of half of D."""
 
 
 def padded(size: int) -> int:
@@ -100,12 +94,7 @@ ChooseTiles = Callable[[int, int, int, torch.dtype, int], Tiles]
 
 
 def row_slots(q: torch.Tensor, blocks: tuple[int, int], choose: ChooseTiles = tiles_for) -> int | None:
-    """Returns how many rows of blocks (block_q, block_k) q's GPU computes at a time, or None off GPUs.
-
-    Args:
-        q: [..., D].
-        choose: Returns the kernel's tiles.
-    """
+    """Returns how many rows of blocks (block_q, block_k) q's GPU computes at a time, or None off GPUs."""
     return _slots_on(q.device, blocks, q.shape[-1], q.dtype, choose) if q.is_cuda else None
 
 
