@@ -65,8 +65,7 @@ _TIMESTEP_BY_TOKEN = ("wan2.2", "wan2.2_audio"), ("i2v", "s2v", "rs2v")
 def register() -> None:
     """Registers the attention, once; configurations that do not name it are unaffected.
 
-    Raises:
-        UserError: Unsupported version of LightX2V, which logs the error and continues without the attention.
+    Raises UserError for an unsupported LightX2V, which logs the error and continues without the attention.
     """
     if problem := EXPECTED.problem():
         raise UserError(problem)
@@ -98,11 +97,8 @@ class DbspAttention:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Computes attention of q, k, v [this rank's tokens, H, D], including padding on the last rank.
 
-        Args:
-            aux_q, aux_k, aux_v: Replicated text [tokens, H, D], before the other tokens.
-
-        Returns:
-            [this rank's tokens, H · D], and [tokens, H · D] of the text, or None.
+        Replicated text [tokens, H, D], in aux_q, aux_k and aux_v, precedes the other tokens. Returns [this rank's
+        tokens, H · D], and [tokens, H · D] of the text, or None.
         """
         _reject_quantised(quant_scheme)
         context = attention_kwargs or {}
@@ -196,13 +192,7 @@ def _attend_in_pass(shard: QKV, text: QKV | None) -> torch.Tensor:
 
 
 def _begin(
-    owner: Any,
-    layout: EngineLayout,
-    q: torch.Tensor,
-    group: SequenceGroup,
-    scheduler: Any,
-    layers: int,
-    cfg_branch: int,
+    owner: Any, layout: EngineLayout, q: torch.Tensor, group: SequenceGroup, scheduler: Any, layers: int, branch: int
 ) -> EngineSession:
     """Begins a pass of the session stored on `owner`, and returns the session."""
     session: EngineSession | None = vars(owner).get(_SESSION)
@@ -214,13 +204,8 @@ def _begin(
         of_model = Strategy(group.size, 1), q.shape[1], layers, setting
         session = EngineSession(group, *of_model, clock=clock, transformer=_transformer_of(scheduler))
         vars(owner)[_SESSION] = session
-    session.begin(
-        layout,
-        q.device,
-        step=scheduler.step_index,
-        cfg_branch=cfg_branch,
-        steps=getattr(scheduler, "infer_steps", None),
-    )
+    steps = getattr(scheduler, "infer_steps", None)
+    session.begin(layout, q.device, step=scheduler.step_index, cfg_branch=branch, steps=steps)
     return session
 
 

@@ -24,21 +24,14 @@ _Layout = Callable[[Any, Any], EngineLayout]
 
 @dataclass
 class Pass:
-    """A forward pass of one of these models.
-
-    Attributes:
-        cfg_branch: CFG pass within the step.
-        layers: Number of the model's attentions.
-        upcoming: Indices of the attentions that the pass calls, in order.
-        session: The model's session, once the pass has begun.
-    """
+    """A forward pass of one of these models."""
 
     model: Any
     layout: EngineLayout
-    cfg_branch: int
-    layers: int
-    upcoming: Iterator[int]
-    session: EngineSession | None = None
+    cfg_branch: int  # CFG pass within the step
+    layers: int  # number of the model's attentions
+    upcoming: Iterator[int]  # indices of the attentions that the pass calls, in order
+    session: EngineSession | None = None  # the model's, once the pass has begun
 
 
 running: ContextVar[Pass | None] = ContextVar("running", default=None)

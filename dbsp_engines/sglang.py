@@ -100,8 +100,7 @@ def _compute_together(original: Callable[..., bool], model: Any, **options: Any)
 def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Wraps build_pipeline, called once per worker, to make a session for each transformer. Collective.
 
-    Raises:
-        UserError: A transformer is not supported, and SGLang would run it dense; raised on all ranks.
+    Raises UserError on all ranks for an unsupported transformer, which SGLang would run dense.
     """
     from sglang.multimodal_gen.runtime.disaggregation.roles import RoleType
     from sglang.multimodal_gen.runtime.loader.component_loaders.transformer_loader import TransformerLoader
@@ -126,10 +125,7 @@ def _attach_pipeline(original: Callable[..., Any], *args: Any, **options: Any) -
 def attach(module: Any, name: str = "transformer", clock: StepClock | None = None) -> None:
     """Gives a transformer its session. Collective. Raises UserError on all ranks if it is not supported.
 
-    Args:
-        module: The transformer as loaded by SGLang.
-        name: Its name in the pipeline, for settings of "transformer_2".
-        clock: Step clock of all transformers of the pipeline. None: one transformer.
+    `name` is its name in the pipeline, `clock` the step clock of all its transformers. None: one transformer.
     """
     from sglang.multimodal_gen.runtime.distributed.parallel_state import (
         get_ring_parallel_world_size,
@@ -210,9 +206,8 @@ def _set_kernel_of_h3(layer: Any, kernel: DbspImpl) -> None:
     """
     from sglang.multimodal_gen.runtime.platforms import AttentionBackendEnum
 
+    layer._attention_impl, backends = kernel, AttentionBackendEnum
     has_gate = layer.to_gate_compress is not None
-    backends = AttentionBackendEnum
-    layer._attention_impl = kernel
     layer._attention_backend_enum = backends.VIDEO_SPARSE_ATTN_H3 if has_gate else backends.TORCH_SDPA
 
 
@@ -267,9 +262,7 @@ EXPECTED = ExpectedHost(
 def register() -> None:
     """Registers the hooks if $DBSP_CONFIG is set.
 
-    Raises:
-        SystemExit: Unsupported version of SGLang. SGLang only logs other exceptions of plug-ins and would run dense
-            attention.
+    Raises SystemExit for an unsupported SGLang, which only logs other exceptions of plug-ins and would run dense.
     """
     if not os.environ.get(CONFIG_VARIABLE):
         return

@@ -60,8 +60,7 @@ class DbspTransformer:
     ) -> torch.Tensor:
         """Computes attention of [B, this rank's tokens, H, D].
 
-        Args:
-            layout_of: Returns the layout from the request, its grid of video tokens and the number of ranks.
+        `layout_of` returns the layout from the request, its grid of video tokens and the number of ranks.
         """
         from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
 
@@ -190,10 +189,7 @@ def _eager() -> Callable[..., None]:
 
 
 def grid_of(model: Any, request: Any) -> tuple[int, int, int]:
-    """Returns the token grid of a request, from latents [B, C, T, H, W] or an image's packed tokens [B, S, C].
-
-    Raises UserError if the request does not determine it.
-    """
+    """Returns the token grid of a request, from latents [B, C, T, H, W] or an image's packed tokens [B, S, C]."""
     shape: Sequence[int] = getattr(request, "raw_latent_shape", None) or ()
     if len(shape) == 5:
         patch = getattr(model, "arch", model).patch_size
@@ -209,10 +205,7 @@ def grid_of(model: Any, request: Any) -> tuple[int, int, int]:
 
 
 def _text_length(text: torch.Tensor, mask: torch.Tensor | None, meta: dict[str, Any]) -> int:
-    """Returns the number of text tokens [B, slots, H, D] that a mask of text and image keeps.
-
-    Raises UserError if it differs within a batch.
-    """
+    """Returns the number of text tokens [B, slots, H, D] that a mask of text and image keeps."""
     slots = text.shape[1]
     if mask is None:
         return slots
@@ -245,9 +238,6 @@ def layout_of_pass(
         lengths: Slots of all ranks, if they differ; text is then split over ranks.
         padding: Padding slots of split text on the last rank.
         in_parts: True if the transformer may split text over ranks.
-
-    Raises:
-        UserError: The slots do not fit the video and its text.
     """
     # 1. Ranks have equal numbers of tokens, or of frames
     tokens = math.prod(thw)

@@ -35,8 +35,6 @@ from dbsp_diffusers.patching import signature_of
 
 _AGREEING_CACHES = ("none", "tea_cache", "sea_cache", "mag_cache", "cache_dit")
 """Supported `cache_backend`s: decide by all ranks' tokens (tea, sea) or the step (mag), or are polled (cache-dit)."""
-
-
 _numbers = itertools.count()
 _transformers: WeakValueDictionary[int, DbspTransformer] = WeakValueDictionary()
 """Attached transformers by number; compiled graphs hold the number instead of the transformer."""
@@ -129,10 +127,7 @@ def _published(metadata: AttentionMetadata) -> list[int]:
 
 
 def _layout_of(tokens: TokenSequence, text_last: bool, shard: int, world: int) -> EngineLayout:
-    """Returns the layout from a pass's arguments, with text replicated or packed with the image.
-
-    Raises UserError for a packed sequence with padding inside, or of a length that does not fit the ranks.
-    """
+    """Returns the layout from a pass's arguments, with text replicated or packed with the image."""
     if tokens.packed is None:
         return EngineLayout(tokens.thw, text=tokens.text, text_last=text_last)
     length, video = tokens.packed_length or len(tokens.packed), tokens.packed[tokens.text :]
@@ -267,13 +262,8 @@ def attach(
     """Gives the DBSP layers of a transformer one session. Collective if several ranks share the sequence.
 
     Disables vLLM-Omni's exchange in these layers. Attention outside the model's repeated blocks (such as refiners) or
-    outside the sharded sequence gets vLLM-Omni's default backend.
-
-    Args:
-        transformer: The transformer, after sharding by vLLM-Omni.
-        config: Degrees and step cache.
-        clock: Step clock of all transformers of the pipeline.
-        name: Its name in the pipeline, for settings of "transformer_2".
+    outside the sharded sequence gets vLLM-Omni's default backend. `clock` is that of all transformers of the pipeline,
+    where this one is called `name`.
     """
     names = getattr(transformer, "_layerwise_offload_blocks_attrs", None) or [""]
     in_blocks = {module for name in names for module in transformer.get_submodule(name).modules()}

@@ -52,8 +52,7 @@ _undo: dict[tuple[Any, str], Callable[[], None]] = {}
 def register() -> None:
     """Adds backend DBSP, once; models that do not name it are unaffected.
 
-    Only logs a warning for an unsupported vLLM-Omni, because an error would also stop models without DBSP; vLLM-Omni
-    then rejects the name DBSP.
+    Only warns about an unsupported vLLM-Omni, as an error would stop models without DBSP; it rejects the name DBSP.
     """
     if _undo:
         return
