@@ -48,11 +48,7 @@ def is_writer(group: SequenceGroup) -> bool:
 
 
 def make_report(session: AttentionSession, model: str, framework: str) -> RunReport:
-    """Makes the report from the session's observer, on every rank. Collective; call it after a successful run.
-
-    Raises:
-        UserError: Nothing was collected, or a rank does not take part or had other plans.
-    """
+    """Makes the report from the session's observer, on every rank. Collective; call it after a successful run."""
     observer = run_observer(session)
     if observer is None:
         raise UserError("nothing was collected for a report; set `report` to a folder in db-SP's settings")
@@ -100,15 +96,12 @@ def make_report(session: AttentionSession, model: str, framework: str) -> RunRep
 
 
 def write_report_files(
-    report: RunReport, session: AttentionSession, folder: Path, records: Mapping[int, Plan] | None = None
+    report: RunReport, session: AttentionSession, folder: Path, records: Mapping[int, Plan]
 ) -> None:
-    """Writes report.json, report.html, balance.png and a pipeline's final latents, each atomically.
-
-    `records` (plans by layer, default: the session's) are drawn in balance.png, which needs matplotlib.
-    """
+    """Writes report.json, report.html, balance.png of plans by layer (with matplotlib) and a pipeline's latents."""
     folder = user_path(folder)
     with contextlib.suppress(ImportError):  # no picture without matplotlib
-        write_atomically(folder / PICTURE, balance_picture(session.records if records is None else records))
+        write_atomically(folder / PICTURE, balance_picture(records))
     observer = run_observer(session)
     latents = None if observer is None else observer.latents
     if latents is not None:

@@ -38,14 +38,12 @@ def observed_session(
 ) -> AttentionSession:
     """Creates an `AttentionSession` with observers. Collective: if one rank wants a report, all ranks take part.
 
-    Args:
-        check: False: not collective; the caller calls `check_settings` and `observe_run` later.
+    Without `check` it is not collective; the caller calls `check_settings` and `observe_run` later.
     """
     recorder = MaskRecorder.from_environment(config.record, group, layers)
     observers: list[SessionObserver] = [recorder] if recorder.counts_steps else []
-    session = AttentionSession(
-        config, group, strategy, heads, layers, steps, clock or StepClock(), observers, check=check
-    )
+    clock = clock or StepClock()
+    session = AttentionSession(config, group, strategy, heads, layers, steps, clock, observers, check=check)
     if check:
         observe_run([session])
     return session

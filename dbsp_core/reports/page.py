@@ -169,8 +169,7 @@ def balance_picture(records: Mapping[int, Plan]) -> bytes:
 def report_page(report: RunReport, frame: str = "") -> str:
     """Returns the HTML of a report, with tables as text; its script draws heat maps and bars from embedded data.
 
-    Args:
-        frame: The video's first frame as a data URI.
+    `frame` is the video's first frame as a data URI.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -50,12 +50,7 @@ def rank_colour(rank: int) -> str:
 
 
 def heading(figure: Any, title: str, note: str = "") -> None:
-    """Adds a title and a smaller note above a figure, and makes room for both.
-
-    Args:
-        figure: A matplotlib figure with a constrained layout.
-        title, note: Text; line breaks are kept, none are added.
-    """
+    """Adds a title and a smaller note above a figure with a constrained layout, and makes room for both."""
     height = figure.get_figheight()
     lines = title.count("\n") + 1
     top = 0.1 + 0.26 * lines

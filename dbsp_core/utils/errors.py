@@ -32,10 +32,7 @@ def in_number(number: int, noun: str) -> str:
 
 
 class SettingError(UserError):
-    """A wrong or missing setting, or settings that do not fit together.
-
-    `path` has the setting's keys, outermost first, relative to the checked settings.
-    """
+    """A wrong or missing setting, or settings that do not fit together; `path` has its keys, outermost first."""
 
     def __init__(self, message: str, path: tuple[str, ...] = ()) -> None:
         super().__init__(message)

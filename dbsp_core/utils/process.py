@@ -94,10 +94,7 @@ def package_versions() -> dict[str, str]:
 
 
 def version_fingerprints(compare: bool) -> dict[str, int]:
-    """Returns fingerprints of package versions by message, for `agree`; empty unless `compare`.
-
-    Ranks must agree on `compare` first.
-    """
+    """Returns fingerprints of package versions by message, for `agree`; empty unless all ranks `compare`."""
     if not compare:
         return {}
     versions = package_versions()

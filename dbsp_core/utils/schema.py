@@ -24,10 +24,7 @@ def setting_names(cls: type) -> tuple[str, ...]:
 
 
 def build(cls: type, values: Mapping[str, Any], where: str) -> Any:
-    """Returns `cls(**values)` after checking keys and types; `where` is the location for messages, or "".
-
-    Raises SettingError for an unknown or missing key, a value of the wrong type, or one that `cls` rejects.
-    """
+    """Returns `cls(**values)` after checking keys and types; `where` is the location for messages, or ""."""
     settings = checked(cls, values, where)
     needed = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
     if missing := [name for name in needed if name not in settings]:
@@ -68,10 +65,7 @@ def keys_within(cls: type) -> dict[str, str]:
 
 
 def convert(value: Any, hint: Any, name: str, key: str = "") -> Any:
-    """Converts a YAML value to type `hint`. Raises UserError for a value of another type.
-
-    `name` is the setting for messages, `key` its key, for errors within a mapping.
-    """
+    """Converts a YAML value to type `hint`; `name` is the setting for messages, `key` its key within a mapping."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) in options:
         return None
@@ -140,10 +134,7 @@ def require_choice(key: str, value: object, choices: tuple[str, ...], section: s
 
 
 def require_known(key: object, known: Collection[str], where: str, elsewhere: Mapping[str, str] | None = None) -> None:
-    """Raises SettingError for an unknown key, suggesting the nearest known key.
-
-    `where` is the location for the message, or "". `elsewhere` maps keys to their parent key.
-    """
+    """Raises SettingError for an unknown key in `where` (or ""); `elsewhere` maps keys to their parent key."""
     if key not in known:
         hint = did_you_mean(key, known) or f"; known keys: {', '.join(known)}"
         if elsewhere and str(key) in elsewhere:

@@ -60,10 +60,7 @@ def _put(values: Mapping[str, Any], path: Sequence[str], value: Any, location: s
 
 
 def read_settings(path: str | os.PathLike[str], what: str) -> Settings:
-    """Reads the mapping in a YAML file, which may be empty; `what` names it, such as "configuration file".
-
-    Raises UserError with file and line.
-    """
+    """Reads the mapping in a YAML file, which may be empty; `what` names it, such as "configuration file"."""
     path = Path(path)
     require_file(path, what, "give the path of a YAML file")
     try:
@@ -106,10 +103,8 @@ def _parsed(text: str, where: str, with_lines: bool = False) -> tuple[Any, dict[
                 note_locations(value, (*path, str(index)))
         elif isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                inside, location = (
-                    (*path, str(key.value)),
-                    where + (str(key.start_mark.line + 1) if with_lines else ""),
-                )
+                inside = (*path, str(key.value))
+                location = where + (str(key.start_mark.line + 1) if with_lines else "")
                 if inside in locations:
                     twice = f"{in_short(key.value)} is given twice, first in {locations[inside]}"
                     raise UserError(f"{location}: {twice}; give it once")
