@@ -38,9 +38,7 @@ def _teach_para_attn(_: object) -> None:
 def requested(command: Sequence[str], words: int) -> bool:
     """Returns True for `xdit …` or `python -m xfuser.runner …` with a flag of db-SP or `--help`.
 
-    Args:
-        command: The whole command line.
-        words: Number of last words with the program (a script or `-m`'s module) and its arguments.
+    The last `words` of the command line are the program (a script or `-m`'s module) and its arguments.
     """
     program, *arguments = command[len(command) - words :] or [""]
     is_xfuser = program.endswith(("xfuser.runner", "xfuser.cli")) or os.path.basename(program) in ("xdit", "xdit.exe")

@@ -18,18 +18,14 @@ from dbsp_cli.commands.generate import generate_command
 from dbsp_cli.commands.masks import masks_app
 from dbsp_cli.commands.plan import plan_command
 from dbsp_cli.commands.report import report_command
-from dbsp_cli.commands.tiny import tiny_command
+from dbsp_cli.tiny_models import tiny_command
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import ERROR, NOTICE, printable
 
 _INTERRUPTED = 130
 UsageError: Any = typer.BadParameter.__base__  # click's, or the copy that newer typer carries
 
-app = typer.Typer(
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _say_version(asked: bool) -> None:
@@ -56,15 +52,6 @@ app.command("bench", short_help="Measure this machine, for strategy: auto and ke
 app.add_typer(masks_app, name="masks")
 
 
-def _tell_torchrun(line: str) -> None:
-    """Writes an error for torchrun, if it started this process, so that torchrun's report ends with the error."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file:
-        moment = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": moment}}), encoding="utf-8")
-
-
 def main() -> None:
     """Runs the command. A user error prints one line and exits with 2, an interrupt exits with 130."""
     try:
@@ -73,7 +60,10 @@ def main() -> None:
         text = error.format_message() if isinstance(error, UsageError) else str(error)
         line = f"{ERROR}{printable(' '.join(text.split()))}"
         print(line, file=sys.stderr)
-        _tell_torchrun(line)
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # so that torchrun's report ends with the error
+            moment = {"py_callstack": line, "timestamp": str(int(time.time()))}
+            with suppress(OSError):
+                Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": moment}}), "utf-8")
         raise SystemExit(2) from error
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED

@@ -40,7 +40,6 @@ PATH: dict[str, Any] = {"parser": path}
 
 _LINES = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
 """Box with only dashes below the column names."""
-_UNLIMITED = 10_000
 
 
 @dataclass(frozen=True)
@@ -83,17 +82,14 @@ def print_tables(tables: Iterable[TextTable]) -> None:
 
 
 def as_text(table: TextTable, width: int | None = None) -> str:
-    """Formats a table in lines of at most `width`, wrapping cells.
-
-    Escapes control characters, since text may come from files (see `printable`).
-    """
+    """Formats a table in lines of at most `width`, wrapping cells; escapes control characters, as from files."""
     grid = Table(box=_LINES, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     for name in table.columns:
         justify: Any = "left" if name in table.left else "right"
         grid.add_column(Text(printable(name)), justify=justify, overflow="fold")
     for row in table.rows:
         grid.add_row(*(Text(printable(str(cell))) for cell in row))
-    page = Console(file=io.StringIO(), width=width or _UNLIMITED, color_system=None)
+    page = Console(file=io.StringIO(), width=width or 10_000, color_system=None)
     page.print(grid)
     rows = [line.rstrip() for line in page.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     return "\n".join(filter(None, (printable(table.title), *rows, printable(table.caption))))
@@ -102,13 +98,7 @@ def as_text(table: TextTable, width: int | None = None) -> str:
 def require_apart(
     files: Mapping[str, Path], folders: Mapping[str, Path] | None = None, inputs: Mapping[str, Path] | None = None
 ) -> None:
-    """Raises UserError if an output would overwrite another output or an input. Follows links.
-
-    Args:
-        files: Files to write, by option.
-        folders: Folders to write to.
-        inputs: Files to read.
-    """
+    """Raises UserError if an output (file or folder, by option) would overwrite another or an input. Follows links."""
     named = [*files.items(), *(folders or {}).items(), *(inputs or {}).items()]
     paths = [(name, Path(os.path.realpath(path))) for name, path in named]
     for index, (name, path) in enumerate(paths[: len(files) + len(folders or {})]):

@@ -1,4 +1,4 @@
-"""Tiny checkpoints: diffusers pipelines made offline in seconds, for trying things out and for tests.
+"""`dbsp tiny`: diffusers pipelines made offline in seconds, for trying things out and for tests.
 
 With random weights the video is noise, which is enough to test exactness. The trained Wan shows moving shapes; it is
 in db-SP's repository, but not in the package. Needs diffusers, transformers and tokenizers.
@@ -7,32 +7,32 @@ in db-SP's repository, but not in the package. Needs diffusers, transformers and
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from safetensors import SafetensorError
 
+from dbsp_cli.output import PATH
 from dbsp_core.utils.errors import UserError
-from dbsp_core.utils.files import TEMPORARY
+from dbsp_core.utils.files import TEMPORARY, require_path
+from dbsp_kernels.errors import install_command
 
 _WEIGHTS = Path("scripts", "training", "weights")
 _TEXT_ENCODER = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
 
 
 def make_tiny(model: str, folder: Path) -> Path:
-    """Writes a tiny pipeline in float32 to `folder` atomically, and returns the folder.
+    """Writes a tiny pipeline of MAKERS in float32 to `folder` atomically, and returns the folder.
 
-    Args:
-        model: A key of MAKERS.
-
-    Raises:
-        UserError: The model is unknown, its weights are missing, or the folder has other content.
+    Raises UserError if the model is unknown, its weights are missing, or the folder has other content.
     """
     if model not in MAKERS:
         raise UserError(f"unknown tiny model {model!r}; use one of {', '.join(MAKERS)}")
@@ -55,11 +55,7 @@ def make_tiny(model: str, folder: Path) -> Path:
 
 
 def trained_weights() -> Path:
-    """Returns the folder of the trained Wan (half precision) in db-SP's checkout or below the current folder.
-
-    Raises:
-        UserError: Neither has it.
-    """
+    """Returns the folder of the trained Wan (half precision) in db-SP's checkout or below the current folder."""
     for checkout in (Path(__file__).resolve().parents[1], Path.cwd()):
         if (checkout / _WEIGHTS / "model_index.json").is_file():
             return checkout / _WEIGHTS
@@ -188,3 +184,17 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "cogvideox": _cogvideox,
 }
 """Makers of the models of `dbsp_core.models.table.TINY_MODELS`."""
+
+
+def tiny_command(
+    model: Annotated[str, typer.Argument(help=f"Architecture: {', '.join(MAKERS)}.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to write; replaces a tiny checkpoint there.", **PATH)],
+) -> None:
+    """Make a tiny checkpoint with random or trained weights, for trying things out offline."""
+    require_path(folder, "FOLDER")
+    try:
+        silence_libraries()
+        make_tiny(model, folder)
+    except ImportError as error:
+        raise UserError(f"{error.name} is needed to make checkpoints; {install_command('diffusers')}") from error
+    print(f"wrote a tiny {model} checkpoint to {folder}", file=sys.stderr)

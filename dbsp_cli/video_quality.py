@@ -16,21 +16,15 @@ from dbsp_kernels.errors import install_command
 
 VIDEO, LATENTS = "video.mp4", "latents.safetensors"
 """The files in a report's folder to compare."""
-_WINDOW = 11
-"""Size of SSIM's Gaussian window in pixels (Wang et al., 2004, §III.B)."""
 
 
 def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
-    """Compares the videos of two report folders, which have one mp4 each.
+    """Compares the videos of two report folders, which must have one mp4 each, of equal size and number of frames.
 
-    Returns:
-        psnr: In dB over all frames, infinite for equal videos.
-        ssim: Mean over frames.
-
-    Raises:
-        UserError: A folder has no video or several, a video cannot be read, or frame sizes or counts differ.
+    Returns "psnr" in dB over all frames, infinite for equal videos, and "ssim", the mean over frames.
     """
     try:
+        import imageio.v3  # noqa: F401  read by _frames
         from skimage.metrics import structural_similarity
     except ImportError as error:
         raise UserError(f"{error.name} is needed to compare videos; {install_command('diffusers')}") from error
@@ -41,7 +35,7 @@ def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
         if frame.shape != other.shape:
             sizes = " and ".join(f"{image.shape[1]}×{image.shape[0]}" for image in (frame, other))
             raise UserError(f"the videos have different frame sizes, {sizes}")
-        if min(frame.shape[:2]) < _WINDOW:
+        if min(frame.shape[:2]) < 11:  # SSIM's Gaussian window in pixels (Wang et al., 2004, §III.B)
             raise UserError(f"frames of {frame.shape[1]}×{frame.shape[0]} are smaller than SSIM's window of 11×11")
         squared_error += float(((frame - other) ** 2).sum())
         values += frame.size
@@ -51,14 +45,7 @@ def compare_videos(a: Path, b: Path) -> dict[str, float | None]:
 
 
 def compare_latents(a: Path, b: Path) -> dict[str, float | None]:
-    """Compares the final latents of two report folders.
-
-    Returns:
-        latents_psnr: In dB, relative to the value range in folder a.
-
-    Raises:
-        UserError: A folder has no latents, they cannot be read, or shapes differ.
-    """
+    """Compares the final latents of two report folders: "latents_psnr" in dB, relative to the value range in a."""
     both = []
     for folder in (a, b):
         try:
@@ -74,10 +61,8 @@ def compare_latents(a: Path, b: Path) -> dict[str, float | None]:
 
 def _frames(folder: Path) -> Iterator[np.ndarray]:
     """Yields frames, float64[H, W, 3] in [0, 1]. Raises UserError unless exactly one mp4 can be read."""
-    try:
-        import imageio.v3 as imageio
-    except ImportError as error:
-        raise UserError(f"{error.name} is needed to compare videos; {install_command('diffusers')}") from error
+    import imageio.v3 as imageio
+
     videos = list(folder.glob("*.mp4"))
     if len(videos) != 1:
         raise UserError(f"{folder} has {len(videos) or 'no'} videos, expected one; put exactly one mp4 there")

@@ -102,9 +102,12 @@ def bench_command(
     out = out or measured_file(device.type)
     require_file_path(out, "--out")
     with nullcontext() if rank_info is None else process_group(device):
-        # 1. Times, and the constants that are fitted to them
+        # 1. Times, and the constants that are fitted to them; the others are those of a shipped machine like this one
         work = Workload.of_model(identity, find_model_spec(model) or published_model(identity), device)
-        measured = measure(work, _shipped_like(device))
+        shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
+        usual = load_hardware("h100" if device.type == "cuda" else "cpu-demo")
+        others = next((machine for machine in shipped if machine.device == device_class(device)), usual)
+        measured = measure(work, others)
     # 2. Write the constants file
     hardware = measured.hardware(out.stem, work)
     record = {
@@ -134,18 +137,11 @@ def bench_command(
     if device.type == "cpu":
         work.say(ON_CPU)
     if work.group.size == 1:
-        work.say(f"one rank exchanges nothing, so exchange rates are those of {measured.others.name}, not measured")
+        work.say(f"one rank exchanges nothing, so exchange rates are those of {others.name}, not measured")
     worst = max(abs(run["predicted_s"] / run["seconds"] - 1) for run in measured.attentions)
     if worst > _WRONG:
         work.say(f"predicted times are off by up to {worst:.0%}, perhaps because other programs ran; measure again")
     print(f"wrote {out}", file=sys.stderr)
-
-
-def _shipped_like(device: torch.device) -> Hardware:
-    """Returns the shipped machine with this device, else of an H100 or a CPU."""
-    shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
-    usual = load_hardware("h100" if device.type == "cuda" else "cpu-demo")
-    return next((machine for machine in shipped if machine.device == device_class(device)), usual)
 
 
 @dataclass(frozen=True)
@@ -522,17 +518,10 @@ def _measure_attentions(work: Workload, measured: Measured) -> None:
 
 
 def fit(columns: np.ndarray, seconds: np.ndarray, explained: np.ndarray | float = 0.0) -> tuple[list[float], float]:
-    """Fits one coefficient ≥ 0 per column, minimizing the sum of squared relative errors.
+    """Fits one coefficient ≥ 0 per column of float64[samples, n], minimizing the sum of squared relative errors.
 
-    Tries every set of nonzero coefficients, which is exact; there are few.
-
-    Args:
-        columns: float64[samples, n], samples ≥ n.
-        seconds: float64[samples] > 0.
-        explained: float64[samples], seconds already explained.
-
-    Returns:
-        The coefficients, and the largest relative error.
+    Tries every set of nonzero coefficients, which is exact; there are few. Returns the coefficients, and the largest
+    relative error of what they and the seconds already `explained` predict.
     """
     relative, target = columns / seconds[:, None], 1 - explained / seconds
     norms = np.maximum(np.linalg.norm(relative, axis=0), np.finfo(float).tiny)

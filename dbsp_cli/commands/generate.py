@@ -74,7 +74,10 @@ def generate_command(
         for line in generation.warnings:
             print(f"{NOTICE}{line}", file=sys.stderr)
     if dry_run:
-        _say_what_would_be_made(generation, rank_info)
+        print(f"# {rank_info.world} rank{'s' if rank_info.world > 1 else ''} would make, with these settings:")
+        for output in generation.left:
+            print(f"# {output.path}: seed {output.seed}, {output.prompt!r}")
+        print(yaml.safe_dump(generation.effective, allow_unicode=True, sort_keys=False), end="")
     elif all_is_there:
         _say_what_was_made(generation, {}, 0.0)
     else:
@@ -93,13 +96,6 @@ def _make(generation: Generation, rank_info: RankInfo) -> None:
         _say_what_was_made(generation, reports, time.perf_counter() - start, on)
     if generation.report is not None and rank_info.rank == 0 and not all(reports.values()):
         raise typer.Exit(_NO_REPORT)
-
-
-def _say_what_would_be_made(generation: Generation, rank_info: RankInfo) -> None:
-    print(f"# {rank_info.world} rank{'s' if rank_info.world > 1 else ''} would make, with these settings:")
-    for output in generation.left:
-        print(f"# {output.path}: seed {output.seed}, {output.prompt!r}")
-    print(yaml.safe_dump(generation.effective, allow_unicode=True, sort_keys=False), end="")
 
 
 def _say_what_was_made(

@@ -21,15 +21,7 @@ from dbsp_cli.mask_tools.convert import (
 )
 from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_cli.mask_tools.info import MaskSeries, examine_masks, mask_picture
-from dbsp_cli.output import (
-    MOST_GPUS,
-    PATH,
-    JsonFlag,
-    TextTable,
-    print_json,
-    print_tables,
-    require_apart,
-)
+from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables, require_apart
 from dbsp_core.config import DbspConfig
 from dbsp_core.masks.mask_writer import MaskLayout
 from dbsp_core.utils.errors import UserError
@@ -80,9 +72,9 @@ def fit(
     """Fit low-rank projections of queries and keys for mask source lowrank."""
     require_file_path(out, "OUT")
     require_apart({"OUT": out}, inputs={str(recording): recording for recording in recordings})
-    summary = fit_recording(recordings, out, rank)
-    rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in summary.kept.items()]
-    title = f"{summary.heads} heads of size {summary.head_dim} at rank {summary.rank}: fraction of E[(q·k)²] kept"
+    heads, head_dim, kept = fit_recording(recordings, out, rank)
+    rows: list[tuple[str, ...]] = [(str(layer), f"{share:.3f}") for layer, share in kept.items()]
+    title = f"{heads} heads of size {head_dim} at rank {rank}: fraction of E[(q·k)²] kept"
     print_tables([TextTable(title, ("layer", "kept, mean over heads"), rows)])
     print(f"wrote {out}", file=sys.stderr)
 

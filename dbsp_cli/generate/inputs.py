@@ -33,11 +33,7 @@ _ADVICE = "give a file, a folder or a repository of LoRA weights"
 
 
 def fitted(path: Path, video: GenerateSettings) -> Any:
-    """Reads an image, scales it to the video's size and crops both sides if the aspect ratio differs.
-
-    Raises:
-        UserError: The file is not an 8-bit image, is transparent, or would lose more than half of its area.
-    """
+    """Reads an 8-bit image, scales it to the video's size and crops both sides if the aspect ratio differs."""
     from PIL import Image, ImageOps
 
     advice = "name a file such as a PNG or JPEG"
@@ -59,12 +55,7 @@ def fitted(path: Path, video: GenerateSettings) -> Any:
 
 
 def source_frames(path: Path, video: GenerateSettings, identity: ModelSignature) -> tuple[Any, ...]:
-    """Reads the source video's frames nearest in time to the new video's frames, in the new video's size.
-
-    Raises:
-        UserError: The model does not start from a video, or the file has too few frames, or frames that would lose
-            more than half of their area.
-    """
+    """Reads the source video's frames nearest in time to the new video's frames, in the new video's size."""
     import imageio_ffmpeg
     from PIL import Image
 
@@ -115,16 +106,11 @@ def _cut_to_size(image: Any, shown: str, video: GenerateSettings) -> Any:
 
 @dataclass(frozen=True)
 class Lora:
-    """LoRA weights for one transformer.
+    """LoRA weights for one transformer."""
 
-    Attributes:
-        source: File, folder or repository.
-        target: Name of the transformer in the pipeline; None if the pipeline has only one.
-    """
-
-    source: str
+    source: str  # file, folder or repository
     weight: float = 1.0
-    target: str | None = None
+    target: str | None = None  # name of the transformer in the pipeline; None if it has only one
 
     @classmethod
     def parse(cls, text: str) -> Lora:
@@ -197,11 +183,9 @@ class Features:
 
 
 def require_fitting(loras: Sequence[Lora], model: str, identity: ModelSignature) -> None:
-    """Raises UserError if LoRA weights are missing, cannot be read, or do not fit the model's transformers.
+    """Raises UserError if LoRA weights (with `target`) are missing, unreadable or do not fit the model's transformers.
 
-    Args:
-        loras: LoRA weights with `target` filled in.
-        model: Folder, repository or name of a tiny checkpoint.
+    `model` is a folder, repository or name of a tiny checkpoint.
     """
     for lora in loras:
         # 1. The weights, as diffusers reads them: file, folder or repository

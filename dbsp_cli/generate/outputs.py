@@ -41,12 +41,7 @@ def prompts_of(option: str | None) -> tuple[str, ...]:
 
 
 def outputs_of(pattern: str, prompts: Sequence[str], first_seed: int, videos: int) -> tuple[Output, ...]:
-    """Returns one video for every prompt and seed, each with a different file.
-
-    Args:
-        pattern: File to write, with the fields {index} and {seed}.
-        videos: Number of videos per prompt.
-    """
+    """Returns `videos` of every prompt, each with a different file: `pattern` with the fields {index} and {seed}."""
     count = len(prompts) * videos
     if not 0 < videos <= _MOST_VIDEOS or count > _MOST_VIDEOS:
         raise UserError(f"--videos {videos} is out of range; use at least 1 a prompt, {_MOST_VIDEOS:,} in all at most")

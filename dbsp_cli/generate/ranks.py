@@ -52,12 +52,7 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RankInfo | None:
-        """Reads the variables of a launcher, or returns None if they name fewer than two ranks.
-
-        Raises:
-            UserError: A variable is missing or not a number, MASTER_ADDR is missing with several nodes, or
-                MASTER_PORT is not a port.
-        """
+        """Reads the variables of a launcher, or returns None if they name fewer than two ranks."""
         incomplete = None
         for *names, per_node, nodes in _LAUNCHERS:
             rank, world, local = (environment_number(name, environment) for name in names)
@@ -104,11 +99,7 @@ class RankInfo:
 
 
 def processes_here(requested: int | None) -> int:
-    """Returns how many ranks to start: `requested`, or one for each GPU, or one without GPUs.
-
-    Raises:
-        UserError: `requested` exceeds the number of GPUs.
-    """
+    """Returns how many ranks to start: `requested` (at most one for each GPU), or one for each GPU, or one."""
     gpus = torch.cuda.device_count()
     count = max(1, gpus) if requested is None else requested
     if 0 < gpus < count:

@@ -46,14 +46,7 @@ from dbsp_core.sources import MaskRequest
 from dbsp_core.utils.errors import SettingError, UserError, blame_setting, did_you_mean, require_value
 from dbsp_core.utils.files import expand_path, require_file_path
 from dbsp_core.utils.process import RECORD
-from dbsp_core.utils.yaml_file import (
-    Settings,
-    find_config,
-    parse_value,
-    read_settings,
-    shipped_configs,
-    shown_config,
-)
+from dbsp_core.utils.yaml_file import Settings, find_config, parse_value, read_settings, shipped_configs, shown_config
 from dbsp_kernels import KernelRequirements, choose_kernel
 from dbsp_kernels.errors import install_command, page
 from dbsp_kernels.kernel import supports
@@ -88,24 +81,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Generation:
-    """Videos to make, with all settings resolved.
-
-    Attributes:
-        config: The settings, with the model's defaults for the video filled in.
-        settings: The settings as the user gave them, with the location of each.
-        model: Repository or folder that ranks load, or the name of a tiny checkpoint, which ranks create first.
-        frames: The first and last frame, or the frames of the source video, in the new video's size.
-        report: Folder for reports; with several videos, each has a subfolder named after its file.
-    """
+    """Videos to make, with all settings resolved."""
 
     request: GenerationRequest
-    config: DbspConfig
-    settings: Settings
-    model: str
+    config: DbspConfig  # with the model's defaults for the video filled in
+    settings: Settings  # as the user gave them, with the location of each
+    model: str  # repository or folder that ranks load, or the name of a tiny checkpoint, which ranks create first
     identity: ModelSignature
-    frames: tuple[Any, ...]
+    frames: tuple[Any, ...]  # the first and last frame, or those of the source video, in the new video's size
     outputs: tuple[Output, ...]
-    report: Path | None
+    report: Path | None  # folder for reports; with several videos, each has a subfolder named after its file
     warnings: tuple[str, ...] = ()
 
     @property
@@ -148,13 +133,18 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
     video = _video(config, model, identity, settings)
     # 2. Check the inputs against the model and this machine
     loaded = _require_loadable(request, config, model, identity, video, settings)
-    if request.video is None:
-        frames = _images(video, settings)
-    else:
-        frames = source_frames(request.video, video, identity)
+    frames = () if request.video is None else source_frames(request.video, video, identity)
+    for name in ("image", "last_image") if request.video is None else ():
+        if (path := getattr(video, name)) is not None:
+            with settings.located(), blame_setting("generate"), blame_setting(name):
+                frames += (fitted(Path(path), video),)
     if video.prompt is None:
         raise UserError("there is no prompt; give one with --prompt, or as generate.prompt in the configuration")
-    strategy = config.strategy or _default_strategy(rank_info, config)
+    strategy = config.strategy
+    if strategy is None:  # heads within a node; blocks between nodes with equally many ranks, if the kernel can
+        equal = rank_info.world % rank_info.nodes == 0
+        ring = rank_info.nodes if equal and supports(config.kernel, KernelRequirements(lse=True)) else 1
+        strategy = Strategy(rank_info.world // ring, ring)
     if isinstance(strategy, Strategy):
         strategy.require_world(rank_info.world)
     # 3. Files to write; rank 0 writes them
@@ -278,16 +268,6 @@ def _require_fitting_masks(config: DbspConfig, signature: ModelSignature, video:
             choose_kernel(sub_config.kernel, "cuda" if torch.cuda.is_available() else "cpu", video.torch_dtype, needs)
 
 
-def _images(video: GenerateSettings, settings: Settings) -> tuple[Any, ...]:
-    """Returns the images that a video is made from."""
-    images = []
-    for name in ("image", "last_image"):
-        if (path := getattr(video, name)) is not None:
-            with settings.located(), blame_setting("generate"), blame_setting(name):
-                images.append(fitted(Path(path), video))
-    return tuple(images)
-
-
 def _settings(request: GenerationRequest, prompts: Sequence[str]) -> Settings:
     if request.config is None and request.model is None:
         names = ", ".join(GENERATED)
@@ -386,10 +366,3 @@ def _model(request: GenerationRequest, config: DbspConfig, settings: Settings) -
             f"that folder as --model, with --config {spec.name}-{spec.mask}"
         )
     return model, identity
-
-
-def _default_strategy(rank_info: RankInfo, config: DbspConfig) -> Strategy:
-    """Splits heads within a node, and blocks between nodes if they have equally many ranks and the kernel can."""
-    equal = rank_info.world % rank_info.nodes == 0
-    ring = rank_info.nodes if equal and supports(config.kernel, KernelRequirements(lse=True)) else 1
-    return Strategy(rank_info.world // ring, ring)

@@ -33,21 +33,12 @@ from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.files import TEMPORARY, write_atomically
 from dbsp_core.utils.process import log
 
-_FRAME = 480
-"""Longer side of a report's picture, in pixels."""
-
 
 def make_videos(generation: Generation) -> dict[Output, RunReport | None]:
     """Makes the videos. Collective over the ranks named by the environment; rank 0 writes the files.
 
-    Each file appears when its video is complete; an older file stays until then, and after a failure.
-
-    Returns:
-        On rank 0 each new video's report, None if the report failed; empty on other ranks.
-
-    Raises:
-        UserError: The checkpoint is incomplete.
-        OSError: A video could not be written.
+    Each file appears when its video is complete; an older file stays until then, and after a failure. Rank 0 returns
+    each new video's report, None if the report failed; the others return nothing.
     """
     from dbsp_diffusers.checkpoint import require_checkpoint
     from dbsp_diffusers.rank_program import process_group, use_local_device  # here: it takes seconds to import
@@ -101,7 +92,10 @@ def _make_videos(
         compiled = _compile_seconds(features)
         result = pipe(prompt=output.prompt, generator=torch.Generator(device).manual_seed(output.seed), **of_pipeline)
         if dist.get_rank() == 0:
-            _write(result.frames[0], output.path, settings.fps or 16, sound=_sound(pipe, result))
+            sound = getattr(result, "audio", None)  # [channels, samples] of each video
+            if sound is not None:
+                sound = sound[0].float().cpu(), pipe.vocoder.config.output_sampling_rate
+            _write(result.frames[0], output.path, settings.fps or 16, sound)
             report = None if observer is None else observer.report
             if report is not None:
                 report = replace(report, quantized=counts, compile_s=_compile_seconds(features) - compiled)
@@ -115,10 +109,7 @@ def _make_videos(
 
 
 def quantized_weights(transformers: Mapping[str, torch.nn.Module]) -> dict[str, tuple[int, int, int]]:
-    """Returns each transformer's number of quantized linear layers, and bytes of their weights before and after.
-
-    Omits transformers without quantized layers.
-    """
+    """Returns the number of quantized linear layers of each transformer that has some, and bytes before and after."""
     counts = {}
     for name, transformer in transformers.items():
         sizes = []
@@ -152,24 +143,14 @@ def _first_frame(pictures: Any) -> str:
     frame = pictures[0].copy()
     if not isinstance(frame, Image.Image):  # float[H, W, 3]
         frame = Image.fromarray((np.asarray(frame) * 255).round().astype(np.uint8))
-    frame.thumbnail((_FRAME, _FRAME))
+    frame.thumbnail((480, 480))
     file = BytesIO()
     frame.save(file, "JPEG")
     return f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
 
 
-def _sound(pipe: Any, result: Any) -> tuple[torch.Tensor, int] | None:
-    """Returns the sound of a pipeline's first video, float32[channels, samples], and its sampling rate in Hz."""
-    sound = getattr(result, "audio", None)
-    return None if sound is None else (sound[0].float().cpu(), pipe.vocoder.config.output_sampling_rate)
-
-
 def _write(pictures: Any, path: Path, fps: int, sound: tuple[torch.Tensor, int] | None = None) -> None:
-    """Writes an mp4 to a temporary folder next to `path`, then moves it there; keeps it if the move fails.
-
-    Raises:
-        OSError: ffmpeg did not finish the file, or something else took the path.
-    """
+    """Writes an mp4 to a temporary folder next to `path`, then moves it there; keeps it if the move fails."""
     from diffusers.utils import encode_video, export_to_video
 
     path = Path(os.path.realpath(path))
@@ -231,9 +212,8 @@ def load_pipeline(
         options["quantization_config"] = _quantization(features.quantize, identity)
     if from_video:
         options["cls"] = str(kind.from_video)
-    pipe = load_stock_pipeline(
-        model, identity, from_image=settings.image is not None, flow_shift=settings.flow_shift, **options
-    )
+    from_image = settings.image is not None
+    pipe = load_stock_pipeline(model, identity, from_image=from_image, flow_shift=settings.flow_shift, **options)
     if "guider" in pipe.components:  # guidance that is not an argument of the call
         pipe.guider = pipe.guider.new(guidance_scale=max(1.0, settings.guidance_scale or 1.0))
     # 2. LoRA weights
@@ -277,11 +257,7 @@ def speed_up(transformers: Mapping[str, torch.nn.Module], features: Features) ->
 
 
 def arguments_of(pipe: Any, settings: GenerateSettings, frames: Sequence[Any], *, from_video: bool) -> dict[str, Any]:
-    """Returns the arguments of a pipeline's call except the prompt and the generator.
-
-    Args:
-        frames: The first and last frame, or the frames of the source video, in the new video's size.
-    """
+    """Returns the arguments of a pipeline's call except the prompt and the generator."""
     from PIL import Image
 
     parameters = inspect.signature(type(pipe).__call__).parameters

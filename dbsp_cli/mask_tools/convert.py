@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,14 +35,10 @@ _COUNTS = ("counts", "count", "valid_block_num")
 
 
 def lut_bits(lut: torch.Tensor, counts: torch.Tensor | None, encoding: str, nk: int) -> torch.Tensor:
-    """Converts integer lists of key blocks [H, nq, width] to bool[H, nq, nk].
+    """Converts integer lists of key blocks [H, nq, width] with counts int[H, nq] of valid ones to bool[H, nq, nk].
 
-    Args:
-        counts: int[H, nq], number of valid entries per row. None: all entries with 0 ≤ block < nk are valid, which
-            handles padding with −1, nk or (delta) zeros; only an empty row of zeros looks like block 0.
-
-    Raises:
-        UserError: A valid entry or count is out of range, or lists are not integers.
+    Without counts, all entries with 0 ≤ block < nk are valid, which handles padding with −1, nk or (delta) zeros; only
+    an empty row of zeros looks like block 0.
     """
     if lut.dtype.is_floating_point or lut.dtype == torch.bool:
         raise UserError(f"lists of blocks must be integers, got {lut.dtype}")
@@ -83,23 +78,10 @@ def parse_thw(text: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """Options for reading a file. Raises UserError for contradicting options.
+    """Options for reading a file. Raises UserError for contradicting options."""
 
-    Attributes:
-        key: Name of the tensor of masks. None: a usual name, or the only tensor.
-        tokens: Text and video tokens; not needed with `thw`.
-        orders: A token order, a comma-separated list with one per head, or a file with indices [L, H] or [H] into
-            PARO_ORDERS, like 'permute' in PAROAttention's permute plans.
-        groups: Step groups, such as "5-9,10-24,25-49".
-        steps: Denoising steps, divided equally over the file's groups, as in PAROAttention.
-        lut: "absolute" or "delta" if the tensor lists each row's key blocks.
-        counts: Name of the tensor with the lengths of these lists.
-        joined_text: True if blocks continue from text into video; None: whichever fits.
-        tail_dense: True to make the last row and column dense, as PAROAttention does; None: only for its sparse plans.
-    """
-
-    key: str | None = None
-    tokens: int | None = None
+    key: str | None = None  # name of the tensor of masks. None: a usual name, or the only tensor
+    tokens: int | None = None  # text and video tokens; not needed with `thw`
     thw: tuple[int, int, int] | None = field(
         default=None, metadata={"read": lambda value, _: None if value is None else parse_thw(str(value))}
     )
@@ -107,12 +89,14 @@ class ConvertOptions:
     block_q: int = 64
     block_k: int = 64
     orders: str | None = None
-    groups: str | None = None
-    steps: int | None = None
-    lut: str | None = None
-    counts: str | None = None
-    joined_text: bool | None = None
-    tail_dense: bool | None = None
+    """A token order, a comma-separated list with one per head, or a file with indices [L, H] or [H] into PARO_ORDERS,
+    like 'permute' in PAROAttention's permute plans."""
+    groups: str | None = None  # step groups, such as "5-9,10-24,25-49"
+    steps: int | None = None  # denoising steps, divided equally over the file's groups, as in PAROAttention
+    lut: str | None = None  # "absolute" or "delta" if the tensor lists each row's key blocks
+    counts: str | None = None  # name of the tensor with the lengths of these lists
+    joined_text: bool | None = None  # True if blocks continue from text into video; None: whichever fits
+    tail_dense: bool | None = None  # True: last row and column dense, as in PAROAttention; None: in its sparse plans
 
     def __post_init__(self) -> None:
         if self.tokens is None and self.thw is None:
@@ -132,16 +116,10 @@ class ConvertOptions:
         return BlockGrid(tokens, self.text_tokens, self.block_q, self.block_k, self.thw)
 
 
-def convert_masks(
-    source: str | os.PathLike[str], target: str | os.PathLike[str], options: ConvertOptions
-) -> MaskLayout:
-    """Writes a mask file from masks in any form listed in docs/mask-files.md.
+def convert_masks(source: Path, target: Path, options: ConvertOptions) -> MaskLayout:
+    """Writes a mask file from masks in any form listed in docs/mask-files.md, and returns its layout.
 
-    Returns:
-        The layout of the mask file.
-
-    Raises:
-        UserError: Something does not fit; the message names an option.
+    Raises UserError if something does not fit; the message names an option.
     """
     try:
         MaskFile(source)
@@ -151,7 +129,10 @@ def convert_masks(
         raise UserError(f"{source} is already a mask file; use it directly")  # converting would lose metadata
     # 1. Masks [H, nq, nk], or lists of key blocks [H, nq, width] and their lengths [H, nq]
     tensors, grid = read_tensors(source), options.grid
-    counts = _counts(tensors, options, source) if options.lut else None
+    lengths_name = options.counts or next((name for name in _COUNTS if name in tensors), None)
+    if options.lut and lengths_name is not None and lengths_name not in tensors:
+        raise UserError(f"{source} has no tensor {lengths_name!r}; counts can be one of {', '.join(tensors)}")
+    counts = tensors[lengths_name] if options.lut and lengths_name is not None else None
     stored, shape, name = _masks({key: t for key, t in tensors.items() if t is not counts}, options, source)
     if counts is not None and counts.shape != shape[:-1]:
         raise UserError(
@@ -180,15 +161,10 @@ def convert_masks(
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """Selects the pass of a recording to convert.
+    """Selects the pass of a recording to convert."""
 
-    Attributes:
-        step: The denoising step; not needed if only one was recorded.
-        branch: The CFG pass of the step.
-    """
-
-    step: int | None = None
-    branch: int = 0
+    step: int | None = None  # not needed if only one was recorded
+    branch: int = 0  # the CFG pass of the step
 
 
 CONVERT_KEYS = (
@@ -212,15 +188,9 @@ def read_options(words: Iterable[str], kind: type[Options]) -> Options:
     return options
 
 
-def convert_recording(
-    folder: str | os.PathLike[str], target: str | os.PathLike[str], options: RecordingOptions | None = None
-) -> MaskLayout:
-    """Writes the masks of all layers of one recorded forward pass as a mask file.
-
-    Raises:
-        UserError: The pass was not recorded in all layers, or its layers differ in grid.
-    """
-    recording, options = Recording.read(folder), options or RecordingOptions()
+def convert_recording(folder: Path, target: Path, options: RecordingOptions) -> MaskLayout:
+    """Writes a recorded forward pass as a mask file. Raises UserError if layers are missing or differ in grid."""
+    recording = Recording.read(folder)
     steps = sorted({moment.step for moment in recording.passes})
     if options.step is None and len(steps) != 1:
         raise UserError(f"{folder} has steps {steps}; choose one with step=N")
@@ -235,14 +205,6 @@ def convert_recording(
     masks = (recording.mask(i, moment).bits for i in range(recording.layers))
     write_atomically(target, mask_file_bytes(layout, masks))
     return layout
-
-
-def _counts(tensors: Mapping[str, torch.Tensor], options: ConvertOptions, source: object) -> torch.Tensor | None:
-    """Returns the lengths of lists of key blocks, by name or a usual name, or None."""
-    name = options.counts or next((name for name in _COUNTS if name in tensors), None)
-    if name is not None and name not in tensors:
-        raise UserError(f"{source} has no tensor {name!r}; counts can be one of {', '.join(tensors)}")
-    return None if name is None else tensors[name]
 
 
 def _masks(

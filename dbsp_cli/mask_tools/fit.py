@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,16 +16,6 @@ from dbsp_core.utils.files import write_atomically
 RECORD = "record one with: xdit … --sp-config 'record_qk:path=FOLDER', or mask: {source: record_qk, path: FOLDER}"
 
 
-@dataclass(frozen=True)
-class FitSummary:
-    """Sizes of a fit, and `kept`: fraction of E[(q·k)²] kept by layer, mean over heads."""
-
-    heads: int
-    head_dim: int
-    rank: int
-    kept: dict[int, float]
-
-
 def fit_projections(
     query: torch.Tensor, key: torch.Tensor, rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,12 +24,8 @@ def fit_projections(
     E[(qᵀ(I − M)k)²] = ‖Cq^½ (I − M) Ck^½‖², so the best M of a rank is Cq^−½ times the truncated SVD of Cq^½ Ck^½
     times Ck^−½ (Eckart, Young, 1936).
 
-    Args:
-        query: [H, D, D], second moments C = E[x xᵀ] of queries.
-        key: [H, D, D], second moments of keys.
-
-    Returns:
-        A and B, float32[H, D, rank], and the fraction of E[(q·k)²] kept, float64[H].
+    `query` and `key` [H, D, D] are their second moments C = E[x xᵀ]. Returns A and B, float32[H, D, rank], and the
+    fraction of E[(q·k)²] kept, float64[H].
     """
     (root_q, inverse_q), (root_k, inverse_k) = _roots(query), _roots(key)
     u, s, vt = torch.linalg.svd(root_q @ root_k)
@@ -59,11 +44,10 @@ def _roots(moments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scaled[0], scaled[1]
 
 
-def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummary:
+def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> tuple[int, int, dict[int, float]]:
     """Fits all layers and heads of recordings (folders or files of `record_qk`), and writes a file.
 
-    Raises:
-        UserError: There is no recording, recordings are of different models, or the rank is out of range.
+    Returns the numbers of heads and channels, and the fraction of E[(q·k)²] kept by layer, mean over heads.
     """
     sums, weights, layers = _sum_of(recordings)
     numbers = sorted({int(name.partition(".")[2]) for name in sums})
@@ -78,7 +62,7 @@ def fit_recording(recordings: Iterable[Path], out: Path, rank: int) -> FitSummar
         tensors |= {f"query.{layer}": query.contiguous(), f"key.{layer}": key.contiguous()}
         kept[layer] = float(share.mean())
     write_atomically(out, save(tensors, {"layers": layers} if layers else None))
-    return FitSummary(heads, head_dim, rank, kept)
+    return heads, head_dim, kept
 
 
 def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[str, int], str]:

@@ -28,9 +28,6 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Returns every dense tensor in a file by name: "" for a single tensor, "a/b" in nested mappings, "a/0" in lists.
 
     Nothing is unpickled. Files are memory-mapped if their format allows it.
-
-    Raises:
-        UserError: The file type is unknown, the file is damaged, or it has no readable tensors.
     """
     path = user_path(path)
     require_file(path, "file", "give the path of a file with masks")
@@ -76,10 +73,8 @@ def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Te
 def stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tuple[int, ...]] | None:
     """Returns one tensor […, H, nq, nk], or joins the layers' tensors [H, nq, nk] or [1, H, nq, nk].
 
-    The names of layers' tensors must differ in one number from 0 to L − 1.
-
-    Returns:
-        The tensors in order, and their joint shape; None if it is not clear how to join them.
+    The names of layers' tensors must differ in one number from 0 to L − 1. Returns the tensors in order, and their
+    joint shape; None if it is not clear how to join them.
     """
     # 1. One tensor
     shapes = {tuple(tensor.shape) for tensor in tensors.values()}
@@ -102,27 +97,17 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], tu
 
 @dataclass(frozen=True)
 class ForeignBlocks:
-    """Convention by which masks divide tokens into blocks.
-
-    Attributes:
-        joined: True if blocks continue from text into video, so that one may hold both; False: separate blocks.
-        text: True if masks include blocks of text; False: video only.
-    """
+    """Convention by which masks divide tokens into blocks."""
 
     grid: BlockGrid
-    joined: bool
-    text: bool = True
+    joined: bool  # True if blocks continue from text into video, so that one may hold both; False: separate blocks
+    text: bool = True  # True if masks include blocks of text; False: video only
 
     @classmethod
     def find(cls, rows: int, columns: int | None, grid: BlockGrid, joined: bool | None = None) -> ForeignBlocks:
-        """Determines how masks with these rows and columns count blocks.
+        """Determines how masks with these rows and columns (None: unknown) count blocks, as `joined` if given.
 
-        Args:
-            columns: None: unknown.
-            joined: None: whichever fits.
-
-        Raises:
-            UserError: No way fits, or two do; the message names an option.
+        Raises UserError if no way fits, or two do; the message names an option.
         """
         aligned = grid.text_tokens % grid.block_q == 0 and grid.text_tokens % grid.block_k == 0
         joinings = (False,) if aligned else (False, True) if joined is None else (joined,)
@@ -168,11 +153,8 @@ class ForeignBlocks:
     def fit(self, bits: torch.Tensor, tail_dense: bool = False) -> torch.Tensor:
         """Fits bool[H, rows, columns] to the grid → bool[H, nq, nk].
 
-        Missing rows and columns of text become dense. With joined blocks, a block of the grid is active if any block
-        that shares tokens with it is.
-
-        Args:
-            tail_dense: True to make the last row and column dense if the last block is short.
+        Missing rows and columns of text become dense, with `tail_dense` also the last ones if the last block is short.
+        With joined blocks, a block of the grid is active if any block that shares tokens with it is.
         """
         grid, (row, column) = self.grid, self.left_out
         whole = torch.nn.functional.pad(bits, (column, 0, row, 0), value=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dbsp_cli.modelled import memory_of, sized
+from dbsp_cli.commands.plan import memory_of, sized
 from dbsp_core import Strategy
 from dbsp_core.models.table import MODEL_SPECS
 from scripts.results.result import Result, Row, arguments
@@ -23,7 +23,7 @@ STRATEGIES = ("U1R1", "U8R1", "U1R8")
 
 
 def rows() -> Iterator[Row]:
-    """Gigabytes of one GPU; `dbsp_cli.modelled.Memory` says what is counted. size: HEIGHTxWIDTHxFRAMES"""
+    """Gigabytes of one GPU; `dbsp_cli.commands.plan.Memory` says what is counted. size: HEIGHTxWIDTHxFRAMES"""
     for model, size in VIDEOS:
         spec = sized(MODEL_SPECS[model], size)
         for strategy in STRATEGIES:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dbsp_cli.modelled import linear_flops, passes
+from dbsp_cli.commands.plan import linear_flops, passes
 from dbsp_core import BlockMask, Plan, Strategy, make_plan
 from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape, Prediction, predict

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dbsp_cli.modelled import passes
+from dbsp_cli.commands.plan import passes
 from dbsp_core import BlockMask, Plan, Strategy
 from dbsp_core.planning.plan import plan_from_counts, usual_layout
 from dbsp_core.planning.planner_config import PlannerLike, read_planner

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dbsp_cli.modelled import linear_flops, passes, sized
+from dbsp_cli.commands.plan import linear_flops, passes, sized
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape

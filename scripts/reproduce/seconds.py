@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from dbsp_cli.modelled import ModelledVideo, modelled_videos, usual_masks
+from dbsp_cli.commands.plan import ModelledVideo, modelled_videos, usual_masks
 from dbsp_core.cost.machine import load_hardware
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.models.table import MODEL_SPECS, ModelSpec

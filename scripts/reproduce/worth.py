@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 from matplotlib.figure import Figure
 
-from dbsp_cli.modelled import linear_flops
+from dbsp_cli.commands.plan import linear_flops
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Hardware, load_hardware
 from dbsp_core.cost.prediction import AttentionShape

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from dbsp_cli.modelled import memory_of, sized
+from dbsp_cli.commands.plan import memory_of, sized
 from dbsp_cli.tiny_models import MAKERS
 from dbsp_core import BlockGrid, BlockMask, Strategy, save_mask
 from dbsp_core.models.table import MODEL_SPECS

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dbsp_cli.modelled import linear_flops, passes
+from dbsp_cli.commands.plan import linear_flops, passes
 from dbsp_core import BlockGrid, BlockMask, Strategy
 from dbsp_core.cost.machine import Constants, Hardware
 from dbsp_core.cost.prediction import AttentionShape
