@@ -70,7 +70,7 @@ def quantise_segments(
     if source.is_cuda:
         from dbsp_kernels.triton.exchange import triton_quantise_segments  # here: triton need not be installed
 
-        triton_quantise_segments(source, destination, segments.table, segments.mean, less, rotate)
+        triton_quantise_segments(source, destination, segments, less, rotate)
         return
     from_head, from_token, to_head, to_token, *_ = segments.positions
     values = source[:, from_head, from_token].to(torch.float32)

@@ -153,8 +153,6 @@ def merge_into(out: torch.Tensor, lse: torch.Tensor, out_part: torch.Tensor, lse
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """dq [Rq, Bq, D], dk and dv [Ck, Bk, D], of `lse_dtype`; zero for rows and blocks outside the attention."""
-
-
 TransposedTable = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """The rows int32[Ck, most] that attend to each packed block, ascending, their count int32[Ck], and the order int32[Ck]
 in which blocks start (None: in order)."""

@@ -181,8 +181,7 @@ _IN_ORDER = (
     ),
     _TRITON_INT8,
 )
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}
-"""Kernels by name, in order of preference."""
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _IN_ORDER}  # kernels by name, in order of preference
 
 
 def available(device: torch.device | str, dtype: torch.dtype, needs: KernelRequirements | None = None) -> list[str]:

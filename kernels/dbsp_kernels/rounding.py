@@ -7,8 +7,7 @@ LIMIT = 2.0**15  # larger magnitudes are clamped; queries and keys never reach i
 MEAN_UNIT = 2.0**-32  # int64 holds the sum of 2**16 tokens at LIMIT
 DIRECTION_UNIT = 2.0**-20
 
-BITS = 21
-"""Bits of a rounded element: the sum of 2048 products is exact in float64."""
+BITS = 21  # bits of a rounded element: the sum of 2048 products is exact in float64
 SCALE_EXPONENT = BITS + 126 + 127
 """Biased float32 exponent of a row's scale plus that of its largest element: of 2^BITS over 2^(e − 126)."""
 LEAST_EXPONENT = SCALE_EXPONENT - 254
@@ -17,8 +16,7 @@ UNIT_EXPONENT = 1023 - 126 - BITS
 """Biased float64 exponent of the inverse scale minus the float32 exponent of the row's largest element."""
 
 LARGEST = 127.0
-TINY = 2.0**-100
-"""Tokens with all magnitudes below are set to zero: GPUs may flush their subnormal scales."""
+TINY = 2.0**-100  # tokens with all magnitudes below are set to zero: GPUs may flush their subnormal scales
 
 
 def stages_of(head_dim: int) -> int:

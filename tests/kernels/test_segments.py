@@ -226,7 +226,7 @@ def test_segments_are_rounded_and_nothing_else_is_touched(case, rotate, by_trito
     segments = CopySegments.from_columns(columns, CPU)
     if by_triton:
         with triton_interpreted() as kernels:
-            kernels.triton_quantise_segments(tokens, buffer, segments.table, segments.mean, less, rotate)
+            kernels.triton_quantise_segments(tokens, buffer, segments, less, rotate)
     else:
         quantise_segments(tokens, buffer, segments, less, rotate=rotate)
     assert buffer.equal(expected)

@@ -16,10 +16,7 @@ from dbsp_kernels.inputs import BackwardInputs, Gradients, KernelInputs, Partial
 
 GATHER_BYTES = 2 << 20
 """Bytes of keys that a thread gathers at a time, into reused memory (fresh memory costs page faults)."""
-
-
-LONG = 192
-"""Shortest sequence, in queries, that the operator processes 64 or more queries at a time."""
+LONG = 192  # shortest sequence, in queries, that the operator processes 64 or more queries at a time
 
 
 def why_unavailable() -> str | None:

@@ -210,23 +210,18 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
 
 
 def triton_quantise_segments(
-    source: torch.Tensor,
-    destination: torch.Tensor,
-    table: torch.Tensor,
-    mean: float,
-    less: torch.Tensor | None,
-    rotate: bool,
+    source: torch.Tensor, destination: torch.Tensor, segments: CopySegments, less: torch.Tensor | None, rotate: bool
 ) -> None:
-    """Implements the contract of `dbsp_kernels.exchange.quantise_segments`, with the fields of `CopySegments`."""
-    count, head_dim, words = table.shape[0], source.shape[-1], destination.shape[-1]
+    """Implements the contract of `dbsp_kernels.exchange.quantise_segments`."""
+    count, head_dim, words = segments.count, source.shape[-1], destination.shape[-1]
     if count == 0 or source.shape[0] == 0:
         return
     rows = max(1, INT8_ELEMENTS // padded(head_dim))
-    tokens = _tokens_per_segment(mean, rows)
+    tokens = _tokens_per_segment(segments.mean, rows)
     less_strides = (0, 0) if less is None else less.stride()[:2]
     launch(
         quantise_kernel, (-(-count // (rows // tokens)), source.shape[0]),
-        source, destination.view(torch.int8), destination.view(torch.float32), less, table, count,
+        source, destination.view(torch.int8), destination.view(torch.float32), less, segments.table, count,
         *source.stride(), *destination.stride()[:3], *less_strides,
         HEAD_DIM=head_dim, WORDS=words, TOKENS=tokens, ROWS=rows, TILE_D=padded(max(4 * words - 4, head_dim)),
         LESS=less is not None, ROTATE=rotate, STAGES=stages_of(head_dim), NORM=norm_of(head_dim), num_warps=4,

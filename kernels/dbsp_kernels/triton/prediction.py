@@ -9,6 +9,7 @@ import triton.language as tl
 
 from dbsp_kernels import rounding
 from dbsp_kernels.triton.launch import launch
+from dbsp_kernels.triton.tiles import padded
 
 LIMIT = tl.constexpr(rounding.LIMIT)
 MEAN_UNIT = tl.constexpr(rounding.MEAN_UNIT)
@@ -70,11 +71,6 @@ def sum_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + 2 * HEAD_DIM + tl.arange(0, 2), tl.zeros([2], tl.int64))
 
 
-def _power_of_2(size: int) -> int:
-    """Returns the next power of two; Triton's function takes 5 µs."""
-    return 1 << (size - 1).bit_length()
-
-
 def sum_tokens_triton(
     tokens: torch.Tensor,
     position: torch.Tensor,
@@ -88,11 +84,11 @@ def sum_tokens_triton(
     if sums is None:
         sums = tokens.new_empty(heads, batch, blocks, 2 * head_dim + 2, dtype=torch.int64)
     if blocks and sums.numel():
-        padded = _power_of_2(head_dim)
+        width = padded(head_dim)
         launch(
             sum_kernel, (blocks, batch * heads),
             tokens, position, first, rows, sums, *tokens.stride(), heads, sums.shape[2],
-            HEAD_DIM=head_dim, PADDED=padded, TILE=TOKENS_TILE, LOG2=padded.bit_length() - 1,
+            HEAD_DIM=head_dim, PADDED=width, TILE=TOKENS_TILE, LOG2=width.bit_length() - 1,
             PER_MEAN_UNIT=1 / rounding.MEAN_UNIT, PER_DIRECTION_UNIT=1 / rounding.DIRECTION_UNIT,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
         )  # fmt: skip
@@ -123,11 +119,11 @@ def pool_rows_triton(sums: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     heads, batch, blocks, head_dim = *sums.shape[:3], sums.shape[3] // 2 - 1
     pooled = sums.new_empty(heads, batch, blocks, head_dim + 1, dtype=torch.float32)
     if pooled.numel():
-        padded = _power_of_2(head_dim)
+        width = padded(head_dim)
         launch(
             _pool_kernel, (blocks, heads * batch),
             sums, lengths, pooled, sums.stride(1), sums.stride(2), blocks,
-            HEAD_DIM=head_dim, PADDED=padded, LOG2=padded.bit_length() - 1,
+            HEAD_DIM=head_dim, PADDED=width, LOG2=width.bit_length() - 1,
             enable_fp_fusion=False,  # a fused multiply and add would round otherwise than the CPU
         )  # fmt: skip
     return pooled
@@ -203,7 +199,7 @@ def pooled_scores_triton(rows: torch.Tensor, nq: int, scale: float, similarity: 
         launch(
             score_kernel, grid,
             rows, scores, nq, nk, scale, rounded,
-            HEAD_DIM=entries - 1, PADDED=max(32, _power_of_2(entries - 1)), TILE=SCORE_TILE,
+            HEAD_DIM=entries - 1, PADDED=max(32, padded(entries - 1)), TILE=SCORE_TILE,
             num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return scores
@@ -256,10 +252,10 @@ def select_blocks_triton(
     chance, dense = chance.contiguous(), dense.contiguous()  # may be expanded over heads
     packed = dense.new_empty(heads, nq, -(-nk // 8), dtype=torch.uint8)
     if packed.numel():
-        padded = max(16, _power_of_2(nk))
+        width = padded(nk)
         launch(
             _select_kernel, (nq, heads),
-            chance, dense, packed, nq, nk, count if cdf is None else int(cdf / UNIT), COUNTED=cdf is None, NK=padded,
-            PER_UNIT=1 / UNIT, CROSSING=crossing and cdf is not None, num_warps=4 if padded <= 2048 else 8,
+            chance, dense, packed, nq, nk, count if cdf is None else int(cdf / UNIT), COUNTED=cdf is None, NK=width,
+            PER_UNIT=1 / UNIT, CROSSING=crossing and cdf is not None, num_warps=4 if width <= 2048 else 8,
         )  # fmt: skip
     return packed

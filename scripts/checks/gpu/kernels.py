@@ -198,7 +198,7 @@ def int8(setting: Setting, head_dim: int, dtype: torch.dtype) -> Iterator[Row]:
         quantise_segments(source, expected, CopySegments.from_columns(table, CPU), less)
         restored = restore_rows(expected, head_dim, dtype)
         there = CopySegments.from_columns(table, torch.device(setting.device))
-        arguments = (source.to(setting.device), actual, there.table, there.mean, less.to(setting.device), True)
+        arguments = (source.to(setting.device), actual, there, less.to(setting.device), True)
         triton_quantise_segments(*arguments)
         scales = (words.view(torch.float32)[..., -1] for words in (actual, expected))
         yield differing(f"scales that differ, segments of {mean}", *scales)

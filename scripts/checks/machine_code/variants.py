@@ -196,7 +196,7 @@ def _quantise(of: Variant) -> None:
     tokens = _tensor(1, TOKENS, HEADS, of.head_dim, dtype=DTYPES[of.dtype]).transpose(1, 2)
     buffer = _tensor(TOKENS * HEADS, 1, row_words(of.head_dim)).transpose(0, 1)[:, None]
     less = _tensor(1, HEADS, of.head_dim, dtype=torch.float32) if of.case == "less a mean" else None
-    triton_quantise_segments(tokens, buffer, _tensor(5000, 6), mean, less, of.case != "output")
+    triton_quantise_segments(tokens, buffer, CopySegments(_tensor(5000, 6), mean), less, of.case != "output")
 
 
 def _rotate(of: Variant) -> None:
