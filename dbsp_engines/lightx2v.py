@@ -24,8 +24,7 @@ from dbsp_core.utils.process import not_compiled
 from dbsp_engines.lightx2v_models import MODELS, actions, running
 from dbsp_xdit.import_hook import after_import
 
-_NAME = "dbsp"
-"""Name of the attention in `seq_p_attn_type` and `self_attn_1_type`."""
+_NAME = "dbsp"  # name of the attention in `seq_p_attn_type` and `self_attn_1_type`
 EXPECTED = ExpectedHost(
     "LightX2V",
     package="lightx2v",
@@ -42,24 +41,13 @@ EXPECTED = ExpectedHost(
         "lightx2v.models.networks.ltx2.infer.transformer_infer:LTX2TransformerInfer._gather_cross_attn_context",
         "lightx2v.models.networks.ltx2.infer.transformer_infer:LTX2TransformerInfer._mm_skip_video_self_blocks",
         "lightx2v.models.networks.minimax_h3.model:MiniMaxH3Model._validate_tensor_parallel_config",
-        *(
-            f"lightx2v.models.networks.{module}:{name}._seq_parallel_pre_process"
-            for module, (name, _) in MODELS.items()
-        ),
+        *(f"lightx2v.models.networks.{module}:{cls}._seq_parallel_pre_process" for module, (cls, _) in MODELS.items()),
     ),
 )
 _running: ContextVar[EngineSession | None] = ContextVar("_running", default=None)
 """The session begun last by a layer 0; the transformers of a rank run one after another."""
-_SESSION = "_dbsp_session"
-"""Attribute of a model, or of Wan's layer 0, with the session."""
-_CLOCK = "_dbsp_clock"
-"""Attribute of a scheduler with the step clock of all transformers that it schedules."""
-_BY_TOKENS = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
-"""Values of `feature_caching` that decide by one rank's tokens."""
-_BY_TIMESTEP = ("Tea", "Custom")
-"""Values that decide by the timestep, which is sharded if each token has its own."""
-_TIMESTEP_BY_TOKEN = ("wan2.2", "wan2.2_audio"), ("i2v", "s2v", "rs2v")
-"""Models and tasks with a timestep per token."""
+_SESSION = "_dbsp_session"  # attribute of a model, or of Wan's layer 0, with the session
+_CLOCK = "_dbsp_clock"  # attribute of a scheduler with the step clock of all transformers that it schedules
 
 
 def register() -> None:
@@ -231,11 +219,13 @@ def _require_supported(config: Mapping[str, Any], ranks: int) -> None:
     """Raises UserError for unsupported settings of LightX2V."""
     if config.get("tensor_parallel", False):
         raise UserError("dbsp does not support LightX2V's tensor parallelism; remove parallel.tensor_p_size")
-    models, tasks = _TIMESTEP_BY_TOKEN
-    by_token = config.get("model_cls") in models and config.get("task") in tasks
-    by_token |= str(config.get("model_cls")).startswith("hunyuan_video")  # its Tea reads the image's tokens
-    cache = config.get("feature_caching", "NoCaching")
-    if ranks > 1 and cache in (_BY_TOKENS + _BY_TIMESTEP if by_token else _BY_TOKENS):
+    # Models with a timestep per token, which is sharded; Hunyuan's Tea reads the image's tokens
+    model, task = str(config.get("model_cls")), config.get("task")
+    by_token = model in ("wan2.2", "wan2.2_audio") and task in ("i2v", "s2v", "rs2v")
+    by_token |= model.startswith("hunyuan_video")
+    cache, by_timestep = config.get("feature_caching", "NoCaching"), ("Tea", "Custom")
+    by_tokens = ("Ada", "FirstBlock", "DualBlock", "DynamicBlock")
+    if ranks > 1 and cache in (by_tokens + by_timestep if by_token else by_tokens):
         raise UserError(
             f"feature_caching {cache} decides by one rank's tokens, so ranks would skip different layers; "
             f"use {'Mag' if by_token else 'Tea, Mag'} or NoCaching"

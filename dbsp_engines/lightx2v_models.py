@@ -34,8 +34,7 @@ class Pass:
     session: EngineSession | None = None  # the model's, once the pass has begun
 
 
-running: ContextVar[Pass | None] = ContextVar("running", default=None)
-"""The current pass."""
+running: ContextVar[Pass | None] = ContextVar("running", default=None)  # the current pass
 
 
 def actions(attention: str) -> dict[str, Action]:

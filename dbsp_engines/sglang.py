@@ -21,10 +21,9 @@ from dbsp_core.masks.steps import StepClock
 from dbsp_core.runtime.engine_session import CONFIG_VARIABLE, EngineSession
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.expected_host import ExpectedHost
-from dbsp_engines.sglang_attention import INSTEAD, DbspImpl, DbspTransformer, Ltx2Step, ltx2_step, name_of
+from dbsp_engines.sglang_attention import INSTEAD, DbspImpl, DbspTransformer, ltx2_step, name_of
 
-_SESSION = "_dbsp_transformer"
-"""Attribute of a transformer with its session."""
+_SESSION = "_dbsp_transformer"  # attribute of a transformer with its session
 _SUPPORTED = "db-SP supports SGLang's own transformers with one self-attention per block"
 
 
@@ -76,7 +75,7 @@ def _note_runs(original: Callable[..., Any], *, model: Any, packed: Any, **optio
 def _denoise_ltx2(original: Callable[..., None], stage: Any, ctx: Any, step: Any, batch: Any, *args: Any) -> None:
     """Wraps a step of LTX-2 (one or two stages), to pass the request and the stage's grid to its forward passes."""
     h, w = ctx.latent_height, ctx.latent_width
-    token = ltx2_step.set(Ltx2Step(batch, (int(batch.raw_latent_shape[1]) // (h * w), h, w)))
+    token = ltx2_step.set((batch, (int(batch.raw_latent_shape[1]) // (h * w), h, w)))
     try:
         original(stage, ctx, step, batch, *args)
     finally:

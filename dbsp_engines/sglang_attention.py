@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.process import not_compiled
 
 INSTEAD = "unset DBSP_CONFIG to run this model without db-SP"
-_WHOLE = "SGLang gave every rank the whole video; remove --enable-sequence-shard false"
 _TEXT_IN_PARTS = {
     "FluxTransformer2DModel",
     "Flux2Transformer2DModel",
@@ -26,14 +25,8 @@ _TEXT_IN_PARTS = {
 """Transformers that may split the text over ranks without saying how."""
 
 
-class Ltx2Step(NamedTuple):
-    """A request of LTX-2 (missing in the context of its forward passes) and its token grid."""
-
-    request: Any
-    thw: tuple[int, int, int]
-
-
-ltx2_step: ContextVar[Ltx2Step | None] = ContextVar("ltx2_step", default=None)
+ltx2_step: ContextVar[tuple[Any, tuple[int, int, int]] | None] = ContextVar("ltx2_step", default=None)
+"""A request of LTX-2 (missing in the context of its forward passes) and its token grid."""
 
 
 class DbspTransformer:
@@ -65,14 +58,14 @@ class DbspTransformer:
         from sglang.multimodal_gen.runtime.managers.forward_context import get_forward_context
 
         context, now = get_forward_context(), ltx2_step.get()
-        request = context.forward_batch if now is None else now.request
+        request = context.forward_batch if now is None else now[0]
         # 1. CFG pass; LTX-2 does not name its passes, so the session counts them
         negative = None if now is not None else getattr(request, "is_cfg_negative", None)
         branch, generation = None if negative is None else int(negative), generation_of(request)
         moment = generation, int(context.current_timestep), branch
         # 2. Layers ascend within a pass; layers skipped by a step cache do not call attention
         if layer <= self._layer or moment != self._moment:
-            thw = grid_of(self.module, request) if now is None else now.thw
+            thw = grid_of(self.module, request) if now is None else now[1]
             timesteps = getattr(request, "timesteps", None)
             self.session.begin(
                 layout_of(request, thw, self.session.session.group.size),
@@ -244,7 +237,7 @@ def layout_of_pass(
     even, frames = -(-tokens // world), -(-thw[0] // world) * (tokens // thw[0])
     shard = even if thw[0] == 1 or local == even else frames
     if world > 1 and local == tokens:
-        raise UserError(_WHOLE)
+        raise UserError("SGLang gave every rank the whole video; remove --enable-sequence-shard false")
     # 2. The other tokens are shares of the text
     shares = tuple(slots - shard for slots in lengths or ((local,) * world if local != shard else ()))
     if padding and shares:

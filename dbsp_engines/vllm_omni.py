@@ -181,8 +181,7 @@ class DbspImpl(AttentionImpl[AttentionMetadata]):
 
     def __init__(self, num_heads: int, head_size: int, softmax_scale: float, prefix: str = "", **_: Any) -> None:
         self.scale = softmax_scale
-        self.where = torch.tensor([-1, -1], device="cpu")
-        """int64[2]: index of the transformer and of the layer."""
+        self.where = torch.tensor([-1, -1], device="cpu")  # int64[2]: index of the transformer and of the layer
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None, platform_key: str) -> bool:
@@ -265,14 +264,19 @@ def attach(
     outside the sharded sequence gets vLLM-Omni's default backend. `clock` is that of all transformers of the pipeline,
     where this one is called `name`.
     """
-    names = getattr(transformer, "_layerwise_offload_blocks_attrs", None) or [""]
-    in_blocks = {module for name in names for module in transformer.get_submodule(name).modules()}
+    blocks = getattr(transformer, "_layerwise_offload_blocks_attrs", None) or [""]
+    in_blocks = {module for block in blocks for module in transformer.get_submodule(block).modules()}
     attentions = [module for module in transformer.modules() if isinstance(module, Attention)]
     layers = [module for module in attentions if isinstance(module.attention, DbspImpl)]
-    for layer in [module for module in layers if module not in in_blocks or not _is_over_the_video(module)]:
-        _give_back(layer)
+    for layer in list(layers):
+        kind = getattr(layer, "ltx_sp_mode", "video_self")  # of LTX-2's attentions
+        if layer in in_blocks and not layer.skip_sequence_parallel and kind == "video_self":
+            continue
+        layer.attn_backend, _ = get_attn_backend_for_role(layer.role, layer.head_size)
+        names = ("num_heads", "head_size", "softmax_scale", "causal", "num_kv_heads", "qkv_layout", "prefix", "role")
+        layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
         layers.remove(layer)
-        if getattr(layer, "ltx_sp_mode", None) == "video_to_audio":
+        if kind == "video_to_audio":
             layer.register_forward_pre_hook(_hide_padding)
     if not layers:
         return
@@ -294,18 +298,6 @@ def attach(
     for index, layer in enumerate(layers):
         layer.attention.where = torch.tensor([attached.number, index], device="cpu")
         layer.skip_sequence_parallel = True  # marks attention that communicates itself
-
-
-def _is_over_the_video(layer: Attention) -> bool:
-    """Returns False for attention outside the sharded sequence; in LTX-2, for all but the video's self-attention."""
-    return not layer.skip_sequence_parallel and getattr(layer, "ltx_sp_mode", "video_self") == "video_self"
-
-
-def _give_back(layer: Attention) -> None:
-    """Gives a layer its default backend."""
-    layer.attn_backend, _ = get_attn_backend_for_role(layer.role, layer.head_size)
-    names = ("num_heads", "head_size", "softmax_scale", "causal", "num_kv_heads", "qkv_layout", "prefix", "role")
-    layer.attention = layer.attn_backend.get_impl_cls()(**{name: getattr(layer, name) for name in names})
 
 
 def _hide_padding(layer: Attention, args: tuple[Any, ...]) -> tuple[Any, ...] | None:

@@ -45,8 +45,7 @@ EXPECTED = ExpectedHost(
     ),
 )
 _TRANSFORMERS = ("transformer", "transformer_2", "dit", "unet")
-_undo: dict[tuple[Any, str], Callable[[], None]] = {}
-"""Undo functions by owner and name of the wrapped function."""
+_undo: dict[tuple[Any, str], Callable[[], None]] = {}  # undo functions by owner and name of the wrapped function
 
 
 def register() -> None:
