@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,17 +17,14 @@ from dbsp_core.comm.consistency import agree, gather_texts
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.cost.machine import device_class
 from dbsp_core.masks.steps import DenoisingStep
+from dbsp_core.planning.plan import Plan
 from dbsp_core.reports.observer import NUMBERS, REPORTS, ObservedCall, RunObserver, run_observer, seconds_between
 from dbsp_core.reports.page import balance_picture, report_page
 from dbsp_core.reports.run_report import CallColumns, Environment, RankTotals, RunReport
+from dbsp_core.runtime.session import AttentionSession
 from dbsp_core.utils.errors import UserError, fingerprint_of
 from dbsp_core.utils.files import require_folder_path, user_path, write_atomically
 from dbsp_core.utils.process import installed_version, package_versions
-
-if TYPE_CHECKING:
-    from dbsp_core.planning.plan import Plan
-    from dbsp_core.runtime.session import AttentionSession
-
 
 REPORT, PAGE, PICTURE, LATENTS = "report.json", "report.html", "balance.png", "latents.safetensors"
 """The files of a report."""

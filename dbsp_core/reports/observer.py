@@ -67,8 +67,7 @@ def observe_run(sessions: Sequence[AttentionSession]) -> None:
 
 
 REPORTS = "reports"  # purpose of an auxiliary group: a rank that misses a report must not disturb attention
-MOST_CALLS = 200_000
-"""Number of attentions kept, the latest: 50 generations of 50 steps, 40 layers and 2 CFG passes."""
+MOST_CALLS = 200_000  # number of attentions kept, the latest: 50 generations of 50 steps, 40 layers and 2 CFG passes
 
 Timestamp = torch.cuda.Event | float  # A point in time: an event on the device's stream, or seconds
 
@@ -76,9 +75,8 @@ Timestamp = torch.cuda.Event | float  # A point in time: an event on the device'
 def bytes_sent(prepared: PreparedAttention, q: torch.Tensor) -> tuple[int, int, int, int]:
     """Counts the bytes that this rank sends to other ranks in an attention of q [B, H, n_local, D].
 
-    Returns:
-        Bytes of queries with the first chunk's keys and values (and the sums for the mean that int8 keys lack); of
-        later chunks' keys and values; of outputs; and of plain USP: equal shards, whole heads, same strategy.
+    In order: queries with the first chunk's keys and values (and the sums for the mean that int8 keys lack); later
+    chunks' keys and values; outputs; and plain USP: equal shards, whole heads, same strategy.
     """
     plan = prepared.plan
     x, y = plan.strategy.ulysses, plan.strategy.ring

@@ -38,8 +38,7 @@ LAYER_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("sent", "bytes_sent", in_bytes),
 )
 """Columns of tables by layer: heading, field of `Totals`, formatter."""
-SHOWN_ROW = 0.25
-"""Row share from which reports show it; below, the rows of a rank end at most at 1.14 times its mean."""
+SHOWN_ROW = 0.25  # row share from which reports show it; below, the rows of a rank end at most at 1.14 times its mean
 ON_CPU = "times on CPUs say nothing about GPUs"
 
 
