@@ -22,8 +22,7 @@ from dbsp_core.utils.errors import UserError, cut_short
 from dbsp_core.utils.files import user_path
 from dbsp_core.utils.process import printable
 
-MOST_GPUS = 4096
-"""Most GPUs of a prediction or plan; tables grow with its square."""
+MOST_GPUS = 4096  # most GPUs of a prediction or plan; tables grow with its square
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
@@ -35,8 +34,7 @@ def path(text: str) -> Path:
         raise typer.BadParameter(str(error)) from None
 
 
-PATH: dict[str, Any] = {"parser": path}
-"""Arguments of `typer.Option` and `typer.Argument` for paths; see `user_path`."""
+PATH: dict[str, Any] = {"parser": path}  # arguments of `typer.Option` and `typer.Argument` for paths; see `user_path`
 
 _LINES = Box("    \n    \n -  \n    \n    \n    \n    \n    \n", ascii=True)
 """Box with only dashes below the column names."""

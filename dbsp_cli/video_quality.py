@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from dbsp_core.utils.errors import UserError
 from dbsp_kernels.errors import install_command
 
-VIDEO, LATENTS = "video.mp4", "latents.safetensors"
-"""The files in a report's folder to compare."""
+VIDEO, LATENTS = "video.mp4", "latents.safetensors"  # the files in a report's folder to compare
 
 
 def compare_videos(a: Path, b: Path) -> dict[str, float | None]:

@@ -65,13 +65,10 @@ from dbsp_kernels.triton.tiles import row_slots
 
 MOST_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Largest relative error against float64 of an exact kernel."""
-SPARSE = 0.25
-"""Fraction of active blocks at which kernels and whole attentions are compared."""
+SPARSE = 0.25  # fraction of active blocks at which kernels and whole attentions are compared
 _DENSITIES = (0.1, SPARSE, 0.5, 1.0)
-_ON_CPU = 8, 2048
-"""Most heads and tokens on a CPU, where measurements are only for trying out."""
-_WRONG = 0.5
-"""Relative error of a prediction above which the user is warned."""
+_ON_CPU = 8, 2048  # most heads and tokens on a CPU, where measurements are only for trying out
+_WRONG = 0.5  # relative error of a prediction above which the user is warned
 _PLAIN = "contiguous"
 
 Action = Callable[[], object]

@@ -110,8 +110,7 @@ ENGINES = (
     ("LightX2V", "lightx2v.platform_plugins", lightx2v.EXPECTED),
 )
 """Serving engines with plug-ins: name, entry-point group, and the plug-in's expected host."""
-GLOO = "GLOO_SOCKET_IFNAME"
-"""Environment variable with gloo's network interface to other nodes."""
+GLOO = "GLOO_SOCKET_IFNAME"  # environment variable with gloo's network interface to other nodes
 
 
 def run_checks() -> list[Check]:

@@ -22,8 +22,7 @@ from dbsp_core.reports.page import features, in_a_line
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.process import NOTICE
 
-_NO_REPORT = 3
-"""Exit code: the videos were made, but a requested report was not."""
+_NO_REPORT = 3  # exit code: the videos were made, but a requested report was not
 
 
 def generate_command(

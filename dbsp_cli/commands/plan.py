@@ -26,8 +26,7 @@ from dbsp_core.sources.subblock import SubBlockSource
 from dbsp_core.sources.synthetic.source import PRESETS
 from dbsp_core.utils.errors import UserError, in_number
 
-_LAYERS = 2
-"""Layers whose masks represent all layers."""
+_LAYERS = 2  # layers whose masks represent all layers
 
 
 def plan_command(
@@ -258,6 +257,15 @@ def modelled_table(
 
     Above density `break_even` dense attention is faster; `by_default` if hardware was neither chosen nor measured.
     """
+    # 1. The fastest strategy, or that sparse attention is not faster
+    dense, *sparse = videos
+    best = min(sparse, key=lambda video: (video.seconds, video.planner != "dbsp"))
+    of_best = f"{best.strategy}, {best.planner}"
+    verdict = f"fastest, modelled: sparse {of_best}: {best.seconds:.0f} s, dense Ulysses {dense.seconds:.0f} s"
+    if best.seconds >= dense.seconds:
+        verdict = f"not worth it: sparse attention takes {best.seconds:.0f} s at best ({of_best}), "
+        verdict += f"dense Ulysses {dense.seconds:.0f} s"
+    # 2. The table
     rows = [
         (
             *(row.attention, row.strategy, row.planner, f"{row.rho:.3f}"),
@@ -272,7 +280,7 @@ def modelled_table(
     encoder = " and text encoder" if spec.pipeline in PIPELINES else ""
     below = "unknown (no rate of dense attention)" if break_even is None else f"{max(0.0, break_even):.2f}"
     note = (
-        f"{_verdict(videos)}\ndensity below which masks are faster than dense attention: {below}\n"
+        f"{verdict}\ndensity below which masks are faster than dense attention: {below}\n"
         f"GB: per GPU, counted: {held.weights / 1e9:.1f} of transformer{encoder}, and activations; without VAE\n"
         f"not measured: synthetic masks, no decoding; constants of {hardware.name}"
         f"{', the default (--machine: others)' if by_default else ''}; dbsp bench measures your GPUs"
@@ -283,19 +291,4 @@ def modelled_table(
         rows,
         note,
         left=("attention", "strategy", "planner"),
-    )
-
-
-def _verdict(videos: Sequence[ModelledVideo]) -> str:
-    """Returns the fastest strategy, or that sparse attention is not faster."""
-    dense, *sparse = videos
-    best = min(sparse, key=lambda video: (video.seconds, video.planner != "dbsp"))
-    if best.seconds >= dense.seconds:
-        return (
-            f"not worth it: sparse attention takes {best.seconds:.0f} s at best ({best.strategy}, {best.planner}), "
-            f"dense Ulysses {dense.seconds:.0f} s"
-        )
-    return (
-        f"fastest, modelled: sparse {best.strategy}, {best.planner}: {best.seconds:.0f} s, dense Ulysses "
-        f"{dense.seconds:.0f} s"
     )

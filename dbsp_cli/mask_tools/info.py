@@ -25,9 +25,7 @@ from dbsp_core.planning.reuse import replay
 from dbsp_core.reports.style import STYLE, heading, rank_colour
 from dbsp_core.utils.errors import UserError
 
-_SAMPLED_LAYERS = 4
 _PLANNER = "dbsp"
-_OF_PLANS = ("rho_before", "rho", "rho_bound", "moved")
 
 
 @dataclass(frozen=True)
@@ -71,20 +69,16 @@ class MaskSeries:
 def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
     """Computes statistics of masks, reading one at a time; plans and changes are for a few layers.
 
-    Args:
-        gpus: Number of ranks for ρ_s.
-
-    Returns:
-        The output of `dbsp masks info --json`: the grid, "density" of all and by head in "layers", "balance" per
-        strategy (means over layers; "kv_all" and "kv_needed" are the keys and values that a rank receives under
-        `keys: all` and `needed`, relative to one rank's q), "drift" of each layer, and "warnings".
+    Returns the output of `dbsp masks info --json`: the grid, "density" of all and by head in "layers", "balance" of
+    `gpus` per strategy (means over layers; "kv_all" and "kv_needed" are the keys and values that a rank receives under
+    `keys: all` and `needed`, relative to one rank's q), "drift" of each layer, and "warnings".
     """
     # 1. Density of all layers, float64[layers, H], where H includes batch items with their own masks
     rows = [mask.counts.rows.sum(axis=1) / mask.grid.pairs for mask in map(series.first, series.layers)]
     most = max(map(len, rows))  # dense layers have masks of one batch item
     densities = np.array([np.tile(row, most // len(row)) for row in rows])
     # 2. Plans of sampled layers for each strategy, without rings longer than the number of KV blocks
-    sampled = spread_out(series.layers, _SAMPLED_LAYERS)
+    sampled = spread_out(series.layers, 4)
     masks = [series.first(layer) for layer in sampled]
     balance = []
     for strategy in candidates(gpus, min((mask.grid for mask in masks), key=lambda grid: grid.nk)):
@@ -97,7 +91,8 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
             needed = make_plan(mask, strategy, _PLANNER, layout=contiguous, keys=NEEDED, compare=False)
             both = traffic_of(plans[-1], layout).kv_received, traffic_of(needed, contiguous).kv_received
             received.append(np.array(both) * gpus / (mask.heads * grid.tokens))
-        means = {name: fmean(getattr(plan, name) for plan in plans) for name in _OF_PLANS}
+        numbers = ("rho_before", "rho", "rho_bound", "moved")
+        means = {name: fmean(getattr(plan, name) for plan in plans) for name in numbers}
         kv_all, kv_needed = np.mean(received, axis=0).tolist()
         of_keys = {"kv_all": kv_all, "kv_needed": kv_needed}
         balance.append({"strategy": str(strategy), **means, "rho_max": max(plan.rho for plan in plans), **of_keys})
@@ -131,9 +126,8 @@ def examine_masks(series: MaskSeries, gpus: int = 8) -> dict[str, Any]:
 def _drift(series: MaskSeries, layer: int, gpus: int) -> dict[str, Any]:
     """Compares each step's mask of a layer with the previous one, and counts the plans of a run on Ulysses.
 
-    Returns:
-        "layer"; for each pair of equal shape "steps" (the later step), "iou" (active blocks in both over either) and
-        "changed" (fraction of blocks that differ); and "replans", including the first plan.
+    For each pair of equal shape, "steps" has the later step, "iou" the active blocks in both over either, and
+    "changed" the fraction of blocks that differ; "replans" includes the first plan.
     """
     grid = series.first(layer).grid
 

@@ -30,9 +30,9 @@ class Recording:
     def read(cls, folder: str | os.PathLike[str]) -> Recording:
         """Reads the index. Raises UserError for a folder without a recording."""
         folder = Path(folder)
-        inside = recordings_in(folder)
-        if inside and inside != [folder]:
-            names = " or ".join(map(str, inside))
+        inside = [] if (folder / INDEX).exists() else sorted(folder.glob(f"transformer*/{INDEX}"))
+        if inside:
+            names = " or ".join(str(index.parent) for index in inside)
             raise UserError(f"{folder} has recordings of several transformers; choose one of {names}")
         try:
             content = json.loads(read_text(folder / INDEX))
@@ -65,13 +65,6 @@ class Recording:
             return MaskFile(self.folder / f"{Path(name).name}.safetensors").layer(0)
         except UserError as error:
             raise UserError(f"the recording {self.folder} is damaged: {error}") from error
-
-
-def recordings_in(folder: Path) -> list[Path]:
-    """Returns the folders of recordings: the folder itself, or one per transformer in it."""
-    if os.path.exists(folder / INDEX) or not os.path.isdir(folder):
-        return [folder]
-    return sorted(path.parent for path in folder.glob(f"transformer*/{INDEX}"))
 
 
 def _longest(passes: list[dict[str, Any]]) -> dict[DenoisingStep, dict[int, str]]:
