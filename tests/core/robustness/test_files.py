@@ -83,7 +83,8 @@ def test_unwritable_folder_is_rejected_before_any_work(tmp_path, monkeypatch, db
     name, line, option = COMMANDS[command]
     work = mock.Mock(side_effect=AssertionError("the work has begun"))
     work.read = work
-    monkeypatch.setattr(f"dbsp_cli.commands.{command.split()[0]}.{name}", work)
+    module = "tiny_models" if command == "tiny" else f"commands.{command.split()[0]}"
+    monkeypatch.setattr(f"dbsp_cli.{module}.{name}", work)
     closed, make_folder = tmp_path / "closed", tempfile.mkdtemp
     closed.mkdir()
     target = closed / "new" / "result"
