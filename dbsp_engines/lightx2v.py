@@ -216,7 +216,6 @@ def _transformer_of(scheduler: Any) -> str:
 
 
 def _require_supported(config: Mapping[str, Any], ranks: int) -> None:
-    """Raises UserError for unsupported settings of LightX2V."""
     if config.get("tensor_parallel", False):
         raise UserError("dbsp does not support LightX2V's tensor parallelism; remove parallel.tensor_p_size")
     # Models with a timestep per token, which is sharded; Hunyuan's Tea reads the image's tokens

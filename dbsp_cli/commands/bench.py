@@ -189,7 +189,6 @@ class Workload:
         return max(1, self.heads // self.group.size)
 
     def say(self, text: str) -> None:
-        """Prints a line on rank 0."""
         if self.group.rank == 0:
             print(f"{NOTICE}{text}", file=sys.stderr, flush=True)
 
@@ -250,7 +249,6 @@ class Workload:
         return plan, partial(attend, *(self.random(1, mask.heads, layout.shard, self.head_dim) for _ in range(3)))
 
     def predicted(self, plan: Plan, constants: Constants) -> Prediction:
-        """Returns the predicted times of a whole attention."""
         shape = AttentionShape(1, plan.heads, self.head_dim, self.dtype.itemsize)
         machine = Hardware("being measured", "", "", constants, {})
         return predict(plan, shape, machine, layout=usual_layout(plan.planner, plan.grid, plan.strategy))
@@ -532,7 +530,6 @@ def fit(columns: np.ndarray, seconds: np.ndarray, explained: np.ndarray | float 
 
 
 def _tables(title: str, measured: Measured) -> list[TextTable]:
-    """Returns the tables of kernels and of whole attentions."""
     rows: list[tuple[str, ...]] = [("torch, dense", "", f"{measured.dense_s * 1e3:.2f}", "", "", "")]
     for k in measured.kernels:
         numbers = (f"{k.seconds * 1e3:.2f}", f"{k.flops_per_s / 1e12:.3g}", f"{k.error:.1e}")

@@ -131,7 +131,6 @@ def run_checks() -> list[Check]:
 
 
 def verdict(checks: list[Check]) -> str:
-    """Returns the summary line."""
     by_name = {check.what: check for check in checks}
     frameworks = [framework.what for framework in FRAMEWORKS if by_name[framework.what].ok]
     device = by_name["accelerator"]

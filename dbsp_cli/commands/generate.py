@@ -84,7 +84,6 @@ def generate_command(
 
 
 def _make(generation: Generation, rank_info: RankInfo) -> None:
-    """Generates the videos as one of the ranks; rank 0 prints a summary."""
     from dbsp_cli.generate.videos import make_videos  # takes seconds to import
 
     rank_info.export()

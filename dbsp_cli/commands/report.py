@@ -103,7 +103,6 @@ def compare_runs(a: Path, b: Path) -> tuple[list[TextTable], dict[str, Any]]:
 
 
 def _context(report: RunReport) -> dict[str, Any]:
-    """Returns a run's model, framework, settings, software and hardware, and the strategies used."""
     environment = report.environment
     settings = {key: value for key, value in environment.settings.items() if key not in ("report", "record")}
     return {

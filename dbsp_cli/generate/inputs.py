@@ -165,7 +165,6 @@ class Features:
         self.cache_threshold()
 
     def loras(self) -> list[Lora]:
-        """Parses the `--lora` options."""
         return [Lora.parse(text) for text in self.lora]
 
     def cache_threshold(self) -> float | None:

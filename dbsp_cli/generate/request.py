@@ -99,7 +99,6 @@ class Generation:
         return tuple(output for output in self.outputs if not (self.request.resume and output.path.is_file()))
 
     def report_of(self, output: Output) -> Path | None:
-        """Returns the folder of one video's report."""
         if self.report is None or len(self.outputs) == 1:
             return self.report
         common = os.path.commonpath([other.path.parent for other in self.outputs])
@@ -172,7 +171,6 @@ def resolve(request: GenerationRequest, rank_info: RankInfo) -> Generation:
 
 
 def _video(config: DbspConfig, model: str, identity: ModelSignature, settings: Settings) -> GenerateSettings:
-    """Returns the video's settings, with the model's defaults for those not set."""
     spec = find_model_spec(model) or published_model(identity)
     tiny = "tiny-wan" if tiny_architecture(model) else None  # has the size of tiny models without a configuration
     shipped = None if spec else _shipped_for(model) or _shipped_for(tiny)

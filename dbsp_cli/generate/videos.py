@@ -229,7 +229,6 @@ def load_pipeline(
 
 
 def _quantization(name: str, identity: ModelSignature) -> Any:
-    """Returns diffusers' configuration that quantizes the transformers to this format."""
     import diffusers
 
     parts = TRANSFORMERS if identity.variant == "two" else TRANSFORMERS[:1]

@@ -100,7 +100,6 @@ def _sum_of(recordings: Iterable[Path]) -> tuple[dict[str, torch.Tensor], dict[s
 
 
 def _require_moments(name: str, count: int, moments: torch.Tensor) -> None:
-    """Raises ValueError unless `moments` are valid moments of `count` tokens."""
     int(name.partition(".")[2])
     if not 0 < count < 2**53:
         raise ValueError(f"{name} has {in_short(count)} tokens")

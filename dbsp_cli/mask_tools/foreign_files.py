@@ -61,7 +61,6 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
 
 
 def _named_tensors(content: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the dense tensors of nested mappings and lists by name."""
     if isinstance(content, torch.Tensor):
         if content.layout == torch.strided and not content.is_quantized and content.device.type == "cpu":
             yield name, content

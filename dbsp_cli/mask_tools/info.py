@@ -62,7 +62,6 @@ class MaskSeries:
         )
 
     def first(self, layer: int) -> BlockMask:
-        """Returns a layer's first mask."""
         return self.get(self.steps[0], layer)
 
 

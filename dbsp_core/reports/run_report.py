@@ -170,7 +170,6 @@ class RunReport:
 
     @cached_property
     def totals(self) -> Totals:
-        """The totals of all attentions."""
         return Totals.from_calls(self.calls, self.seconds)
 
     @classmethod
@@ -193,7 +192,6 @@ class RunReport:
             raise UserError(f"{path} is not a db-SP report ({error}); {advice}") from error
 
     def layers(self) -> dict[int, Totals]:
-        """Returns the totals of each layer."""
         columns, totals = vars(self.calls), {}
         for layer in sorted(set(self.calls.layer)):
             indices = [index for index, of_call in enumerate(self.calls.layer) if of_call == layer]

@@ -114,7 +114,6 @@ def plain_value(value: Any) -> Any:
 
 
 def _in_words(option: Any) -> str:
-    """Returns a type for messages."""
     origin = get_origin(option)
     if origin is tuple:
         return f"a list of {get_args(option)[0].__name__}"

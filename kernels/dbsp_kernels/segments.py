@@ -36,12 +36,10 @@ class CopySegments:
         return cls(to_device(kept, device), float(size.sum()) / max(1, len(kept)))
 
     def to(self, device: torch.device) -> CopySegments:
-        """Copies the table to a device."""
         return CopySegments(to_device(self.table, device), self.mean)
 
     @cached_property
     def count(self) -> int:
-        """Number of segments."""
         return self.table.shape[0]
 
     @cached_property

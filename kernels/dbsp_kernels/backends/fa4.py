@@ -23,7 +23,6 @@ On Blackwell, 100 needs rows of 256 queries (two tiles at a time), and 120 has n
 
 
 def why_unavailable() -> str | None:
-    """Returns why this kernel is unavailable, or None."""
     try:
         importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:

@@ -33,7 +33,6 @@ QUACK = "pip install --no-deps quack-kernels==0.6.4"
 
 
 def why_unavailable() -> str | None:
-    """Returns why this kernel is unavailable, or None."""
     spec = importlib.util.find_spec("flashinfer")
     if spec is None or spec.origin is None:
         return f"flashinfer-python is not installed; {install_command('flashinfer')}"
