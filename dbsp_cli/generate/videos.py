@@ -23,7 +23,6 @@ from dbsp_cli.generate.outputs import Output
 from dbsp_cli.generate.ranks import ending_in_order
 from dbsp_cli.generate.request import Generation
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
-from dbsp_cli.video_quality import VIDEO
 from dbsp_core.models.settings import GenerateSettings
 from dbsp_core.models.signature import PIPELINES, ModelSignature
 from dbsp_core.models.table import tiny_architecture
@@ -101,8 +100,8 @@ def _make_videos(
                 report = replace(report, quantized=counts, compile_s=_compile_seconds(features) - compiled)
             folder = generation.report_of(output)
             if folder is not None and report is not None:
-                write_atomically(folder / VIDEO, output.path.read_bytes())  # for dbsp report A B
-                report = replace(report, video=VIDEO)
+                report = replace(report, video="video.mp4")
+                write_atomically(folder / report.video, output.path.read_bytes())  # for dbsp report A B
                 write_page(report, folder, _first_frame(result.frames[0]))
             reports[output] = report
     return reports

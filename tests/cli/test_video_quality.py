@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
-from dbsp_cli import video_quality
-from dbsp_cli.video_quality import compare_latents, compare_videos
+from dbsp_cli.commands.report import compare_latents, compare_videos
+from dbsp_core.reports.collect import LATENTS
 from dbsp_core.utils.errors import UserError
 
 
@@ -45,7 +45,7 @@ def test_videos_and_latents_that_cannot_be_compared_are_one_line(tmp_path):
     latents = torch.tensor([[-1.0, 0.0, 3.0]])
     for name, tensor in (("a", latents), ("short", latents + 0.4), ("narrow", latents[:, :2]), ("damaged", latents)):
         (tmp_path / name).mkdir(exist_ok=True)
-        save_file({"latents": tensor}, tmp_path / name / video_quality.LATENTS)
+        save_file({"latents": tensor}, tmp_path / name / LATENTS)
     (tmp_path / "damaged" / "v.mp4").write_bytes(b"no video")
     (tmp_path / "none").mkdir()
     for compare, other, message in (
