@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -65,16 +64,13 @@ def agree(
     *,
     problem: Exception | None = None,
     numbers: Sequence[int] = (),
-    meet: Callable[[list[tuple[int, ...]]], None] = lambda _: None,
 ) -> list[tuple[int, ...]]:
     """Raises on all ranks if any rank has a problem or a fingerprint that differs from most ranks'. Collective.
 
     Args:
-        group: The ranks.
         fingerprints: Maps an error message, with {} for the differing ranks, to this rank's fingerprint (below 2^63).
         problem: Error found on this rank, if any.
         numbers: Further integers to exchange, which may differ by rank; their count may not.
-        meet: Called with every rank's `numbers`, by rank, before raising.
 
     Returns:
         Every rank's `numbers`, by rank.
@@ -90,8 +86,6 @@ def agree(
         rows = [[kind, *numbers, *fingerprints.values()]]
         if not group.alone:  # tests examine one rank of several without a process group
             rows = group.gather_integers(rows[0] + [0] * (_ROW - len(rows[0])))
-        numbers_by_rank = [tuple(row[1 : 1 + len(numbers)]) for row in rows]
-        meet(numbers_by_rank)
         # 2. Raise the problem of the first rank that has one
         failed = [rank for rank, (kind, *_) in enumerate(rows) if kind != _FINE]
         if failed:
@@ -101,18 +95,14 @@ def agree(
             # user errors are shown without the original traceback
             cause = None if isinstance(problem, UserError) else problem
             raise _on_all(raised(where + texts[failed[0]])) from cause
-        # 3. Compare fingerprints
+        # 3. Compare fingerprints with the most frequent one
         for column, message in enumerate(fingerprints, 1 + len(numbers)):
-            require_equal(message, [row[column] for row in rows])
-        return numbers_by_rank
-
-
-def require_equal(message: str, of_ranks: Sequence[int]) -> None:
-    """Raises UserError naming the ranks whose number differs from the most frequent; `message` has {} for them."""
-    usual = max(of_ranks, key=of_ranks.count)
-    differing = [rank for rank, value in enumerate(of_ranks) if value != usual]
-    if differing:
-        raise _on_all(UserError(message.format(differing)))
+            of_ranks = [row[column] for row in rows]
+            usual = max(of_ranks, key=of_ranks.count)
+            differing = [rank for rank, value in enumerate(of_ranks) if value != usual]
+            if differing:
+                raise _on_all(UserError(message.format(differing)))
+        return [tuple(row[1 : 1 + len(numbers)]) for row in rows]
 
 
 def _on_all(error: Exception) -> Exception:
@@ -206,7 +196,6 @@ def gather_texts(group: SequenceGroup, text: str) -> list[str]:
     return [bytes(text.tolist()).decode(errors="replace").rstrip() for text in texts]
 
 
-DIMENSIONS = "q, k, v are [batch, heads, tokens, D]"
 INFERENCE_TENSORS = (
     "q, k or v was made under torch.inference_mode(), so that gradients cannot flow through it; make it under "
     "torch.no_grad(), or call attention under torch.inference_mode() too"
@@ -265,21 +254,15 @@ def input_kind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> InputKind:
     return q.device, q.dtype, q.shape[-1] if q.ndim else 0, needs_gradients(q, k, v)
 
 
-@dataclass
-class CheckedInputs:
-    """Input kinds that all ranks have compared."""
+def must_compare(kind: InputKind, compared: set[InputKind], problem: object) -> bool:
+    """Returns True if ranks must compare inputs of this kind, and adds it to the `compared` kinds.
 
-    _known: set[InputKind] = field(default_factory=set)
-
-    def is_new(self, kind: InputKind, problem: str | None) -> bool:
-        """Returns True if ranks must compare these inputs, and marks them as compared.
-
-        A problem on one rank can be shared only if the others compare too, which is at the first call.
-        """
-        if kind in self._known or (problem is not None and self._known):
-            return False
-        self._known.add(kind)
-        return True
+    A problem on one rank can be shared only if the others compare too, which is at the first call.
+    """
+    if kind in compared or (problem is not None and compared):
+        return False
+    compared.add(kind)
+    return True
 
 
 _FORWARD_MODE = (

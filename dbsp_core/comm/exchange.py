@@ -61,22 +61,16 @@ class Exchange:
         unpack = tuple(_on_device(copies, device) for copies in self.unpack)
         return replace(self, pack=_on_device(self.pack, device), unpack=unpack)
 
-    def to_others(self, rank: int) -> int:
-        """Returns the number of tokens that this rank, `rank`, sends to others."""
-        return sum(self.sent) - self.sent[rank]
-
     def send_buffer(self, *tensors: torch.Tensor, less: Sequence[torch.Tensor | None] = ()) -> torch.Tensor:
         """Packs tensors [B, heads, n, D] of any strides into a new buffer [tokens sent, B, W].
 
-        `less` has for each tensor float32[B, heads, D] to subtract from its tokens, or None; () for none.
+        `less` has for each tensor float32[B, heads, D] to subtract from its tokens (int8 only), or None; () for none.
         """
         first, slots, batch = tensors[0], sum(self.sent), tensors[0].shape[0]
         if (self.comm_dtype.out if self.returns else self.comm_dtype.qkv) == INT8:
             buffer = first.new_empty(slots, batch, row_words(first.shape[-1]), dtype=torch.int32)
             self.comm_dtype.write(tensors, buffer, self.pack, less, rotate=not self.returns)
             return buffer
-        if less:
-            raise ValueError("less is supported for int8 only; pass less=() to send tokens in the model's dtype")
         buffer = first.new_empty(slots, batch, first.shape[-1])
         copy_segments(tensors, buffer, self.pack)
         return buffer
@@ -152,7 +146,7 @@ class Route:
     def tokens_sent(self, rank: int) -> tuple[int, int, int]:
         """Returns the tokens of one head that `rank` sends to others: dispatched, in chunks, combined."""
         stages = self.dispatch_exchanges, self.fetch_exchanges, (self.combine_exchange,)
-        dispatched, fetched, combined = (sum(exchange.to_others(rank) for exchange in stage) for stage in stages)
+        dispatched, fetched, combined = (sum(sum(e.sent) - e.sent[rank] for e in stage) for stage in stages)
         return dispatched, fetched, combined
 
     def start(self, q: torch.Tensor, keys: LocalKeys, group: SequenceGroup) -> Dispatch:
@@ -237,13 +231,10 @@ def _on_device(segments: tuple[CopySegments, ...], device: torch.device) -> tupl
     )
 
 
-_REVERSED = [2, 3, 0, 1, 4]  # columns: to becomes from
-
-
 def _reversed(segments: CopySegments, table: np.ndarray) -> CopySegments:
     """Returns the segments of a table's rows in the opposite direction, without zeros."""
     columns = np.zeros_like(table)
-    columns[:, :5] = table[:, _REVERSED]
+    columns[:, :5] = table[:, [2, 3, 0, 1, 4]]  # to becomes from
     return CopySegments.from_columns(columns, segments.table.device)
 
 

@@ -24,7 +24,9 @@ IMBALANCED = 1.05
 def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
     """Builds the route of a rank with `n_local` tokens (padding included) outside attention."""
     world, grid, comm_dtype = plan.strategy.world, plan.grid, plan.comm_dtype
-    queries, keys = _axes(plan, layout)
+    segments = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
+    queries = _Axis(tuple((heads, of_q) for heads, (of_q, _) in segments), grid.q_axis)
+    keys = _Axis(tuple((heads, of_k) for heads, (_, of_k) in segments), grid.k_axis)
     own_rows, (own_blocks, *later) = plan.rows_of(rank), plan.chunks.blocks_for(rank)
     # 1. Slots of this rank's pieces: local slots by the rank that needs them, packed slots by source rank
     local_q = queries.local(rank, lambda heads, blocks: plan.owner[np.ix_(heads, blocks)][..., None])
@@ -40,8 +42,13 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
         for local_kv, blocks in zip(local_kvs[1:], later, strict=True)
     )
     fetched_blocks = tuple(len(head) for head, _ in later)
-    # 4. The output returns like the queries came, with zeros at padding
-    padding = _padding(layout, rank, n_local, plan.heads)
+    # 4. The output returns like the queries came, with zeros at slots without a token
+    empty = np.ones(n_local, dtype=bool)
+    empty[layout.tokens_at(rank)[1]] = False
+    edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))
+    first, last = edges[::2], edges[1::2]
+    head = np.repeat(np.arange(plan.heads), len(first))
+    padding = _copies(0, 0, head, np.tile(first, plan.heads), 0, np.tile(last - first, plan.heads))
     combine = _exchange(world, [([q_packed], [local_q])], device, comm_dtype, zeros=padding, returns=True)
     slots = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
     return Route(tuple(dispatch), combine, *slots, grid.block_k, fetch, fetched_blocks, _packed_again(fetch))
@@ -101,12 +108,9 @@ def _exchange(
     # In order: unpacking keys and values would copy every token to the same position.
     _, start, head, token, length, filled = unpack[0].T
     in_order = not filled.any() and bool((head * (length.sum() // 2) + token == start).all())
-    copies = tuple((segments,) for segments in _segments(unpack, device))
-    return Exchange(sent, received, _segments(pack, device), copies, comm_dtype, in_order=in_order, returns=returns)
-
-
-def _segments(tables: Sequence[np.ndarray], device: torch.device) -> tuple[CopySegments, ...]:
-    return tuple(CopySegments.from_columns(table, device) for table in tables)
+    packs = tuple(CopySegments.from_columns(table, device) for table in pack)
+    copies = tuple((CopySegments.from_columns(table, device),) for table in unpack)
+    return Exchange(sent, received, packs, copies, comm_dtype, in_order=in_order, returns=returns)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,14 +187,6 @@ class _Axis:
         return _Slots.sorted_by_rank(parts)
 
 
-def _axes(plan: Plan, layout: SequenceLayout) -> tuple[_Axis, _Axis]:
-    """Returns the axes of queries and of keys."""
-    grid = plan.grid
-    segments = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
-    queries, keys = (tuple((heads, both[axis]) for heads, both in segments) for axis in (0, 1))
-    return _Axis(queries, grid.q_axis), _Axis(keys, grid.k_axis)
-
-
 def _buffer_slots(world: int, parts: Sequence[_Slots]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
     """Lays out a buffer that holds the pieces of all parts, ordered by rank.
 
@@ -210,13 +206,3 @@ def _buffer_slots(world: int, parts: Sequence[_Slots]) -> tuple[tuple[int, ...],
 def _copies(*columns: np.ndarray | int) -> np.ndarray:
     """Stacks columns of `CopySegments` (scalars are broadcast) → int32[n, 6]."""
     return np.stack(np.broadcast_arrays(*columns), axis=1, dtype=np.int32, casting="unsafe")
-
-
-def _padding(layout: SequenceLayout, rank: int, n_local: int, heads: int) -> np.ndarray:
-    """Returns segments int32[n, 6] that write zeros to the slots of `rank` without a token."""
-    empty = np.ones(n_local, dtype=bool)
-    empty[layout.tokens_at(rank)[1]] = False
-    edges = np.flatnonzero(np.diff(empty, prepend=False, append=False))
-    first, last = edges[::2], edges[1::2]
-    head = np.repeat(np.arange(heads), len(first))
-    return _copies(0, 0, head, np.tile(first, heads), 0, np.tile(last - first, heads))

@@ -26,10 +26,6 @@ from dbsp_core.utils.process import environment_number
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 BROKE_OFF = "communication between the ranks of the sequence broke off"
 """Start of the error message when a connection breaks."""
-_DESTROYED = (
-    "the process group was destroyed; make new attentions and sessions for the new group (on a pipeline, call disable "
-    "and then enable)"
-)
 _OUTSIDE = "this rank is not in the process group; call db-SP on the group's ranks only"
 
 
@@ -89,7 +85,12 @@ class SequenceGroup:
         if isinstance(group, SequenceGroup):
             return group
         if not dist.is_available() or not dist.is_initialized():
-            _require_alone()
+            world = environment_number("WORLD_SIZE") or 1
+            if "RANK" in os.environ and world > 1:
+                raise UserError(
+                    f"torchrun started {world} processes, but torch.distributed is not initialized; call "
+                    "torch.distributed.init_process_group() first (or unset WORLD_SIZE for a single process)"
+                )
             return cls(0, 1)
         if group == dist.GroupMember.NON_GROUP_MEMBER:  # new_group's result on other ranks
             raise UserError(_OUTSIDE)
@@ -110,7 +111,10 @@ class SequenceGroup:
             return None
         group = self._held_by_torch()
         if group is None:
-            raise UserError(_DESTROYED)
+            raise UserError(
+                "the process group was destroyed; make new attentions and sessions for the new group (on a pipeline, "
+                "call disable and then enable)"
+            )
         return group
 
     @property
@@ -228,15 +232,6 @@ class SequenceGroup:
             raise RuntimeError(
                 f"not all ranks came within {limit}; the run may have failed on one ({' '.join(str(error).split())})"
             ) from error
-
-
-def _require_alone() -> None:
-    world = environment_number("WORLD_SIZE") or 1
-    if "RANK" in os.environ and world > 1:
-        raise UserError(
-            f"torchrun started {world} processes, but torch.distributed is not initialized; call "
-            "torch.distributed.init_process_group() first (or unset WORLD_SIZE for a single process)"
-        )
 
 
 def gather_shards(shard: torch.Tensor, dim: int, group: SequenceGroup) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +74,11 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
     make: Any = distributed_c10d._new_process_group_helper
     numbers = dist.get_process_group_ranks(group)
     made: dist.ProcessGroup
-    with _unbound_default_group():
+    # With `device_id` in `init_process_group`, torch would split the new communicator off the default group's, which
+    # all of its ranks must join: ranks of a part would wait forever.
+    default = distributed_c10d._get_default_group()
+    device, default.bound_device_id = default.bound_device_id, None
+    try:
         made, _ = make(
             len(ranks),
             ranks.index(group.rank()),
@@ -85,25 +89,12 @@ def _made(group: dist.ProcessGroup, purpose: str, ranks: range, backend: str) ->
             backend_options=_nccl_options(group) if "nccl" in backend else None,
             timeout=timeout_of(group) or default_pg_timeout,
         )
+    finally:
+        default.bound_device_id = device
     distributed_c10d._world.pg_group_ranks[made] = {numbers[rank]: index for index, rank in enumerate(ranks)}
     if purpose != CONTROL:  # CONTROL is first used by all ranks at once
         meet(made)  # or a rank that destroys it early disconnects ranks that are still connecting
     return made
-
-
-@contextmanager
-def _unbound_default_group() -> Iterator[None]:
-    """Keeps torch from splitting a new communicator off the default group's, which all of its ranks must join.
-
-    torch does so if `init_process_group` was given `device_id`; ranks of a part would wait forever.
-    """
-    default = distributed_c10d._get_default_group()
-    device = default.bound_device_id
-    default.bound_device_id = None
-    try:
-        yield
-    finally:
-        default.bound_device_id = device
 
 
 def meet(group: dist.ProcessGroup | None = None) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.autograd.function import once_differentiable
 
-from dbsp_core.comm.consistency import DEBUG_DIFFERS, ConcurrencyGuard, agree, attempt
+from dbsp_core.comm.consistency import DEBUG_DIFFERS, ConcurrencyGuard, agree, attempt, needs_gradients
 from dbsp_core.comm.groups import SequenceGroup, gather_shards
 from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.utils.errors import UserError, fingerprint_of
@@ -66,7 +66,8 @@ class _Way:
     def run(self, tensors: Sequence[torch.Tensor], group: SequenceGroup) -> tuple[torch.Tensor, ...]:
         """Moves tensors [slots before, …] → [slots after, …], zero at padding, in one exchange of bytes."""
         # 1. Send tokens, each with its bytes of all tensors
-        leaving = [_as_bytes(tensor.index_select(0, self.take)) for tensor in tensors]
+        taken = [tensor.index_select(0, self.take) for tensor in tensors]
+        leaving = [some.reshape(len(some), math.prod(some.shape[1:])).view(torch.uint8) for some in taken]
         together = leaving[0] if len(leaving) == 1 else torch.cat(leaving, dim=1)
         came = group.all_to_all(together, self.received, self.sent)
         # 2. Write tokens to their slots
@@ -78,11 +79,6 @@ class _Way:
                 after.index_copy_(0, self.put, received.view(tensor.dtype).view(len(received), *tensor.shape[1:]))
             )
         return tuple(redistributed)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Views a tensor [n, …] as uint8[n, bytes of a token]."""
-    return tensor.reshape(len(tensor), math.prod(tensor.shape[1:])).view(torch.uint8)
 
 
 class Redistribution:
@@ -136,7 +132,7 @@ class Redistribution:
                     f"a layout of {layout.tokens} tokens on {layout.world} ranks does not fit {of_what[0]} tokens on "
                     f"{of_what[1]}; make source and target from the same sequences and the ranks of the group"
                 )
-        slots = _slots(source, group.rank, source_slots), _slots(target, group.rank, target_slots)
+        slots = source.slots_of(group.rank, source_slots), target.slots_of(group.rank, target_slots)
         return cls(source, target, group, debug, _Way.from_layouts(source, target, group.rank, slots))
 
     @overload
@@ -179,7 +175,17 @@ class Redistribution:
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         dims = (dim,) * len(tensors) if isinstance(dim, int) else tuple(dim)
         with ConcurrencyGuard(self.group):
-            self._check(tensors, dims, back)
+            # Ranks compare at the first call and under debug
+            problem = self._problem(tensors, dims, back)
+            error = None if problem is None else UserError(problem)
+            if self.debug or back not in self._checked:
+                layouts = fingerprint_of((self.source.fingerprint, self.target.fingerprint))
+                of_tensors = 0 if error else _fingerprint(tensors, dims)
+                fingerprints = {DEBUG_DIFFERS: int(self.debug), LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: of_tensors}
+                agree(self.group, fingerprints, problem=error)
+                self._checked.add(back)
+            if error is not None:
+                raise error
             leading = [tensor.movedim(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
             moved = _Redistributed.apply(self, back, *leading)
         out = tuple(tensor.movedim(0, dim) for tensor, dim in zip(moved, dims, strict=True))
@@ -190,19 +196,6 @@ class Redistribution:
             there, back_way = self._ways[torch.device("cpu")]
             self._ways[device] = there.to(device), back_way.to(device)
         return self._ways[device][back]
-
-    def _check(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> None:
-        """Raises UserError for tensors that do not fit, on all ranks at the first call and under debug."""
-        problem = self._problem(tensors, dims, back)
-        error = None if problem is None else UserError(problem)
-        if self.debug or back not in self._checked:
-            layouts = fingerprint_of((self.source.fingerprint, self.target.fingerprint))
-            of_tensors = 0 if error else _fingerprint(tensors, dims)
-            fingerprints = {DEBUG_DIFFERS: int(self.debug), LAYOUTS_DIFFER: layouts, TENSORS_DIFFER: of_tensors}
-            agree(self.group, fingerprints, problem=error)
-            self._checked.add(back)
-        if error is not None:
-            raise error
 
     def _problem(self, tensors: Sequence[torch.Tensor], dims: Sequence[int], back: bool) -> str | None:
         """Returns what is wrong with this rank's tensors, or None."""
@@ -293,7 +286,7 @@ def sp_gather(
             return shard.shape[dim]
         if layout.world != group.size:
             raise UserError(f"expected a layout for {group.size} ranks, got {layout.world}; make it for the group")
-        return _slots(layout, group.rank, shard.shape[dim])
+        return layout.slots_of(group.rank, shard.shape[dim])
 
     # 1. All ranks' lengths
     slots, problem = attempt(length)
@@ -322,21 +315,10 @@ def _require_dim(tensor: torch.Tensor, dim: int) -> None:
         raise UserError(f"tensor of shape {tuple(tensor.shape)} has no dimension {dim}; set dim to that of the tokens")
 
 
-def _slots(layout: SequenceLayout, rank: int, slots: int | None) -> int:
-    """Returns the number of slots of a rank. Raises UserError if they cannot hold its tokens."""
-    slots = layout.shard if slots is None else slots
-    least = int(layout.local[layout.rank == rank].max(initial=-1)) + 1
-    if not least <= slots <= layout.shard:
-        raise UserError(f"rank {rank} has {slots} slots, expected {least} to {layout.shard}")
-    return slots
-
-
 def _fingerprint(tensors: Sequence[torch.Tensor], dims: Sequence[int]) -> int:
     """Returns a number below 2^63, equal for tensors that ranks can exchange."""
-    follows = torch.is_grad_enabled()
-    shapes = [tensor.movedim(dim, 0).shape[1:] for tensor, dim in zip(tensors, dims, strict=True)]
-    each = zip(tensors, shapes, strict=True)
-    return fingerprint_of([(tuple(shape), tensor.dtype, follows and tensor.requires_grad) for tensor, shape in each])
+    leading = [tensor.movedim(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
+    return fingerprint_of([(tuple(tensor.shape[1:]), tensor.dtype, needs_gradients(tensor)) for tensor in leading])
 
 
 class _Redistributed(torch.autograd.Function):

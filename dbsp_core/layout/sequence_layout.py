@@ -188,6 +188,17 @@ class SequenceLayout:
         here = here[np.argsort(self.local[here])]
         return here, self.local[here]
 
+    def slots_of(self, rank: int, slots: int | None = None) -> int:
+        """Returns a rank's number of slots, `shard` if None. Raises UserError if they cannot hold its tokens."""
+        slots = self.shard if slots is None else slots
+        least = int(self.local[self.rank == rank].max(initial=-1)) + 1
+        if not least <= slots <= self.shard:
+            raise UserError(
+                f"rank {rank} has {slots} slots, expected {least} to {self.shard}: {self.tokens} tokens are shared by "
+                f"{self.world} ranks; pass this layout's tokens in the right dimension (q, k, v: [B, H, tokens, D])"
+            )
+        return slots
+
     def segments(self, axis: BlockAxis, token_permutation: np.ndarray | None = None) -> ShardSegments:
         """Returns the segments of an axis's blocks of tokens in order `token_permutation` int64[tokens]."""
         rank, local, block = self.rank, self.local, axis.block_of

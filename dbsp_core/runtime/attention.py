@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 
 from dbsp_core.comm.consistency import (
     DEBUG_DIFFERS,
-    DIMENSIONS,
-    CheckedInputs,
     ConcurrencyGuard,
+    InputKind,
     agree,
     attempt,
     input_kind,
+    must_compare,
     outside_transforms,
     problem_of_inputs,
     raised_on_all,
@@ -64,7 +64,7 @@ class DualBalancedAttention:
 
     prepared: PreparedAttention
     debug: bool = False
-    _checked: CheckedInputs = field(default_factory=CheckedInputs, init=False)
+    _compared: set[InputKind] = field(default_factory=set, init=False)
 
     @classmethod
     @not_compiled
@@ -106,7 +106,7 @@ class DualBalancedAttention:
             ragged = whole_head_tokens(plan) is None
             lse = plan.strategy.ring > 1 or mask.absent is not None
             require_supported(kernel, KernelRequirements(lse=lse, ragged_rows=ragged))
-            slots = _require_slots(layout, group.rank, n_local)
+            slots = layout.slots_of(group.rank, n_local)
             plan.require_fit(mask)
             if not plan.fits(mask):
                 raise UserError(KEYS_LEFT_OUT)
@@ -158,7 +158,7 @@ class DualBalancedAttention:
         check = partial(check_gradient, group) if self.debug else None
         scale_or_usual = max(1, *q.shape[-1:]) ** -0.5 if scale is None else scale
         with ConcurrencyGuard(group):
-            if self.debug or self._checked.is_new(input_kind(q, k, v), problem):
+            if self.debug or must_compare(input_kind(q, k, v), self._compared, problem):
                 error = None if problem is None else UserError(problem)
                 check_attention(group, q, k, v, scale, error, prepared=prepared, debug=self.debug)
                 with raised_on_all(group) as meeting:  # the first call may fail on one rank
@@ -166,18 +166,6 @@ class DualBalancedAttention:
             if problem is not None:
                 raise UserError(problem)
             return attend(prepared, q, k, v, scale_or_usual, check)
-
-
-def _require_slots(layout: SequenceLayout, rank: int, n_local: int | None) -> int:
-    """Returns a rank's number of slots. Raises UserError if they cannot hold its tokens."""
-    n_local = layout.shard if n_local is None else n_local
-    least = int(layout.tokens_at(rank)[1].max(initial=-1)) + 1
-    if not least <= n_local <= layout.shard:
-        raise UserError(
-            f"rank {rank} holds {n_local} tokens, expected {least} ({layout.shard} with padding): "
-            f"{layout.tokens} tokens are shared by {layout.world} ranks; {DIMENSIONS}"
-        )
-    return n_local
 
 
 @not_compiled

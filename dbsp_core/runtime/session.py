@@ -17,6 +17,7 @@ from dbsp_core.comm.consistency import (
     agree,
     attempt,
     input_kind,
+    must_compare,
     raised_on_all,
 )
 from dbsp_core.comm.exchange import Dispatch
@@ -392,7 +393,7 @@ class AttentionSession:
         """
         size, kind, compared = call.size, input_kind(*call.qkv), call.forward_pass.compared
         new = {**(compared or {}), **(new_mask or {})}
-        new_inputs = not new_mask and size.checked_inputs.is_new(kind, None if problem is None else str(problem))
+        new_inputs = not new_mask and must_compare(kind, size.compared_kinds, problem)
         if not (new_inputs or new or self.config.debug):
             if problem is not None:
                 raise problem

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from dbsp_core.comm.consistency import QKV, CheckedInputs, InputKind, problem_of_inputs, run_consistently
+from dbsp_core.comm.consistency import QKV, InputKind, problem_of_inputs, run_consistently
 from dbsp_core.cost.machine import cost_basis, hardware_for, kernel_order, rates_of
 from dbsp_core.cost.prediction import AttentionShape, StrategySelector, candidates
 from dbsp_core.layout.sequence_layout import SequenceLayout, Streams
@@ -103,7 +103,7 @@ class Size:
         self.dense = KnownMask((key[0], DENSE), 0, shares_plan=True, replaces=True)
         self.limits: dict[InputKind, float] = {}
         # 5. Compared across ranks: kinds of inputs, and calls with predicted masks (differ if a rank aborted)
-        self.checked_inputs = CheckedInputs()
+        self.compared_kinds: set[InputKind] = set()
         self.predicted_calls = 0
 
     def new_masks(self, provider: MaskProvider) -> PassMasks:
@@ -268,7 +268,7 @@ class Size:
 
     def keep_kind(self, kind: InputKind, limit: float | None) -> None:
         """Stores a kind of inputs and its `limit`, compared across ranks."""
-        self.checked_inputs.is_new(kind, None)
+        self.compared_kinds.add(kind)
         if limit is not None and kind not in self.limits:
             self.limits[kind] = limit
             if self.group.rank == 0:
