@@ -17,12 +17,13 @@ from dbsp_core.planning.comm_dtype import CommDtype
 from dbsp_core.planning.plan import Plan
 from dbsp_kernels.segments import CopySegments
 
+CPU = torch.device("cpu")
 IMBALANCED = 1.05
 """Ratio of a rank's rows to the mean above which saving memory is worth another exchange."""
 
 
-def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, device: torch.device) -> Route:
-    """Builds the route of a rank with `n_local` tokens (padding included) outside attention."""
+def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int) -> Route:
+    """Builds the route of a rank with `n_local` tokens (padding included) outside attention, on the CPU."""
     world, grid, comm_dtype = plan.strategy.world, plan.grid, plan.comm_dtype
     segments = [(heads, layout.block_segments(grid, order)) for order, heads in grid.order_groups(plan.heads)]
     queries = _Axis(tuple((heads, of_q) for heads, (of_q, _) in segments), grid.q_axis)
@@ -35,10 +36,10 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     # 2. Exchanges of q and of k and v, or of all three together
     of_q, of_kv = ([local_q], [q_packed]), _of_keys(local_kvs[0], kv_packed)
     parts = [[of_kv], [of_q]] if exchange_q_separately(plan) else [[of_q, of_kv]]
-    dispatch = [_exchange(world, part, device, comm_dtype) for part in parts]
+    dispatch = [_exchange(world, part, comm_dtype) for part in parts]
     # 3. One exchange for each further chunk of keys
     fetch = tuple(
-        _exchange(world, [_of_keys(local_kv, keys.packed(*blocks))], device, comm_dtype)
+        _exchange(world, [_of_keys(local_kv, keys.packed(*blocks))], comm_dtype)
         for local_kv, blocks in zip(local_kvs[1:], later, strict=True)
     )
     fetched_blocks = tuple(len(head) for head, _ in later)
@@ -49,7 +50,7 @@ def build_route(plan: Plan, layout: SequenceLayout, rank: int, n_local: int, dev
     first, last = edges[::2], edges[1::2]
     head = np.repeat(np.arange(plan.heads), len(first))
     padding = _copies(0, 0, head, np.tile(first, plan.heads), 0, np.tile(last - first, plan.heads))
-    combine = _exchange(world, [([q_packed], [local_q])], device, comm_dtype, zeros=padding, returns=True)
+    combine = _exchange(world, [([q_packed], [local_q])], comm_dtype, zeros=padding, returns=True)
     slots = len(own_rows[0]) * grid.block_q, len(own_blocks[0]) * grid.block_k
     return Route(tuple(dispatch), combine, *slots, grid.block_k, fetch, fetched_blocks, _packed_again(fetch))
 
@@ -82,7 +83,6 @@ def _of_keys(here: _Slots, there: _Slots) -> _Part:
 def _exchange(
     world: int,
     parts: Sequence[_Part],
-    device: torch.device,
     comm_dtype: CommDtype,
     *,
     zeros: np.ndarray | None = None,
@@ -108,8 +108,8 @@ def _exchange(
     # In order: unpacking keys and values would copy every token to the same position.
     _, start, head, token, length, filled = unpack[0].T
     in_order = not filled.any() and bool((head * (length.sum() // 2) + token == start).all())
-    packs = tuple(CopySegments.from_columns(table, device) for table in pack)
-    copies = tuple((CopySegments.from_columns(table, device),) for table in unpack)
+    packs = tuple(CopySegments.from_columns(table, CPU) for table in pack)
+    copies = tuple((CopySegments.from_columns(table, CPU),) for table in unpack)
     return Exchange(sent, received, packs, copies, comm_dtype, in_order=in_order, returns=returns)
 
 

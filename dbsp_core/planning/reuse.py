@@ -116,12 +116,6 @@ class ReuseStatistics:
             notes.append(f"dense attention replaced masks too dense to be faster in {share} (layers {layers})")
         return notes
 
-    def waited(self, wait_s: float, plan_s: float) -> None:
-        """Adds a host wait for a call's counts, and the time of planning by them."""
-        self.waits += 1
-        self.wait_s += wait_s
-        self.plan_s += plan_s
-
 
 def next_use(counted: Plan, rows: np.ndarray, threshold: float, make: MakePlan) -> PlanUse:
     """Returns the next call of an attention, with the current plan if its ρ_s is at most P_s, else a new plan.

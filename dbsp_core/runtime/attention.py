@@ -47,8 +47,6 @@ from dbsp_core.utils.process import not_compiled, outside_inference, version_fin
 from dbsp_kernels import KernelRequirements, require_supported
 from dbsp_kernels.kernel import supports
 
-KEYS_LEFT_OUT = "the mask needs keys that the plan does not send; make a plan for this mask"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class DualBalancedAttention:
@@ -109,7 +107,7 @@ class DualBalancedAttention:
             slots = layout.slots_of(group.rank, n_local)
             plan.require_fit(mask)
             if not plan.fits(mask):
-                raise UserError(KEYS_LEFT_OUT)
+                raise UserError("the mask needs keys that the plan does not send; make a plan for this mask")
             made = PreparedAttention.from_plan(plan, layout, group, kernel, device=torch.device(device), n_local=slots)
             return made.for_mask(plan, mask, fingerprint=debug)
 
@@ -160,7 +158,7 @@ class DualBalancedAttention:
         with ConcurrencyGuard(group):
             if self.debug or must_compare(input_kind(q, k, v), self._compared, problem):
                 error = None if problem is None else UserError(problem)
-                check_attention(group, q, k, v, scale, error, prepared=prepared, debug=self.debug)
+                check_attention(group, q, k, v, scale_or_usual, error, prepared=prepared, debug=self.debug)
                 with raised_on_all(group) as meeting:  # the first call may fail on one rank
                     return attend(replace(prepared, group=meeting), q, k, v, scale_or_usual, check)
             if problem is not None:

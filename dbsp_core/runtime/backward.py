@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,7 +10,6 @@ import torch
 from dbsp_core.comm.exchange import LocalKeys
 from dbsp_core.comm.exchange_backward import LocalGradients, gradient_to_owners
 from dbsp_core.runtime.prepared import PreparedAttention
-from dbsp_core.runtime.tables import KernelTable
 from dbsp_kernels import BackwardInputs, Kernel, KernelInputs, block_attention_backward
 
 
@@ -34,11 +32,23 @@ def attention_backward(
     # 2. For all chunks again: accumulate dQ; send dK and dV back while the kernel runs on the next chunk
     slots = kernel.slots and kernel.slots(rows, (prepared.plan.grid.block_q, prepared.plan.grid.block_k))
     tables = prepared.tables.expanded(len(dout), slots)
-    at_owner = _AtOwner(prepared, tables, slots, kernel, rows, out, lse, dout_rows, scale)
+
+    def of_chunk(number: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns one chunk's contribution to dq [B·Rq, Bq, D], and its dk and dv [2, B, Ck, Bk, D].
+
+        Uses the whole attention's log-sum-exp, so contributions just add up.
+        """
+        bits, transposed = prepared.tables.bits[number], prepared.table_layout.transposed[number]
+        keys, values = kv.flatten(1, 2).unbind(0)
+        forward = KernelInputs(rows, keys, values, **vars(tables[number]), scale=scale)
+        turned = partial(transposed.table, bits, kv.shape[1], slots)
+        dq, dk, dv = block_attention_backward(BackwardInputs(forward, dout_rows, out, lse, turned), kernel)
+        return dq, torch.stack([dk, dv]).view(kv.shape)
+
     dq, dkv = torch.zeros_like(rows, dtype=wide), []
     gradients = LocalGradients.zeros(route, group, dout.shape, lse)
     for number, chunk in enumerate(route.chunks([first], LocalKeys(k, v), group)):
-        dq_part, here = at_owner.chunk(number, chunk)
+        dq_part, here = of_chunk(number, chunk)
         del chunk  # free before the next arrives
         dq += dq_part
         if number == 0:
@@ -49,32 +59,3 @@ def attention_backward(
     # 3. Send back dQ and the first chunk's dK and dV, summed over the readers of each key
     grads = gradients.finish(dq.view(len(dout), -1, dout.shape[3]), dkv.pop())
     return tuple(grad.to(rows.dtype) for grad in grads)
-
-
-@dataclass(frozen=True, eq=False)
-class _AtOwner:
-    """One attention at the owner of its rows, for backward."""
-
-    prepared: PreparedAttention
-    tables: list[KernelTable]
-    slots: int | None  # Rows that the device computes at a time, if known
-    kernel: Kernel
-    rows: torch.Tensor  # [B·Rq, Bq, D]
-    out: torch.Tensor  # [B·Rq, Bq, D]
-    lse: torch.Tensor  # [B·Rq, Bq], over all chunks
-    dout: torch.Tensor  # [B·Rq, Bq, D]
-    scale: float
-
-    def chunk(self, number: int, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns one chunk's contribution to dq [B·Rq, Bq, D], and its dk and dv [2, B, Ck, Bk, D].
-
-        Uses the whole attention's log-sum-exp, so contributions just add up.
-        """
-        table, batch = self.tables[number], kv.shape[1]
-        bits, transposed = self.prepared.tables.bits[number], self.prepared.table_layout.transposed[number]
-        keys, values = kv.flatten(1, 2).unbind(0)
-        forward = KernelInputs(self.rows, keys, values, **vars(table), scale=self.scale)
-        turned = partial(transposed.table, bits, batch, self.slots)
-        inputs = BackwardInputs(forward, self.dout, self.out, self.lse, turned)
-        dq, dk, dv = block_attention_backward(inputs, self.kernel)
-        return dq, torch.stack([dk, dv]).view(kv.shape)

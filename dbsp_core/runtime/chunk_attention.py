@@ -183,17 +183,10 @@ def _attend(
     *,
     check: bool,
 ) -> PartialAttention:
-    """Merges one more chunk into the running result: out [B·Rq, Bq, D] and its log-sum-exp [B·Rq, Bq].
+    """Merges a chunk kv [2, B, Ck, Bk, D] into the running result: out [B·Rq, Bq, D], log-sum-exp [B·Rq, Bq].
 
-    Args:
-        running: None before the first chunk.
-        rows: [B·Rq, Bq, D].
-        kv: The chunk's keys and values [2, B, Ck, Bk, D].
-        dense: The chunk's dense rows if a torch kernel computes them, else None.
-        head_tokens: Tokens per head for rows of whole heads; see `dbsp_kernels.block_attention`.
-        out_dtype: Dtype of the result: at least 32 bits before the last chunk, and if dense rows merge into it.
-        lse: True if the log-sum-exp is needed for other chunks or backward.
-        check: True to check shapes, dtypes and devices.
+    `dense` are the chunk's dense rows if a torch kernel computes them. `out_dtype` has at least 32 bits before the
+    last chunk, and if dense rows merge into it. `lse`: True if it is needed for other chunks or backward.
     """
     batch = kv.shape[1]
     keys, values = kv.flatten(1, 2).unbind(0)
@@ -237,15 +230,9 @@ def _with_dense_rows(
     is_first: bool,
     out_dtype: torch.dtype,
 ) -> PartialAttention:
-    """Adds the dense rows' attention to this chunk's keys to the running result.
+    """Adds the attention of dense rows of q [B, Rq, Bq, D] to keys and values [B, Ck, Bk, D] to the running result.
 
-    Args:
-        running: out [B·Rq, Bq, D] and log-sum-exp [B·Rq, Bq]; None in the first chunk if all rows are dense.
-        q: [B, Rq, Bq, D].
-        keys, values: [B, Ck, Bk, D].
-        parts: The dense rows.
-        is_first: True in the first chunk, where results are written instead of merged.
-        out_dtype: Dtype of the result, if `running` is None.
+    In the first chunk results are written instead of merged, and `running` is None if all rows are dense.
     """
     # 1. A single part with all rows is the result
     if running is None and len(parts) == 1:

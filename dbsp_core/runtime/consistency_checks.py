@@ -74,10 +74,7 @@ def check_settings(
         sessions: All sessions that the ranks make now; none on a rank with a problem.
         problem: Error found on this rank, if any.
         more: Further fingerprints to compare, by error message.
-        numbers: Further numbers to exchange, which may differ.
-
-    Returns:
-        Every rank's `numbers`.
+        numbers: Further numbers to exchange, which may differ; returned for every rank.
 
     Raises:
         UserError: Settings differ or do not fit the ranks; raised on all ranks.
@@ -125,7 +122,7 @@ def check_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float | None,
+    scale: float,
     problem: Exception | None,
     *,
     prepared: PreparedAttention | None,
@@ -134,24 +131,16 @@ def check_attention(
     choose: Callable[[], Kernel] | None = None,
     numbers: Sequence[int] = (),
 ) -> list[tuple[int, ...]]:
-    """Checks that all ranks attend with matching inputs. Collective.
+    """Raises UserError on all ranks if one has a problem or inputs differ. Collective.
 
     Args:
-        group: The ranks.
         q, k, v: This rank's inputs, of any shape if there is a problem.
-        scale: Softmax scale. None: from q's head dim.
         problem: Error found on this rank, if any.
         prepared: The prepared attention that will run, or None if not made yet.
         debug: True to check that values are finite and kernels equal.
         more: Further fingerprints to compare, by error message.
         choose: Chooses the kernel if nothing is prepared yet; only its error matters.
-        numbers: Further numbers to exchange, which may differ.
-
-    Returns:
-        Every rank's `numbers`.
-
-    Raises:
-        UserError: A rank has a problem, or inputs differ; raised on all ranks.
+        numbers: Further numbers to exchange, which may differ; returned for every rank.
     """
     if debug and problem is None and not all(_are_finite(tensor) for tensor in (q, k, v)):
         problem = UserError(INPUTS_NOT_FINITE)
@@ -160,7 +149,6 @@ def check_attention(
         kernel, problem = attempt(lambda: prepared.kernel_for(input_kind(q, k, v)).name)
     elif problem is None and choose is not None:
         _, problem = attempt(choose)
-    scale = q.shape[-1] ** -0.5 if scale is None and problem is None else scale
     fingerprints = {
         **(more or {}),
         INPUTS_DIFFER: fingerprint_of((*q.shape[:2], *q.shape[3:], q.dtype, q.device.type, needs_gradients(q, k, v))),
@@ -171,18 +159,14 @@ def check_attention(
 
 
 def check_prepared(prepared: PreparedAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Checks masks, plans and kernels of an attention prepared after comparing inputs. Collective.
-
-    Raises UserError on all ranks if they differ, or if a rank has no kernel for it.
-    """
+    """Raises UserError on all ranks if masks, plans or kernels differ, or a rank has no kernel. Collective."""
     kernel, problem = attempt(lambda: prepared.kernel_for(input_kind(q, k, v)).name)
     agree(prepared.group, _fingerprints_of(prepared, kernel or ""), problem=problem)
 
 
 def check_gradient(group: SequenceGroup, dout: torch.Tensor) -> None:
     """Raises UserError on all ranks if a rank's gradient is not finite. Collective."""
-    problem = None if _are_finite(dout) else UserError(GRADIENTS_NOT_FINITE)
-    agree(group, problem=problem)
+    agree(group, problem=None if _are_finite(dout) else UserError(GRADIENTS_NOT_FINITE))
 
 
 @torch.no_grad()  # checkpoints count the tensors saved for backward

@@ -74,38 +74,34 @@ class EngineLayout:
         """Returns the text slots per rank; replicated text is split, with padding on the last rank."""
         return max(self.text_shares) if self.text_shares else -(-self.text // world)
 
+    @lru_cache(maxsize=8)  # noqa: B019  bounded, and of few objects
     def on(self, world: int) -> SequenceLayout:
         """Returns the sequence layout in which each rank has its share of the text with its shard.
 
         Raises UserError if the sequence has more tokens than the ranks have slots.
         """
-        return _on_ranks(self, world)
-
-
-@lru_cache(maxsize=8)
-def _on_ranks(layout: EngineLayout, world: int) -> SequenceLayout:
-    # 1. Canonical positions: text, tokens before and after the video, video
-    text, others, tokens = layout.text, layout.before + layout.after, layout.video.tokens
-    before, after = text + np.arange(layout.before), text + np.arange(layout.before, others)
-    sequence = np.concatenate([before, np.arange(text + others, tokens), after])
-    # 2. Cut the sequence and the text into shards
-    shard, share = layout.shard or -(-len(sequence) // world), layout.text_share(world)
-    if len(sequence) > shard * world:
-        raise UserError(
-            f"the engine has {world} ranks of {shard} tokens for a sequence of {len(sequence)}, a sharding of this "
-            "model that db-SP does not support; use another attention backend"
-        )
-    rank, local = np.empty(tokens, dtype=np.int64), np.empty(tokens, dtype=np.int64)
-    rank[sequence], local[sequence] = np.divmod(np.arange(len(sequence)), shard)
-    held = np.array(layout.text_shares or np.diff(np.minimum(np.arange(world + 1) * share, text)))
-    rank[:text] = np.repeat(np.arange(world), held)
-    local[:text] = np.arange(text) - np.repeat(np.cumsum(held) - held, held)
-    # 3. Join sequence and text
-    if layout.text_last:
-        local[:text] += shard
-    else:
-        local[text:] += held[rank[text:]] if layout.text_shares else share
-    return SequenceLayout(rank, local, world, shard + share)
+        # 1. Canonical positions: text, tokens before and after the video, video
+        text, others, tokens = self.text, self.before + self.after, self.video.tokens
+        before, after = text + np.arange(self.before), text + np.arange(self.before, others)
+        sequence = np.concatenate([before, np.arange(text + others, tokens), after])
+        # 2. Cut the sequence and the text into shards
+        shard, share = self.shard or -(-len(sequence) // world), self.text_share(world)
+        if len(sequence) > shard * world:
+            raise UserError(
+                f"the engine has {world} ranks of {shard} tokens for a sequence of {len(sequence)}, a sharding of "
+                "this model that db-SP does not support; use another attention backend"
+            )
+        rank, local = np.empty(tokens, dtype=np.int64), np.empty(tokens, dtype=np.int64)
+        rank[sequence], local[sequence] = np.divmod(np.arange(len(sequence)), shard)
+        held = np.array(self.text_shares or np.diff(np.minimum(np.arange(world + 1) * share, text)))
+        rank[:text] = np.repeat(np.arange(world), held)
+        local[:text] = np.arange(text) - np.repeat(np.cumsum(held) - held, held)
+        # 3. Join sequence and text
+        if self.text_last:
+            local[:text] += shard
+        else:
+            local[text:] += held[rank[text:]] if self.text_shares else share
+        return SequenceLayout(rank, local, world, shard + share)
 
 
 @dataclass(frozen=True)

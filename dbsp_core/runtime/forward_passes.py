@@ -18,10 +18,6 @@ from dbsp_core.utils.errors import UserError
 MOST_PENDING = 16
 """Forward passes without a graph (reentrant checkpoints) to remember until they are recomputed."""
 NOT_BEGUN = "attention was called before the forward pass began; enable db-SP on the transformer"
-_HOW = (
-    "use transformer.enable_gradient_checkpointing() or torch's checkpoint_wrapper, which db-SP follows; or call "
-    "backward() after each forward pass, drop retained graphs, and run passes without backward under torch.no_grad()"
-)
 _running_backward = torch._C._current_graph_task_id
 """Returns the id of the backward running in this thread, or −1."""
 
@@ -200,6 +196,9 @@ def _only(waiting: list[ForwardPass], parts: list[Any], what: str) -> ForwardPas
     if any(part != parts[0] for part in parts):
         raise UserError(
             f"{len(waiting)} forward passes of different sizes or masks wait for backward, or have retained graphs, "
-            f"and activation checkpointing recomputes {what} without saying for which; {_HOW}"
+            f"and activation checkpointing recomputes {what} without saying for which; use "
+            "transformer.enable_gradient_checkpointing() or torch's checkpoint_wrapper, which db-SP follows; or call "
+            "backward() after each forward pass, drop retained graphs, and run passes without backward under "
+            "torch.no_grad()"
         )
     return waiting[-1]

@@ -16,10 +16,36 @@ from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.branches import Branch
 from dbsp_core.masks.grid import Video
 from dbsp_core.planning.plan import Plan
-from dbsp_core.runtime.absent_keys import AbsentKeys
 from dbsp_core.runtime.tables import ChunkTables, TableLayout, build_tables, dense_spans_of, table_layout
-from dbsp_kernels import Kernel, KernelRequirements, choose_kernel
+from dbsp_kernels import Kernel, KernelRequirements, PartialAttention, choose_kernel
+from dbsp_kernels.exchange import rotated
 from dbsp_kernels.segments import to_device
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class AbsentKeys:
+    """Keys of known score and zero value of one rank's rows, attended to without exchange; see `BlockMask.absent`."""
+
+    score: torch.Tensor  # float32[Rq], natural log of the sum of exp(score)
+    head: torch.Tensor  # int64[Rq], head of each row
+
+    def added_to(
+        self, result: PartialAttention, rows: torch.Tensor, batch: int, scale: float, mean: torch.Tensor | None
+    ) -> PartialAttention:
+        """Adds the absent keys to a result: out · e^L / (e^L + e^a), log(e^L + e^a).
+
+        Args:
+            result: out [B·Rq, Bq, D], overwritten, and its log-sum-exp L [B·Rq, Bq].
+            rows: Queries [B·Rq, Bq, D], rotated if there is a mean.
+            mean: float32[B, H, D] subtracted from the sent keys (but not from absent keys), or None.
+        """
+        out, lse = result
+        if mean is not None:
+            of_rows = rotated(mean.to(lse.dtype)).index_select(1, self.head).flatten(0, 1)  # [B, H, D] → [B·Rq, D]
+            lse = lse + (rows.to(lse.dtype) * of_rows[:, None]).sum(-1) * scale
+        # Clamp −inf (no absent keys), so that rows without any keys give 0 instead of NaN.
+        absent = self.score.repeat(batch)[:, None].clamp(min=torch.finfo(torch.float32).min)
+        return out.mul_(torch.sigmoid(lse - absent)[..., None]), torch.logaddexp(lse, absent)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -71,21 +97,17 @@ class PreparedAttention:
     ) -> PreparedAttention:
         """Builds everything that does not depend on the mask; `for_mask` adds its tables. Not collective.
 
-        Args:
-            plan: Made for `layout`.
-            n_local: None: `layout.shard`, with padding at the end.
+        `n_local` None: `layout.shard`, with padding at the end.
         """
         n_local = layout.shard if n_local is None else n_local
-        route = build_route(plan, layout, group.rank, n_local, torch.device("cpu")).to(device)
+        route = build_route(plan, layout, group.rank, n_local).to(device)
         of_plan = table_layout(plan, group.rank).to(device)
         return cls(plan, layout, group, device, n_local, route, of_plan, ChunkTables.none(of_plan), kernel, None)
 
     def for_mask(self, plan: Plan, mask: BlockMask, *, fingerprint: bool = False) -> PreparedAttention:
-        """Returns a copy with the tables of a mask.
+        """Returns a copy with a mask's tables, for a plan with the same routes (`Plan.same_routes`) that fits it.
 
-        Args:
-            plan: A plan with the same routes (`Plan.same_routes`) that fits the mask.
-            fingerprint: True to compute the mask's fingerprint for comparison, which reads its bits.
+        Computing the mask's fingerprint reads its bits.
         """
         tables = build_tables(self.table_layout, mask, dense_spans_of(mask, self.device))
         made = replace(self, plan=plan, tables=tables, branch=mask.branch, absent=None)

@@ -322,12 +322,9 @@ class AttentionSession:
         return self._provider.by_step
 
     def _prepare_known(self, call: _Call, slot: Slot, known: KnownMask | None) -> tuple[_Ready | None, bool]:
-        """Prepares an attention with a static mask. Collective if there is anything new to compare.
+        """Prepares an attention with a static mask, if any; returns it, and True if ranks have compared anything.
 
         Stores no state, since after an error all ranks must have the same state.
-
-        Returns:
-            The prepared attention, or None if the mask is predicted; and True if ranks have compared anything.
         """
         ready, new, device = None, {}, call.qkv[0].device
         problem: Exception | None = call.size.problem_of(call.qkv, call.size.layout.shard)
@@ -381,15 +378,9 @@ class AttentionSession:
         prepared: PreparedAttention | None,
         new_mask: dict[str, int] | None = None,
     ) -> bool:
-        """Compares q, k and v across ranks at the first call of a size and kind, under debug at every call.
+        """Compares q, k, v and a new mask's fingerprint, by message, across ranks; returns True if they did.
 
-        Args:
-            problem: Error found on this rank, if any.
-            prepared: The prepared attention that will run, or None if not made yet.
-            new_mask: Fingerprint of a new mask to compare, by error message.
-
-        Returns:
-            True if ranks have compared them.
+        Needed at the first call of a size and kind of inputs, for new masks, and under debug at every call.
         """
         size, kind, compared = call.size, input_kind(*call.qkv), call.forward_pass.compared
         new = {**(compared or {}), **(new_mask or {})}
@@ -422,11 +413,7 @@ class AttentionSession:
         return True
 
     def _keep_pass(self, forward_pass: ForwardPass, calls: Sequence[tuple[int, ...]]) -> None:
-        """Stores the size and masks of a compared pass, and drops the least recently used size.
-
-        Args:
-            calls: Each rank's number of calls with predicted masks.
-        """
+        """Stores a compared pass; drops the least recently used size. `calls`: each rank's with predicted masks."""
         forward_pass.compared, size = None, forward_pass.known_size
         if len(set(calls)) > 1:  # a rank aborted an earlier pass that others continued
             size.restart()

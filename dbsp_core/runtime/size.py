@@ -122,9 +122,7 @@ class Size:
     def compared(self, arguments: object, moment: object, masks: PassMasks) -> dict[str, int]:
         """Returns the fingerprints of a pass to compare across ranks, by error message.
 
-        Args:
-            arguments: The arguments that the size was made from.
-            moment: The denoising step and CFG pass.
+        `arguments` are those that the size was made from, `moment` the denoising step and CFG pass.
         """
         values = {
             SIZES_DIFFER: arguments,
@@ -179,13 +177,7 @@ class Size:
         return run_consistently(self.group.control(), make, lambda plan: plan.fingerprint, "the plan")
 
     def _plan(self, make: Callable[..., Plan], q: torch.Tensor, heads: int, current: Plan | None) -> Plan:
-        """Makes a plan, with the predicted fastest strategy if none is set.
-
-        Args:
-            make: Takes a strategy and the options of `make_plan`.
-            heads: Heads of the mask.
-            current: The current plan, if any.
-        """
+        """Makes a plan, with the predicted fastest strategy if none is set; `heads` are the mask's."""
         config = self.config
         options = {"planner": config.planner, "layout": self.layout, "precision": config.precision}
         make = partial(make, **options, compare=self.compare, whole_heads=config.whole_heads)
@@ -198,8 +190,7 @@ class Size:
     def route(self, slot: Slot, plan: Plan, device: torch.device, *, predicted: bool) -> PreparedAttention:
         """Returns an attention prepared for a plan, without mask; reuses the last call's route if equal.
 
-        Args:
-            predicted: True for predicted masks; ranks then agree that all could build their routes (collective).
+        For predicted masks, ranks agree that all could build their routes (collective).
         """
         before = slot.prepared
         if before is not None and before.device == device and plan.same_routes(before.plan):
@@ -253,9 +244,6 @@ class Size:
 
         A mask is predicted at each generation's first call and at the first of every `LOOK_EVERY` steps, and its
         density decides for the other steps. Waits for its counts. If steps are unknown, every call predicts.
-
-        Args:
-            now: The call's step and generation.
         """
         use, limit = slot.use, self.limits.get(kind)
         if limit is None or use is None or use.counts is None:

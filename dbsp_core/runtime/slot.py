@@ -54,11 +54,8 @@ class Slot:
     def next_use(self, q: torch.Tensor, now: DenoisingStep, make: MakePlan) -> PlanUse | None:
         """Returns the next call's plan before its mask is predicted, or None if the plan needs the mask's counts.
 
-        Waits for the counts of the last call. `keep` stores the result.
-
-        Args:
-            q: [B, H, n_local, D]. Plans cover H heads, or B · H with masks per item.
-            now: The call's step and generation.
+        Waits for the counts of the last call. `keep` stores the result. For q [B, H, n_local, D], plans cover H heads,
+        or B · H with masks per item.
         """
         counted, use, heads = self.counted(), self.use, (q.shape[1], q.shape[0] * q.shape[1])
         if not self.lags or counted is None or use is None or use.counts is None or counted.heads not in heads:
@@ -79,7 +76,9 @@ class Slot:
             last, start = self.counted(), time.perf_counter()
             rows, arrived = counts.rows, time.perf_counter()
             use = self._use_by_own_counts(last, mask, rows, make)
-            self.statistics.waited(arrived - start, time.perf_counter() - arrived)
+            self.statistics.waits += 1
+            self.statistics.wait_s += arrived - start
+            self.statistics.plan_s += time.perf_counter() - arrived
         use.counts, use.moment = counts, now
         return use
 

@@ -160,7 +160,6 @@ class TableLayout:
         """Returns a copy with tables on `device` (spans stay on the CPU); tables of `self` must be on the CPU."""
         if device == self.rows.device:
             return self
-
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         moved: dict[str, Any] = {name: to_device(table, device) for name, table in tables.items()}
         return replace(self, **moved)
@@ -244,12 +243,7 @@ def dense_spans_of(mask: BlockMask, device: torch.device) -> np.ndarray | None:
 
 
 def build_tables(layout: TableLayout, mask: BlockMask, dense_spans: np.ndarray | None = None) -> ChunkTables:
-    """Builds the tables of all chunks, on the layout's device.
-
-    Args:
-        mask: Mask on the plan's grid.
-        dense_spans: See `dense_spans_of`.
-    """
+    """Builds the tables of all chunks, on the layout's device, for a mask on the plan's grid; see `dense_spans_of`."""
     bits = to_device(mask.row_bits, layout.rows.device)
     of_mask = layout.columns, layout.present, layout.full
     tables = ChunkTables(
@@ -337,12 +331,10 @@ class TransposedLayout:
     bounds: torch.Tensor  # int32[2], 0 and Rq
     most: int  # most rows of a span
 
-    def table(self, bits: torch.Tensor, batch: int = 1, slots: int | None = None) -> TransposedTable:
+    def table(self, bits: torch.Tensor, batch: int, slots: int | None) -> TransposedTable:
         """Returns the rows that attend to each block, for `batch` copies, without synchronizing.
 
-        Args:
-            bits: uint8[Rq, ceil(width / 8)] of the chunk.
-            slots: See `ChunkTables.expanded`.
+        `bits` are the chunk's, uint8[Rq, ceil(width / 8)]; for `slots` see `ChunkTables.expanded`.
         """
         blocks, device = len(self.first), bits.device
         if not blocks or not self.most:

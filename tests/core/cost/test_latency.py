@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from dbsp_core import BlockGrid, BlockMask, SequenceLayout, Strategy, make_plan
 from dbsp_core.comm.exchange_tables import build_route
@@ -97,7 +96,7 @@ def test_traffic_equals_what_the_routes_send(strategy, keys, grid):
     traffic = traffic_of(plan, layout)
     received = 0
     for rank in range(4):
-        route = build_route(plan, layout, rank, layout.shard, torch.device("cpu"))
+        route = build_route(plan, layout, rank, layout.shard)
         of_keys = (*route.dispatch_exchanges, *route.fetch_exchanges)
         first = np.sum([exchange.sent for exchange in route.dispatch_exchanges], axis=0)
         assert first.tolist() == (traffic.queries[rank] + 2 * traffic.keys[0, rank]).tolist()

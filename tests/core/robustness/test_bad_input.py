@@ -154,7 +154,7 @@ def test_arguments_that_do_not_fit(pool, options, culprits, message):
         (0, "no debug", "debug differs on rank(s) [{}]"),
         (1, "other shape", "rank(s) [{}]: q, k, v must be [batch, heads, n_local, D] of one shape"),
         (1, "fewer tokens", "rank(s) [{}]: q of shape (1, 3, 66, 8) does not fit: the plan has 3 heads and rank 1"),
-        (1, "fewer tokens prepared for", "rank(s) [{}]: rank 1 holds 20 tokens, expected 67"),
+        (1, "fewer tokens prepared for", "rank(s) [{}]: rank 1 has 20 slots, expected 67"),
     ],
 )
 def test_fault_that_one_rank_sees_is_rejected_on_all(pool, culprit, fault, message):

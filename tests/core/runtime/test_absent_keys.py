@@ -16,7 +16,7 @@ from dbsp_core import (
     SequenceLayout,
     make_plan,
 )
-from dbsp_core.runtime.absent_keys import AbsentKeys
+from dbsp_core.runtime.prepared import AbsentKeys
 from dbsp_core.utils.errors import UserError
 from tests.support.attention_cases import Case, Inputs, absent_keys, as_sent, attend, whole
 from tests.support.oracle import dense_attention, largest_difference
