@@ -23,28 +23,19 @@ CHUNKS_IN_FLIGHT = 2
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Exchange:
-    """One rank's side of an all-to-all with unequal splits.
+    """One rank's side of an all-to-all with unequal splits."""
 
-    Attributes:
-        sent: Number of tokens to each rank.
-        received: Number of tokens from each rank.
-        pack: Per input tensor, segments to copy to the send buffer, which is ordered by destination.
-        unpack: Per output tensor, segments to copy from the receive buffer, one after another; no copy writes to a
-            slot twice.
-        comm_dtype: Communication dtype of the buffers.
-        adds: True if unpacking adds to the output tensors.
-        in_order: True if, for batch 1, the receive buffer already has the layout of keys and values that the kernel
-            reads.
-        returns: True if this exchange returns the output, which is rotated back if values were rotated for int8.
-    """
-
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent: tuple[int, ...]  # Number of tokens to each rank
+    received: tuple[int, ...]  # Number of tokens from each rank
+    # Per input tensor, segments to copy to the send buffer, which is ordered by destination
     pack: tuple[CopySegments, ...]
+    # Per output tensor, segments to copy from the receive buffer, one after another; no copy writes to a slot twice
     unpack: tuple[tuple[CopySegments, ...], ...]
-    comm_dtype: CommDtype = MODEL
-    adds: bool = False
+    comm_dtype: CommDtype = MODEL  # Communication dtype of the buffers
+    adds: bool = False  # True if unpacking adds to the output tensors
+    # True if, for batch 1, the receive buffer already has the layout of keys and values that the kernel reads
     in_order: bool = False
+    # True if this exchange returns the output, which is rotated back if values were rotated for int8
     returns: bool = False
 
     @cached_property
@@ -93,15 +84,11 @@ class Exchange:
 
 
 class LocalKeys(NamedTuple):
-    """A rank's keys and values [B, H, n_local, D] outside attention, any strides.
-
-    Attributes:
-        less: For keys and for values, float32[B, H, D] to subtract before sending (equal on all ranks) or None; () for
-            none.
-    """
+    """A rank's keys and values [B, H, n_local, D] outside attention, any strides."""
 
     k: torch.Tensor
     v: torch.Tensor
+    # For keys and for values, float32[B, H, D] to subtract before sending (equal on all ranks) or None; () for none
     less: tuple[torch.Tensor | None, ...] = ()
 
 
@@ -116,22 +103,17 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Route:
-    """One rank's exchanges: tensors from source ranks to owners of rows, and the output back.
+    """One rank's exchanges: tensors from source ranks to owners of rows, and the output back."""
 
-    Attributes:
-        dispatch_exchanges: One for q, k and v; or one for k and v, then one for q.
-        q_slots: Rq·Bq, including padding of short blocks; kv_slots: Ck·Bk, likewise.
-        fetch_exchanges: For k and v of each chunk after the first, with `fetched_blocks` blocks each.
-        packed_again: Per fetch exchange, True if this rank sends the same keys as before, reusing the send buffer.
-    """
-
-    dispatch_exchanges: tuple[Exchange, ...]
+    dispatch_exchanges: tuple[Exchange, ...]  # One for q, k and v; or one for k and v, then one for q
     combine_exchange: Exchange
-    q_slots: int
+    q_slots: int  # Rq·Bq, including padding of short blocks; kv_slots: Ck·Bk, likewise
     kv_slots: int
     block_k: int
+    # For k and v of each chunk after the first, with `fetched_blocks` blocks each
     fetch_exchanges: tuple[Exchange, ...] = ()
     fetched_blocks: tuple[int, ...] = ()
+    # Per fetch exchange, True if this rank sends the same keys as before, reusing the send buffer
     packed_again: tuple[bool, ...] = ()
 
     def to(self, device: torch.device) -> Route:

@@ -140,13 +140,10 @@ _Part = tuple[list[_Slots], list[_Slots]]
 
 @dataclass(frozen=True, eq=False)
 class _Axis:
-    """One axis of a plan's grid, with the segments into which shards cut its blocks.
+    """One axis of a plan's grid, with the segments into which shards cut its blocks."""
 
-    Attributes:
-        groups: (int64 heads, their segments); heads with equal token order share segments. All ranks use this order,
-            so that pieces arrive in the expected order.
-    """
-
+    # (int64 heads, their segments); heads with equal token order share segments. All ranks use this order, so that
+    # pieces arrive in the expected order.
     groups: tuple[tuple[np.ndarray, ShardSegments], ...]
     axis: BlockAxis
 

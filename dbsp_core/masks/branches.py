@@ -16,15 +16,10 @@ FeatureMap = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Branch(Protocol):
-    """Added to this rank's output of sparse attention in one call.
+    """Added to this rank's output of sparse attention in one call."""
 
-    Attributes:
-        name: Its name in messages.
-        without: The mask source's setting that disables it.
-    """
-
-    name: ClassVar[str]
-    without: ClassVar[str]
+    name: ClassVar[str]  # Its name in messages
+    without: ClassVar[str]  # The mask source's setting that disables it
 
     def add_to(self, out: torch.Tensor) -> None:
         """Adds to the local output in place, [B, H, n_local, D] or [1, B · H, n_local, D], except at padding."""

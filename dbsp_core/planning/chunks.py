@@ -29,18 +29,12 @@ class Chunks:
 
     Chunk 0 comes from the rank's own ring row. Each chunk arrives in one all-to-all while the kernel runs on the
     previous chunk, so ranks do not wait for each other's kernels.
-
-    Attributes:
-        keys: Setting `keys`.
-        sent: bool[P, H, nk], (head, KV block) pairs sent to each rank.
-        k_ring_rank: int64[nk] or int64[H, nk], ring rank that holds most of each KV block outside attention.
-        ring: y.
     """
 
-    keys: str
-    sent: np.ndarray
-    k_ring_rank: np.ndarray
-    ring: int
+    keys: str  # Setting `keys`
+    sent: np.ndarray  # bool[P, H, nk], (head, KV block) pairs sent to each rank
+    k_ring_rank: np.ndarray  # int64[nk] or int64[H, nk], ring rank that holds most of each KV block outside attention
+    ring: int  # y
 
     @classmethod
     def of_heads(cls, owner: np.ndarray, k_ring_rank: np.ndarray, strategy: Strategy) -> Chunks:

@@ -20,15 +20,10 @@ DTYPES = (MODEL_DTYPE, INT8)
 
 @dataclass(frozen=True)
 class CommDtype:
-    """Dtype in which tokens are sent: "model" (the model's dtype) or "int8" with a scale per token and head.
+    """Dtype in which tokens are sent: "model" (the model's dtype) or "int8" with a scale per token and head."""
 
-    Attributes:
-        qkv: Of queries, keys and values.
-        out: Of the output; int8 requires qkv: int8, because the output is rotated like the values.
-    """
-
-    qkv: str = MODEL_DTYPE
-    out: str = MODEL_DTYPE
+    qkv: str = MODEL_DTYPE  # Of queries, keys and values
+    out: str = MODEL_DTYPE  # Of the output; int8 requires qkv: int8, because the output is rotated like the values
 
     def __post_init__(self) -> None:
         for value in (self.qkv, self.out):

@@ -31,37 +31,27 @@ By the latency model the limit costs 1 % on average; see docs/results/even.md.
 
 @dataclass(frozen=True)
 class Problem:
-    """Input of a planner.
-
-    Attributes:
-        row_work: int64[H, nq], active blocks per (head, query block).
-        q_ring_rank: int64[nq], ring rank that holds most of each query block; int64[H, nq] with token orders per head.
-        price: Time to receive the keys and values of one head, in active blocks: `head_price`, or 0 if only needed
-            keys are sent, since splitting a head then adds few keys. See `MOST_PRICE`.
-        position: float64[nq], mean position of each query block's tokens if only needed keys are sent: planner "dbsp"
-            then cuts rows into runs of tokens, which need similar keys. Else None.
-        whole_heads: True to not split heads over Ulysses ranks.
-    """
+    """Input of a planner."""
 
     strategy: Strategy
-    row_work: np.ndarray
+    row_work: np.ndarray  # int64[H, nq], active blocks per (head, query block)
+    # int64[nq], ring rank that holds most of each query block; int64[H, nq] with token orders per head
     q_ring_rank: np.ndarray
+    # Time to receive the keys and values of one head, in active blocks: `head_price`, or 0 if only needed keys are
+    # sent, since splitting a head then adds few keys. See `MOST_PRICE`.
     price: int = 0
+    # float64[nq], mean position of each query block's tokens if only needed keys are sent: planner "dbsp" then cuts
+    # rows into runs of tokens, which need similar keys. Else None.
     position: np.ndarray | None = None
-    whole_heads: bool = False
+    whole_heads: bool = False  # True to not split heads over Ulysses ranks
 
 
 @dataclass(frozen=True)
 class Planner:
-    """A way to assign rows to ranks.
+    """A way to assign rows to ranks."""
 
-    Attributes:
-        assign: Returns the owner of each row int64[H, nq]: ring rank · x + Ulysses rank.
-        layout: Name of its default sequence layout.
-    """
-
-    assign: Callable[[Problem], np.ndarray]
-    layout: str = "contiguous"
+    assign: Callable[[Problem], np.ndarray]  # Returns the owner of each row int64[H, nq]: ring rank · x + Ulysses rank
+    layout: str = "contiguous"  # Name of its default sequence layout
 
 
 def head_price(grid: BlockGrid, strategy: Strategy) -> int:

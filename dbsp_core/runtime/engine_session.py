@@ -43,25 +43,16 @@ class EngineLayout:
 
     Rank r has the r-th `shard` slots of the sequence; the last slots are padding. Text outside the sequence comes
     before or after the shard, split over ranks or whole on each.
-
-    Attributes:
-        thw: The video's token grid.
-        before: Tokens of the sequence before the video: text, audio, input images.
-        after: Tokens of the sequence after the video.
-        shard: Slots per rank. None: as few as hold the sequence.
-        text: Text tokens outside the sequence, without padding.
-        text_last: True if that text comes after the shard, False: before it.
-        text_shares: Text tokens on each rank, padding at the end; (): every rank has all of them.
-        runs: Tokens of each kind before the video, if known; mask source vsa does not pool across kinds.
     """
 
-    thw: tuple[int, int, int]
-    before: int = 0
-    after: int = 0
-    shard: int | None = None
-    text: int = 0
-    text_last: bool = False
-    text_shares: tuple[int, ...] = ()
+    thw: tuple[int, int, int]  # The video's token grid
+    before: int = 0  # Tokens of the sequence before the video: text, audio, input images
+    after: int = 0  # Tokens of the sequence after the video
+    shard: int | None = None  # Slots per rank. None: as few as hold the sequence.
+    text: int = 0  # Text tokens outside the sequence, without padding
+    text_last: bool = False  # True if that text comes after the shard, False: before it
+    text_shares: tuple[int, ...] = ()  # Text tokens on each rank, padding at the end; (): every rank has all of them
+    # Tokens of each kind before the video, if known; mask source vsa does not pool across kinds
     runs: tuple[int, ...] = ()
 
     @property

@@ -24,17 +24,11 @@ _running_backward = torch._C._current_graph_task_id
 
 @dataclass(eq=False)
 class _Attended:
-    """A computed attention of a forward pass.
+    """A computed attention of a forward pass."""
 
-    Attributes:
-        prepared: Its prepared attention, if backward may follow.
-        node: Its autograd node.
-        without_graph: True in a reentrant checkpoint (forward without graph) until it is recomputed.
-    """
-
-    prepared: PreparedAttention | None = None
-    node: weakref.ref[Any] | None = None
-    without_graph: bool = False
+    prepared: PreparedAttention | None = None  # Its prepared attention, if backward may follow
+    node: weakref.ref[Any] | None = None  # Its autograd node
+    without_graph: bool = False  # True in a reentrant checkpoint (forward without graph) until it is recomputed
 
     @property
     def waits(self) -> bool:
@@ -51,27 +45,17 @@ class _Attended:
 
 @dataclass(eq=False)
 class ForwardPass:
-    """One forward pass.
+    """One forward pass."""
 
-    Attributes:
-        gradients: True if backward may follow.
-        backward: The backward within which it began, or −1; a checkpoint may contain the whole transformer.
-        size: State of its video size; None until set by `AttentionSession.begin`.
-        masks: Mask of each layer, None if predicted; `key`: their cache key.
-        compared: Fingerprints by message to compare at its first attention; None if already compared or nothing is
-            new.
-        sharding: The framework's description of how it is sharded.
-        reached: The computed attentions by layer.
-    """
-
-    gradients: bool
-    backward: int
-    size: Size | None = None
-    masks: PassMasks = ()
+    gradients: bool  # True if backward may follow
+    backward: int  # The backward within which it began, or −1; a checkpoint may contain the whole transformer
+    size: Size | None = None  # State of its video size; None until set by `AttentionSession.begin`
+    masks: PassMasks = ()  # Mask of each layer, None if predicted; `key`: their cache key
     key: Hashable = None
+    # Fingerprints by message to compare at its first attention; None if already compared or nothing is new
     compared: Mapping[str, int] | None = None
-    sharding: Any = None
-    reached: dict[int, _Attended] = field(default_factory=dict)
+    sharding: Any = None  # The framework's description of how it is sharded
+    reached: dict[int, _Attended] = field(default_factory=dict)  # The computed attentions by layer
 
     @property
     def known_size(self) -> Size:

@@ -22,21 +22,16 @@ _NOTHING_DENSE = DenseSchedule()
 
 @dataclass
 class MaskProvider:
-    """One transformer's masks, equal on every rank and in a single process.
-
-    Attributes:
-        steps: Returns the number of denoising steps, or None if unknown.
-        count_steps: True to update `moment` even if no mask depends on it.
-        moment: Denoising step and CFG pass of the current forward pass.
-    """
+    """One transformer's masks, equal on every rank and in a single process."""
 
     source: MaskSource
     schedule: DenseSchedule
     heads: int
     layers: int
-    steps: Callable[[], int | None] = lambda: None
-    count_steps: bool = False
+    steps: Callable[[], int | None] = lambda: None  # Returns the number of denoising steps, or None if unknown
+    count_steps: bool = False  # True to update `moment` even if no mask depends on it
     clock: StepClock = field(default_factory=StepClock)
+    # Denoising step and CFG pass of the current forward pass
     moment: DenoisingStep = field(default_factory=DenoisingStep)
     _videos: tuple[Video, ...] = ()
     """Videos of the current forward pass; several are packed in this order and do not attend to each other."""

@@ -50,38 +50,23 @@ class AbsentKeys:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PreparedAttention:
-    """One plan and one mask on one rank. Ranks must already have compared them and their inputs.
+    """One plan and one mask on one rank. Ranks must already have compared them and their inputs."""
 
-    Attributes:
-        plan: The plan, with statistics for the mask.
-        layout: Layout of tokens outside attention.
-        group: The ranks that share the sequence.
-        device: Device of q, k, v and the tables.
-        n_local: Tokens on this rank outside attention.
-        route: The exchanges, which depend on the plan only.
-        table_layout: Part of the kernel tables common to all masks.
-        tables: Kernel tables of the mask for all chunks of keys.
-        kernel: Name of the requested kernel, or "auto".
-        branch: Branch that the model adds to the output, or None.
-        absent: Absent keys of this rank's rows, or None.
-        mask_fingerprint: Fingerprint of the mask if ranks compare masks, else 0.
-        kernels: The chosen kernel for each kind of inputs, oldest first.
-        attended: Kinds of inputs whose shapes and tables are already checked.
-    """
-
-    plan: Plan
-    layout: SequenceLayout
-    group: SequenceGroup
-    device: torch.device
-    n_local: int
-    route: Route
-    table_layout: TableLayout
-    tables: ChunkTables
-    kernel: str
-    branch: Branch | None
-    absent: AbsentKeys | None = None
-    mask_fingerprint: int = 0
+    plan: Plan  # The plan, with statistics for the mask
+    layout: SequenceLayout  # Layout of tokens outside attention
+    group: SequenceGroup  # The ranks that share the sequence
+    device: torch.device  # Device of q, k, v and the tables
+    n_local: int  # Tokens on this rank outside attention
+    route: Route  # The exchanges, which depend on the plan only
+    table_layout: TableLayout  # Part of the kernel tables common to all masks
+    tables: ChunkTables  # Kernel tables of the mask for all chunks of keys
+    kernel: str  # Name of the requested kernel, or "auto"
+    branch: Branch | None  # Branch that the model adds to the output, or None
+    absent: AbsentKeys | None = None  # Absent keys of this rank's rows, or None
+    mask_fingerprint: int = 0  # Fingerprint of the mask if ranks compare masks, else 0
+    # The chosen kernel for each kind of inputs, oldest first
     kernels: dict[InputKind, Kernel] = field(default_factory=dict)
+    # Kinds of inputs whose shapes and tables are already checked
     attended: set[InputKind] = field(default_factory=set)
 
     @classmethod
@@ -156,22 +141,16 @@ class KnownMask:
     """A static mask, shared by all attentions of a video size that use it.
 
     Does not keep the bits, up to 57 MB (40 heads of a 720p video).
-
-    Attributes:
-        key: The videos and the source's cache key.
-        number: Index among the size's masks in order of first use, which ranks compare.
-        shares_plan: True if its attentions share a plan; False if masks change by step and each attention has its own.
-        replaces: True if it replaces predicted masks that are too dense; see `Size.replacement`.
-        plan: The shared plan.
-        prepared: Route and tables while `users` attentions use them. Counted explicitly, since all ranks must drop
-            them at the same call.
     """
 
-    key: tuple[tuple[Video, ...], Hashable]
-    number: int
+    key: tuple[tuple[Video, ...], Hashable]  # The videos and the source's cache key
+    number: int  # Index among the size's masks in order of first use, which ranks compare
+    # True if its attentions share a plan; False if masks change by step and each attention has its own
     shares_plan: bool
-    replaces: bool = False
-    plan: Plan | None = None
+    replaces: bool = False  # True if it replaces predicted masks that are too dense; see `Size.replacement`
+    plan: Plan | None = None  # The shared plan
+    # Route and tables while `users` attentions use them. Counted explicitly, since all ranks must drop them at the
+    # same call.
     prepared: PreparedAttention | None = None
     users: int = 0
 

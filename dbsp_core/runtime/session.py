@@ -80,33 +80,24 @@ class AttentionSession:
     """State of one transformer: call `begin` at every forward pass, then `attend` once per layer.
 
     Raises UserError at construction on all ranks if strategy, group and kernel do not fit, or settings differ.
-
-    Attributes:
-        strategy: Strategy of the group's ranks; None: the predicted fastest, for each attention.
-        heads: Attention heads of every layer.
-        steps: Returns the number of denoising steps, or None if unknown.
-        problem: Error of this rank's settings, raised on all ranks; other arguments are then ignored.
-        check: False if the caller runs `check_settings` before the first pass.
-        passes: The current forward pass, and those that await backward.
-        nodes: Node of each rank of the group.
-        report: True if any rank's settings ask for a report.
-        first_layer: Index of the first layer for observers, which may watch several transformers.
     """
 
     config: DbspConfig
     group: SequenceGroup
-    strategy: Strategy | None
-    heads: int
+    strategy: Strategy | None  # Strategy of the group's ranks; None: the predicted fastest, for each attention
+    heads: int  # Attention heads of every layer
     layers: int
-    steps: Callable[[], int | None] = lambda: None
+    steps: Callable[[], int | None] = lambda: None  # Returns the number of denoising steps, or None if unknown
     clock: StepClock = field(default_factory=StepClock)
     observers: list[SessionObserver] = field(default_factory=list)
+    # Error of this rank's settings, raised on all ranks; other arguments are then ignored
     problem: InitVar[Exception | None] = None
-    check: InitVar[bool] = True
-    first_layer: int = 0
+    check: InitVar[bool] = True  # False if the caller runs `check_settings` before the first pass
+    first_layer: int = 0  # Index of the first layer for observers, which may watch several transformers
+    # The current forward pass, and those that await backward
     passes: ForwardPasses = field(default_factory=ForwardPasses)
-    nodes: tuple[int, ...] = field(init=False)
-    report: bool = field(init=False)
+    nodes: tuple[int, ...] = field(init=False)  # Node of each rank of the group
+    report: bool = field(init=False)  # True if any rank's settings ask for a report
     _provider: MaskProvider = field(init=False)
     _statistics: ReuseStatistics = field(default_factory=ReuseStatistics)
     _raises_alone: bool = False

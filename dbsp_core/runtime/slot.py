@@ -19,29 +19,17 @@ from dbsp_core.runtime.prepared import KnownMask, PreparedAttention
 
 @dataclass(eq=False)
 class Slot:
-    """One attention of one video size: a layer in a CFG pass.
+    """One attention of one video size: a layer in a CFG pass."""
 
-    Attributes:
-        key: The videos, the layer and the CFG pass.
-        threshold: P_s, largest ρ_s at which a plan is kept; see `dbsp_core.planning.reuse`.
-        lags: True if predicted masks use plans by earlier counts; False: by their own counts, waiting for them.
-        compare: True to compare plans with the contiguous plan; see `make_plan`.
-        statistics: Sums over the session's calls.
-        usual: Mean counts of predicted masks by step.
-        known: Static mask of the last call, or None.
-        prepared: Prepared attention of the last call.
-        use: Last call with a changing mask.
-    """
-
-    key: tuple[tuple[Video, ...], int, int]
-    threshold: float
-    lags: bool
-    compare: bool
-    statistics: ReuseStatistics
-    usual: UsualCounts = field(default_factory=UsualCounts)
-    known: KnownMask | None = None
-    prepared: PreparedAttention | None = None
-    use: PlanUse | None = None
+    key: tuple[tuple[Video, ...], int, int]  # The videos, the layer and the CFG pass
+    threshold: float  # P_s, largest ρ_s at which a plan is kept; see `dbsp_core.planning.reuse`
+    lags: bool  # True if predicted masks use plans by earlier counts; False: by their own counts, waiting for them
+    compare: bool  # True to compare plans with the contiguous plan; see `make_plan`
+    statistics: ReuseStatistics  # Sums over the session's calls
+    usual: UsualCounts = field(default_factory=UsualCounts)  # Mean counts of predicted masks by step
+    known: KnownMask | None = None  # Static mask of the last call, or None
+    prepared: PreparedAttention | None = None  # Prepared attention of the last call
+    use: PlanUse | None = None  # Last call with a changing mask
 
     def plan_known(self, known: KnownMask, mask: BlockMask, make: MakePlan) -> PlanUse:
         """Returns the plan for a static mask that changes: the last plan while it fits, else a new one.

@@ -43,23 +43,17 @@ class DenseRows:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ChunkTables:
-    """Compact tables of all chunks: each row's blocks as bits (`pack_bits`).
+    """Compact tables of all chunks: each row's blocks as bits (`pack_bits`)."""
 
-    Attributes:
-        layout: Part of the tables common to all masks.
-        bits: uint8[y, Rq, ceil(width / 8)]; row r attends to packed block base[r] + j of the chunk if bit j is set.
-        kv_count, kv_full: int32[y, Rq], number of blocks and of full blocks per row.
-        dense: Per chunk, rows for torch's dense kernels; None: none, or unknown.
-        others: int32[y, Rq], 0 for dense rows, 1 for others; None if no chunk has dense rows.
-        scheduled: Cached counts, orders and parts of rows, by the arguments of `expanded`.
-    """
-
-    layout: TableLayout
+    layout: TableLayout  # Part of the tables common to all masks
+    # uint8[y, Rq, ceil(width / 8)]; row r attends to packed block base[r] + j of the chunk if bit j is set
     bits: torch.Tensor
+    # kv_count, kv_full: int32[y, Rq], number of blocks and of full blocks per row
     kv_count: torch.Tensor
     kv_full: torch.Tensor
-    dense: tuple[DenseRows | None, ...]
-    others: torch.Tensor | None = None
+    dense: tuple[DenseRows | None, ...]  # Per chunk, rows for torch's dense kernels; None: none, or unknown
+    others: torch.Tensor | None = None  # int32[y, Rq], 0 for dense rows, 1 for others; None if no chunk has dense rows
+    # Cached counts, orders and parts of rows, by the arguments of `expanded`
     scheduled: dict[tuple[int, int | None, bool, bool], tuple[Any, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -117,35 +111,22 @@ class TableLayout:
     """Part of one rank's kernel tables common to all masks under one plan.
 
     The rank's spans are the sequences (one if not packed) of the heads whose keys it receives.
-
-    Attributes:
-        spans_of: int64[Rq], span of each row.
-        rows: int64[Rq], position of each row in the mask's `row_bits`.
-        number: int64[Rq], head · nq + query block of each row.
-        columns: int64[chunks, spans, width], KV block (within its sequence) of each column, in packing order.
-        present: bool[chunks, spans, width], True if the column has a block.
-        full: bool[chunks, spans, width], True if that block is full.
-        spans: Per chunk, on the host, the spans with rows.
-        base: int32[chunks, Rq], packed block of each row's column 0, relative to the chunk's first block.
-        kv_len: int32[ΣCk], tokens of each packed block, chunk by chunk.
-        bounds: int32[chunks + 1], start of each chunk's blocks, and the end of the last.
-        blocks: Ck, by chunk.
-        head_tokens: See `whole_head_tokens`.
     """
 
-    spans_of: torch.Tensor
-    rows: torch.Tensor
-    number: torch.Tensor
+    spans_of: torch.Tensor  # int64[Rq], span of each row
+    rows: torch.Tensor  # int64[Rq], position of each row in the mask's `row_bits`
+    number: torch.Tensor  # int64[Rq], head · nq + query block of each row
+    # int64[chunks, spans, width], KV block (within its sequence) of each column, in packing order
     columns: torch.Tensor
-    present: torch.Tensor
-    full: torch.Tensor
-    base: torch.Tensor
-    kv_len: torch.Tensor
-    bounds: torch.Tensor
-    blocks: list[int]
-    spans: tuple[tuple[Span, ...], ...]
+    present: torch.Tensor  # bool[chunks, spans, width], True if the column has a block
+    full: torch.Tensor  # bool[chunks, spans, width], True if that block is full
+    base: torch.Tensor  # int32[chunks, Rq], packed block of each row's column 0, relative to the chunk's first block
+    kv_len: torch.Tensor  # int32[ΣCk], tokens of each packed block, chunk by chunk
+    bounds: torch.Tensor  # int32[chunks + 1], start of each chunk's blocks, and the end of the last
+    blocks: list[int]  # Ck, by chunk
+    spans: tuple[tuple[Span, ...], ...]  # Per chunk, on the host, the spans with rows
     block_k: int
-    head_tokens: int | None
+    head_tokens: int | None  # See `whole_head_tokens`
 
     @cached_property
     def width(self) -> int:

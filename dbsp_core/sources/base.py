@@ -31,24 +31,16 @@ LARGEST_BLOCK = 1 << 16  # limit of `sum_tokens`
 
 @dataclass(frozen=True)
 class MaskRequest:
-    """One attention that needs a mask.
-
-    Attributes:
-        thw: Frames, rows and columns of the video's token grid.
-        step: The denoising step, from 0.
-        cfg_branch: The CFG pass, from 0.
-        layers: Number of the model's layers, if known.
-        text_runs: Tokens of each kind of text, if the model has several; see `Video`.
-    """
+    """One attention that needs a mask."""
 
     layer: int
     heads: int
-    thw: tuple[int, int, int]
+    thw: tuple[int, int, int]  # Frames, rows and columns of the video's token grid
     text_tokens: int = 0
-    step: int = 0
-    cfg_branch: int = 0
-    layers: int | None = None
-    text_runs: tuple[int, ...] = ()
+    step: int = 0  # The denoising step, from 0
+    cfg_branch: int = 0  # The CFG pass, from 0
+    layers: int | None = None  # Number of the model's layers, if known
+    text_runs: tuple[int, ...] = ()  # Tokens of each kind of text, if the model has several; see `Video`
 
     @property
     def tokens(self) -> int:
@@ -57,22 +49,16 @@ class MaskRequest:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LocalQK:
-    """A rank's queries and keys of one attention, [B, H, n_local, D], before the exchange.
-
-    Attributes:
-        layout: Distribution of tokens over the ranks of `group`.
-        scale: Softmax scale.
-        v: Values, for sources with a branch, or None.
-        gate: The model's input to the source's branch: for vsa a factor of q's shape; for sla the projection of zeros
-            and of each unit channel, [D + 1, D]; None: none.
-    """
+    """A rank's queries and keys of one attention, [B, H, n_local, D], before the exchange."""
 
     q: torch.Tensor
     k: torch.Tensor
-    layout: SequenceLayout
+    layout: SequenceLayout  # Distribution of tokens over the ranks of `group`
     group: SequenceGroup
-    scale: float
-    v: torch.Tensor | None = None
+    scale: float  # Softmax scale
+    v: torch.Tensor | None = None  # Values, for sources with a branch, or None
+    # The model's input to the source's branch: for vsa a factor of q's shape; for sla the projection of zeros and of
+    # each unit channel, [D + 1, D]; None: none
     gate: torch.Tensor | None = None
 
     @classmethod
