@@ -6,8 +6,7 @@ from dbsp_core.layout.sequence_layout import SequenceLayout
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_file import MaskFile
-from dbsp_core.masks.mask_writer import save_mask
+from dbsp_core.masks.mask_file import MaskFile, save_mask
 from dbsp_core.planning.plan import Plan, make_plan
 from dbsp_core.runtime.attention import DualBalancedAttention, dual_balanced_attention
 from dbsp_core.utils.errors import UserError

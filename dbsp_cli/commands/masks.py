@@ -23,7 +23,7 @@ from dbsp_cli.mask_tools.fit import fit_recording
 from dbsp_cli.mask_tools.info import MaskSeries, examine_masks, mask_picture
 from dbsp_cli.output import MOST_GPUS, PATH, JsonFlag, TextTable, print_json, print_tables, require_apart
 from dbsp_core.config import DbspConfig
-from dbsp_core.masks.mask_writer import MaskLayout
+from dbsp_core.masks.mask_file import MaskLayout
 from dbsp_core.utils.errors import UserError
 from dbsp_core.utils.files import require_file_path, write_atomically
 from dbsp_core.utils.process import printable

@@ -15,8 +15,7 @@ import torch
 from dbsp_cli.mask_tools.foreign_files import SUFFIXES, ForeignBlocks, read_tensors, stacked
 from dbsp_cli.mask_tools.recording import Recording
 from dbsp_core.masks.grid import CANONICAL, BlockGrid, require_order
-from dbsp_core.masks.mask_file import MaskFile, Orders, one_or_each
-from dbsp_core.masks.mask_writer import MaskLayout, mask_file_bytes
+from dbsp_core.masks.mask_file import MaskFile, MaskLayout, Orders, mask_file_bytes, one_or_each
 from dbsp_core.masks.steps import DenoisingStep, StepGroups
 from dbsp_core.utils.errors import UserError, cut_short, in_short
 from dbsp_core.utils.files import write_atomically

@@ -152,7 +152,11 @@ class SequenceLayout:
             raise UserError(f"unknown sequence layout {in_short(name)}; use one of {', '.join(LAYOUTS)}")
         video = np.delete(np.arange(grid.tokens), [] if streams is None else grid.text_positions)
         if name == "striped" and strategy.ring > 1:  # without a ring, order does not matter
-            video = _in_stripes(video, grid, strategy.ring)
+            # Sort by stripe, block index modulo ring, keeping the order of blocks within a stripe
+            axis = grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
+            in_order = grid.token_permutation(grid.common_order or CANONICAL)
+            kept = np.isin(in_order, video)
+            video = in_order[kept][np.argsort((axis.block_of % strategy.ring)[kept], kind="stable")]
         parts = {None: [video], "first": [grid.text_positions, video], "last": [video, grid.text_positions]}
         return cls.from_streams(parts[streams], strategy.world)
 
@@ -216,11 +220,3 @@ class SequenceLayout:
             permutation = grid.token_permutation(order)
             self._segments[key] = self.segments(grid.q_axis, permutation), self.segments(grid.k_axis, permutation)
         return self._segments[key]
-
-
-def _in_stripes(tokens: np.ndarray, grid: BlockGrid, ring: int) -> np.ndarray:
-    """Sorts tokens by stripe (block index modulo ring), keeping the order of blocks within a stripe."""
-    axis = grid.q_axis if grid.block_q >= grid.block_k else grid.k_axis
-    in_order = grid.token_permutation(grid.common_order or CANONICAL)
-    kept = np.isin(in_order, tokens)
-    return in_order[kept][np.argsort((axis.block_of % ring)[kept], kind="stable")]

@@ -44,7 +44,6 @@ def majority_ring_ranks(
 
     With token orders per head: int64[H, nq] and int64[H, nk].
     """
-
     q_ring_rank, k_ring_rank = (np.empty((heads, blocks), dtype=np.int64) for blocks in (grid.nq, grid.nk))
     for order, in_order in grid.order_groups(heads):
         majority = majority_rank if order == CANONICAL else balanced_majority_rank
@@ -53,17 +52,6 @@ def majority_ring_ranks(
     if grid.common_order is not None:
         q_ring_rank, k_ring_rank = q_ring_rank[0], k_ring_rank[0]
     return _read_only(q_ring_rank), _read_only(k_ring_rank)
-
-
-def block_positions(grid: BlockGrid) -> np.ndarray:
-    """Returns the mean canonical position of each query block's tokens, float64[nq].
-
-    With token orders per head, returns positions in these orders, which keep tokens that attend to each other
-    together.
-    """
-    if grid.common_order is None:
-        return np.arange(float(grid.nq))
-    return np.add.reduceat(grid.token_permutation(grid.common_order), grid.q_axis.starts) / grid.q_axis.lengths
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:
@@ -122,9 +110,8 @@ class Plan:
     def row_share(self, slots: int) -> float:
         """Returns the longest row relative to a slot's share of its rank's work, maximum over ranks.
 
-        Args:
-            slots: Rows that a rank's device computes at a time. The time is at least max(1, row share) times a slot's
-                share, and below 1 + row share if rows are not cut.
+        With `slots` rows at a time, the time is at least max(1, row share) times a slot's share, and below 1 + row
+        share if rows are not cut.
         """
         return slots * self._longest_share
 
@@ -150,16 +137,10 @@ class Plan:
         """Fraction of active blocks."""
         return float(sum(self.work.tolist()) / (self.heads * self.grid.pairs))
 
-    @property
+    @cached_property
     def split_heads(self) -> int:
         """Number of heads with rows on more than one Ulysses rank."""
-        return int((self._columns > 1).sum())
-
-    @cached_property
-    def _columns(self) -> np.ndarray:
-        """int64[H]: number of Ulysses ranks with rows of each head."""
-        columns: np.ndarray = columns_of_heads(self.owner, self.strategy.ulysses).sum(axis=1)
-        return columns
+        return int((columns_of_heads(self.owner, self.strategy.ulysses).sum(axis=1) > 1).sum())
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns heads and query blocks of the rows of `rank`, int64[Rq] each, in packing order."""
@@ -311,7 +292,12 @@ def plan_from_counts(
             f"on {layout.world}; build it from the same grid and strategy"
         )
     q_ring_rank, k_ring_rank = majority_ring_ranks(layout, grid, len(row_work), strategy)
-    position, price = (block_positions(grid), 0) if runs else (None, head_price(grid, strategy))
+    position, price = None, head_price(grid, strategy)
+    if runs:  # mean canonical positions; orders per head already keep tokens together that attend to each other
+        position, price = np.arange(float(grid.nq)), 0
+        if grid.common_order is not None:
+            canonical = grid.token_permutation(grid.common_order)
+            position = np.add.reduceat(canonical, grid.q_axis.starts) / grid.q_axis.lengths
     problem = Problem(strategy, row_work, q_ring_rank, price, position, whole_heads)
     start = time.perf_counter()
     owner = planner.assign(problem)

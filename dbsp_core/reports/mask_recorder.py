@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import CANONICAL
-from dbsp_core.masks.mask_writer import MaskLayout, mask_file_bytes
+from dbsp_core.masks.mask_file import MaskLayout, mask_file_bytes
 from dbsp_core.masks.steps import DenoisingStep
 from dbsp_core.runtime.session_observer import SessionObserver
 from dbsp_core.utils.errors import UserError

@@ -108,9 +108,6 @@ def radial_bits(
     return reduce_to_blocks(grid, dense, q, k)
 
 
-TIME_FASTEST = "hwt"
-
-
 @dataclass(frozen=True)
 class SvgSource(BlockSizes):
     """Sparse VideoGen (Xi et al., 2025, arXiv:2502.01776, §4) with spatial heads (near frames) and temporal heads.
@@ -158,7 +155,9 @@ class SvgSource(BlockSizes):
 
     def grid(self, request: MaskRequest) -> BlockGrid:
         temporal = self.temporal(request.heads)
-        return replace(super().grid(request), orders=tuple(TIME_FASTEST if t else "thw" for t in temporal))
+        return replace(
+            super().grid(request), orders=tuple("hwt" if is_temporal else "thw" for is_temporal in temporal)
+        )
 
     def mask(self, request: MaskRequest) -> BlockMask:
         grid, temporal = self.grid(request), self.temporal(request.heads)

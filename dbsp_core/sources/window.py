@@ -78,7 +78,7 @@ def tile_bits(grid: BlockGrid, thw: Sizes, window: Sizes, tile: Sizes, shifted: 
     may attend to tiles at most ⌊window / 2⌋ away.
     """
     tiles = [-(-size // each) for size, each in zip(thw, tile, strict=True)]
-    at = np.stack(np.unravel_index(video_order(_tile_order(tile), thw), thw)) // np.array(tile)[:, None]
+    at = np.stack(np.unravel_index(video_order("tile:{}x{}x{}".format(*tile), thw), thw)) // np.array(tile)[:, None]
     line = at[0] * tiles[1] + at[1]
     q, k = line_segments(grid.q_axis, line, at[2]), line_segments(grid.k_axis, line, at[2])
     dense = np.ones((len(q.line), len(k.line)), dtype=bool)
@@ -97,10 +97,6 @@ def _window_of(tile: np.ndarray, tiles: int, window: int, shifted: bool) -> tupl
         return tile - window // 2, tile + window // 2
     first = np.clip(tile - window // 2, 0, max(tiles - window, 0))
     return first, first + window - 1
-
-
-def _tile_order(tile: Sizes) -> str:
-    return "tile:{}x{}x{}".format(*tile)
 
 
 def _boxes(axis: BlockAxis, thw: Sizes, text_tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from dbsp_core import BlockGrid, BlockMask, Strategy, dual_balanced_attention
-from dbsp_core.comm.exchange_backward import LocalGradients
 from dbsp_core.runtime import chunk_attention
+from dbsp_core.runtime.backward import LocalGradients
 from scripts.checks.stress.cases import Draw, DrawnSequence, draw_case
 from scripts.checks.stress.oracle import BOUNDS, errors_of
 from tests.support.generators import EVERY_STRATEGY

@@ -30,7 +30,7 @@ from dbsp_cli.mask_tools.info import MaskSeries
 from dbsp_cli.output import print_tables
 from dbsp_cli.tiny_models import make_tiny, silence_libraries
 from dbsp_core.layout.strategy import Strategy
-from dbsp_core.masks.mask_writer import save_mask
+from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.reports.page import report_page
 from dbsp_core.reports.run_report import RunReport
 from dbsp_core.utils.files import write_atomically

@@ -19,7 +19,7 @@ from dbsp_cli.generate.request import Generation, GenerationRequest, resolve
 from dbsp_cli.tiny_models import make_tiny
 from dbsp_core.masks.block_mask import BlockMask
 from dbsp_core.masks.grid import BlockGrid
-from dbsp_core.masks.mask_writer import save_mask
+from dbsp_core.masks.mask_file import save_mask
 from dbsp_core.sources import SpargeSource
 from dbsp_core.sources.spec import mask_values
 from dbsp_core.utils.errors import UserError

@@ -46,7 +46,7 @@ BOTH = {
 }
 BACKWARD = {
     "backward kernel": f"{RUNTIME}.backward.block_attention_backward",
-    "gradient's buffer": "dbsp_core.comm.exchange_backward._packed",
+    "gradient's buffer": "dbsp_core.runtime.backward._packed",
 }
 ODD = threading.local()
 """`step` is what fails in this thread, which is a rank."""
