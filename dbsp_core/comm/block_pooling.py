@@ -35,13 +35,8 @@ def pool_heads(
 ) -> torch.Tensor:
     """Pools the blocks of all ranks, and returns the heads that this rank asked for. Collective.
 
-    Args:
-        tensors: This rank's tokens, [B, H, n_local, D], such as q and k.
-        blocks: Their blocks.
-        shares: Number of heads that each rank asks for, in order of ranks.
-
-    Returns:
-        float32[Hs, B, n, D + 1], mean and similarity of every block, concatenated over `tensors`.
+    `tensors` are this rank's tokens, [B, H, n_local, D], such as q and k; `shares` the numbers of heads that each rank
+    asks for. Returns float32[Hs, B, n, D + 1], mean and similarity of every block, concatenated over `tensors`.
     """
     device, (batch, heads, _, head_dim) = tensors[0].device, tensors[0].shape
     complete, straddling = len(blocks.complete[group.rank]), len(blocks.straddling[group.rank])
@@ -134,10 +129,8 @@ class ShardedBlocks:
     def arrivals(self, copies: int, device: torch.device) -> tuple[torch.Tensor, ...]:
         """Returns the slots of received rows, ordered by source rank, head and sample (`copies`), and block.
 
-        Returns:
-            int64[copies · blocks], row of every complete block (0 for others); int64[n · ROWS_OF_SUMS], rows of n
-            sums; int64[n], which of `copies` · straddling blocks each sum belongs to; int64, the straddling blocks,
-            and their lengths.
+        They are int64[copies · blocks], row of every complete block (0 for others); int64[n · ROWS_OF_SUMS], rows of n
+        sums; int64[n], which of `copies` · straddling blocks each sum is of; the straddling blocks and their lengths.
         """
         split = np.unique(np.concatenate(self.straddling))
         order = np.zeros((copies, len(self.lengths)), dtype=np.int64)

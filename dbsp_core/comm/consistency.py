@@ -41,11 +41,7 @@ def run_consistently(
     """Calls a function on every rank; raises on all ranks if any rank raises or the results differ. Collective.
 
     `fingerprint` maps a result to a number below 2^63, equal for equal results; `what` names the result in the
-    message.
-
-    Raises:
-        UserError: The results differ, or the first failed rank raised a UserError.
-        ValueError: The first failed rank raised another error.
+    message. Errors are those of `agree`.
     """
 
     def compute() -> tuple[Result, int]:
@@ -70,10 +66,7 @@ def agree(
     Args:
         fingerprints: Maps an error message, with {} for the differing ranks, to this rank's fingerprint (below 2^63).
         problem: Error found on this rank, if any.
-        numbers: Further integers to exchange, which may differ by rank; their count may not.
-
-    Returns:
-        Every rank's `numbers`, by rank.
+        numbers: Further integers to exchange, which may differ by rank (their count may not); returned by rank.
 
     Raises:
         UserError: Fingerprints differ, or the first rank with a problem has a UserError.
@@ -118,10 +111,8 @@ _RAISED_ON_ALL = "_dbsp_raised_on_all_ranks"
 def raised_on_all(group: SequenceGroup) -> Iterator[SequenceGroup]:
     """Raises an error of one rank in the body on all ranks, at their next exchange. Collective at its end.
 
-    For work that may fail on one rank between exchanges, such as the first attention.
-
-    Yields:
-        The group, whose ranks check for errors before each exchange; a failed rank skips ahead to that check.
+    For work that may fail on one rank between exchanges, such as the first attention. Yields the group, whose ranks
+    check for errors before each exchange; a failed rank skips ahead to that check.
     """
     if group.alone or group.size == 1:
         yield group

@@ -146,9 +146,8 @@ class Route:
     def arrive(self, dispatch: Dispatch, group: SequenceGroup) -> tuple[torch.Tensor, torch.Tensor]:
         """Waits for the tensors that `start` sent. Collective.
 
-        Returns:
-            Packed q [B, 1, Rq·Bq, W] and the first chunk of k and v [2, B, Ck, Bk, W], in the communication dtype;
-            zero beyond short blocks.
+        Returns packed q [B, 1, Rq·Bq, W] and the first chunk of k and v [2, B, Ck, Bk, W], in the communication dtype;
+        zero beyond short blocks.
         """
         (first, *second), q = self.dispatch_exchanges, dispatch.q
         came, blocks = dispatch.coming.pop().wait(), self.kv_slots // self.block_k
@@ -167,11 +166,8 @@ class Route:
     def chunks(self, first: list[torch.Tensor], keys: LocalKeys, group: SequenceGroup) -> Iterator[torch.Tensor]:
         """Yields chunks of keys and values [2, B, Ck, Bk, W] in the communication dtype. Collective.
 
-        `CHUNKS_IN_FLIGHT` chunks are held or in flight: release a chunk before asking for the next.
-
-        Args:
-            first: The first chunk, removed from this list.
-            keys: All ranks' k and v.
+        `CHUNKS_IN_FLIGHT` chunks are held or in flight: release a chunk before asking for the next. Removes the first
+        chunk from the list `first`.
         """
         to_come = zip(self.fetch_exchanges, self.fetched_blocks, self.packed_again, strict=True)
         coming: deque[tuple[PendingTransfer, Exchange, int]] = deque()

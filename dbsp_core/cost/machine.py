@@ -230,11 +230,8 @@ def measured_file(device: str) -> Path:
 def hardware_for(machine: str | None, device: str, kernel: str) -> Hardware | None:
     """Returns the constants for predicting costs on a "cuda" or "cpu" device, or None.
 
-    Args:
-        machine: Name or file from the configuration. None: this machine's `measured_file` if it exists, else no
-            constants; other machines' constants are never assumed.
-        device: Type of the device.
-        kernel: Kernel whose constants to use if the file has them, or "auto".
+    `machine` is a name or file from the configuration. None: this machine's `measured_file` if it exists, else no
+    constants; other machines' constants are never assumed.
     """
     file = machine if machine is not None else measured_file(device)
     return load_hardware(file).with_kernel(kernel) if machine is not None or os.path.isfile(file) else None
@@ -253,9 +250,7 @@ def rates_of(machine: str | None, device: torch.device, kernel: str) -> Hardware
 def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:
     """Returns the kernels for `choose_kernel`: for "auto", those exact on this device, fastest first, then "auto".
 
-    Args:
-        kernel: The setting. Returned unchanged unless "auto", and also if $DBSP_KERNEL is set.
-        machine: See `hardware_for`. Measurements of another device are ignored.
+    Other names are returned unchanged, also "auto" if $DBSP_KERNEL is set. Measurements of another device are ignored.
     """
     if kernel != "auto" or os.environ.get("DBSP_KERNEL"):
         return kernel

@@ -187,9 +187,7 @@ def require_network(hardware: Hardware, nodes: Sequence[int]) -> None:
 def exchange_s(sent: np.ndarray, known: Constants, nodes: Sequence[int]) -> float:
     """Returns the seconds of one all-to-all by the busiest rank's bytes; NVLink and network overlap.
 
-    Args:
-        sent: float64[P, P], bytes from rank (row) to rank (column); the diagonal is ignored.
-        nodes: Node of each rank.
+    `sent` has float64[P, P], bytes from rank (row) to rank (column), whose diagonal is ignored; `nodes` each rank's.
     """
     if len(sent) == 1:
         return 0.0
@@ -213,11 +211,8 @@ def compute_s(
 ) -> np.ndarray:
     """Returns seconds float64[chunks, P] of launches, blocks, rows, and merges from the second chunk on.
 
-    A rank's work is divided over chunks in proportion to its KV blocks.
-
-    Args:
-        slots: Rows that a GPU computes at a time if rows are not cut, so that the longest row bounds the time. None:
-            rows are cut, or the number is unknown.
+    A rank's work is divided over chunks in proportion to its KV blocks. `slots` are the rows that a GPU computes at a
+    time if rows are not cut, so that the longest row bounds the time. None: rows are cut, or the number is unknown.
     """
     grid = plan.grid
     share = traffic.blocks / np.maximum(1, traffic.blocks.sum(axis=0))
@@ -238,10 +233,8 @@ def block_s(block_q: int, block_k: int, head_dim: int, known: Constants) -> floa
 def attention_s(compute: np.ndarray, fetches: Sequence[float], overlap: float) -> float:
     """Returns the seconds until the last rank is done; each chunk is requested one kernel ahead.
 
-    Args:
-        compute: float64[chunks, P], seconds.
-        fetches: Seconds of the exchange of each chunk after the first.
-        overlap: Fraction of the shorter of compute and transfer that is hidden behind the longer.
+    `compute` has seconds float64[chunks, P], `fetches` those of the exchange of each chunk after the first; `overlap`
+    is the fraction of the shorter of compute and transfer that is hidden behind the longer.
     """
     done = np.zeros(compute.shape[1])
     for kernel_s, fetch_s in zip(compute, [*fetches, 0.0], strict=True):

@@ -58,15 +58,9 @@ class SequenceWork:
     def under(
         cls, source: MaskSource, requests: Sequence[MaskRequest], known: WorkOfSizes, density: float = 1.0
     ) -> SequenceWork:
-        """Counts the work of sequences under a source's masks.
+        """Counts the work of sequences, one request each, under a source's masks. Adds new requests to `known`.
 
-        Args:
-            requests: One per sequence.
-            known: Cache of work by request, to which new requests are added.
-            density: Assumed density of predicted masks.
-
-        Raises:
-            UserError: The source rejects a size.
+        `density` is assumed for predicted masks. Raises UserError if the source rejects a size.
         """
         grids, rows = zip(*(_grid_and_rows(source, request, known, density) for request in requests), strict=True)
         return cls(grids, rows)
@@ -102,12 +96,9 @@ def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:
 
 
 def bag_layout(plan: SequencePlan, tokens: np.ndarray, bag: int) -> SequenceLayout:
-    """Returns the layout of a bag's sequences, concatenated in order, on the bag's ranks.
+    """Returns the layout of a bag's sequences, concatenated in order, on the bag's ranks; `tokens` int64[n] of all.
 
     Raises UserError for a bag without sequences.
-
-    Args:
-        tokens: int64[n], of all sequences.
     """
     sequences, runs = np.flatnonzero(plan.bag == bag), plan.runs
     if not len(sequences):

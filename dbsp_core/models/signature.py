@@ -114,12 +114,7 @@ def variant_of(two: bool, index: Mapping[str, Any]) -> Variant:
 
 
 def model_signature(pipeline: str, config: Mapping[str, Any], variant: Variant = "") -> ModelSignature:
-    """Returns the signature of a transformer.
-
-    Args:
-        pipeline: Class name of its pipeline.
-        config: The transformer's configuration, as in diffusers or config.json.
-    """
+    """Returns the signature of a transformer by its pipeline's class and its configuration, as in diffusers."""
     patch = config.get("patch_size")
     frames = patch[0] if isinstance(patch, (list, tuple)) else config.get("patch_size_t") or 1
     names = ("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim")

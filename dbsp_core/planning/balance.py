@@ -61,13 +61,11 @@ def level(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int, cap: int |
     """Trades few, heavy items of the fullest rank with others until no rank exceeds `limit` or no trade helps.
 
     Args:
-        work: int64[n], active blocks of each item.
-        rank: int64[n], rank of each item.
+        work, rank: int64[n], active blocks and rank of each item.
         limit: Acceptable work of the fullest rank, at least the mean.
         cap: Most items per rank. None: any number; items without work then stay in place.
 
-    Returns:
-        int64[n], the rank of each item.
+    Returns int64[n], the rank of each item.
     """
     load = np.bincount(rank, work, ranks).astype(np.int64)
     if load.max() <= limit:
@@ -158,12 +156,8 @@ def closest_trade(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a choice of our and of their items whose difference in work is closest to `wanted`.
 
-    Args:
-        sizes: int64[n], active blocks of each item.
-        ours, theirs: int64 each, indices of `sizes`. All subsets of up to `SUBSET_ITEMS` items are tried, of more
-            items each alone and none.
-        wanted: Active blocks.
-        each: Added to each size, so that `wanted` can also set the difference in number of items.
+    `ours` and `theirs` are indices of `sizes` int64[n]. All subsets of up to `SUBSET_ITEMS` items are tried, of more
+    items each alone and none. `each` is added to each size, so that `wanted` can also set the difference in number.
     """
     give, back = _sums(sizes[ours] + each), _sums(sizes[theirs] + each)
     order = np.argsort(back, kind="stable")

@@ -71,10 +71,7 @@ class CommDtype:
     ) -> None:
         """Quantizes tokens of tensors [B, heads, n, D] into a buffer int32[slots, B, W].
 
-        Args:
-            segments: Segments of each tensor.
-            less: For each tensor, float32[B, heads, D] to subtract from its tokens, or None; () for none.
-            rotate: False for tokens that are already rotated (the output).
+        `less` as in `Exchange.send_buffer`; `rotate` is False for tokens that are already rotated (the output).
         """
         for tensor, of_tensor, mean in zip(tensors, segments, less or [None] * len(tensors), strict=True):
             quantise_segments(tensor, buffer, of_tensor, mean, rotate=rotate)

@@ -116,8 +116,7 @@ def greedy(
         cap: Most items per part; None: no limit, as in Alg. 1.
         initial: int[n], part of each item before the exchange.
 
-    Returns:
-        int64[n], the part of each item.
+    Returns int64[n], the part of each item.
     """
     load, count = [0] * parts, [0] * parts
     part = np.empty(len(work), dtype=np.int64)
@@ -146,11 +145,9 @@ def assign_heads(
         columns: x, the number of Ulysses ranks.
         target_rho: Acceptable work of the fullest Ulysses rank over the mean.
         order: int64[nq], order of query blocks in which heads are cut.
-        price: Time to receive the keys and values of one head, in active blocks.
-        whole_heads: True to not split heads.
+        price, whole_heads: See `Problem`.
 
-    Returns:
-        int64[H, nq], Ulysses rank of each row.
+    Returns int64[H, nq], Ulysses rank of each row.
     """
     if columns == 1:
         return np.zeros_like(row_work)
@@ -253,10 +250,7 @@ def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> n
     """Plans by Alg. 1: greedy over heads, then biased greedy over query blocks on counts summed over heads.
 
     Omits Alg. 1's assignment of KV blocks, which balances ring steps: here ranks do not wait for each other in a ring.
-
-    Args:
-        reward: See `PlannerConfig`.
-        equal_heads: True to assign at most ceil(H / x) heads to a Ulysses rank.
+    With `equal_heads`, a Ulysses rank has at most ceil(H / x) heads. For `reward` see `PlannerConfig`.
     """
     x, y, work, initial = problem.strategy.ulysses, problem.strategy.ring, problem.row_work, problem.q_ring_rank
     cap = -(-len(work) // x) if equal_heads else None
@@ -267,11 +261,7 @@ def paper(problem: Problem, reward: float = 1.0, equal_heads: bool = False) -> n
 
 
 def dbsp(problem: Problem, target_rho: float = 1.002) -> np.ndarray:
-    """Minimizes the slowest rank's time, its rows' work plus a price per head, while moving few rows.
-
-    Args:
-        target_rho: ρ_s at which to stop.
-    """
+    """Minimizes the slowest rank's time, rows' work plus a price per head, moving few rows; stops at `target_rho`."""
     x, y, work = problem.strategy.ulysses, problem.strategy.ring, problem.row_work
     total = int(work.sum())
     limit = max(int(work.max(initial=0)), load_limit(total, x * y, target_rho))

@@ -118,12 +118,9 @@ class ReuseStatistics:
 
 
 def next_use(counted: Plan, rows: np.ndarray, threshold: float, make: MakePlan) -> PlanUse:
-    """Returns the next call of an attention, with the current plan if its ρ_s is at most P_s, else a new plan.
+    """Returns the next call of an attention, with the current plan if its ρ_s is at most `threshold`, else a new one.
 
-    Args:
-        counted: The current plan, with the statistics of `rows`.
-        rows: int64[H, nq], active blocks of each row of the call's mask, known or predicted.
-        threshold: P_s, largest ρ_s at which a plan is kept.
+    `counted` is the current plan with the statistics of `rows`, int64[H, nq] of the call's mask, known or predicted.
     """
     if counted.rho <= threshold:
         return PlanUse(counted, False)

@@ -23,11 +23,8 @@ def attention_backward(
 ) -> tuple[torch.Tensor, ...]:
     """Computes the gradients of q, k and v, [B, H, n_local, D] each. Collective.
 
-    Args:
-        saved: Rows [B·Rq, Bq, D], the first chunk [2, B, Ck, Bk, D], the rows' output and log-sum-exp [B·Rq, Bq]; with
-            more chunks also k and v [B, H, n_local, D].
-        dout: [B, H, n_local, D], gradient of the output.
-        kernel: A kernel with a backward.
+    `saved` has rows [B·Rq, Bq, D], the first chunk [2, B, Ck, Bk, D], the rows' output and log-sum-exp [B·Rq, Bq];
+    with more chunks also k and v [B, H, n_local, D].
     """
     rows, first, out, lse, *local_kv = saved
     route, group, wide = prepared.route, prepared.group, lse.dtype

@@ -47,16 +47,9 @@ def attend(
 ) -> torch.Tensor:
     """Computes attention under a prepared plan and mask. Collective, also in backward.
 
-    Args:
-        q, k, v: [B, H, n_local, D], already checked across ranks.
-        check_gradient: Called in backward, or None.
-        dispatch: The same q, k and v in flight from `start_dispatch`, or None.
-
-    Returns:
-        [B, H, n_local, D]; with masks per batch item, [1, B · H, n_local, D] (items folded into heads).
-
-    Raises:
-        UserError: Gradients are needed but not supported, or no kernel supports the inputs.
+    q, k and v are [B, H, n_local, D], already checked across ranks; `dispatch` has the same from `start_dispatch`, if
+    they are in flight. Returns [B, H, n_local, D]; with masks per batch item, [1, B · H, n_local, D] (items folded
+    into heads). Raises UserError if gradients are needed but not supported, or no kernel supports the inputs.
     """
     kind = input_kind(q, k, v)
     if kind not in prepared.kernels:

@@ -52,11 +52,7 @@ class MaskProvider:
     ) -> bool:
         """Starts a forward pass. Returns True if masks are predicted and a generation appears to begin.
 
-        Args:
-            videos: One video, or several that are packed.
-            timestep: Timestep of the denoising; read only if masks or plans depend on it and the framework does not
-                provide the step (see `first_value`).
-            cfg_branch: CFG pass within the step, if known.
+        The timestep is read only if masks or plans depend on it and the framework does not provide the step.
         """
         self._videos = tuple(videos)
         counts = self.count_steps or self.clock.shared or self.source.changes != "never" or self.schedule.by_step

@@ -300,9 +300,8 @@ class AttentionSession:
     def statistics(self) -> dict[str, float]:
         """Returns statistics of all calls so far. Waits for counts in flight.
 
-        Returns:
-            "calls": attentions; "plans": plans made; "mean_rho" and "worst_rho": imbalance ρ_s (slowest rank over
-            mean) under the plans in use, 1.0 before any call.
+        "calls": attentions; "plans": plans made; "mean_rho" and "worst_rho": imbalance ρ_s (slowest rank over mean)
+        under the plans in use, 1.0 before any call.
         """
         statistics = self.reuse
         return {name: getattr(statistics, name) for name in ("calls", "plans", "mean_rho", "worst_rho")}

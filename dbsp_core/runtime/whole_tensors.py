@@ -42,7 +42,6 @@ def attend_shared_keys(
     Args:
         q: [B, H, n, D], equal on every rank.
         k, v: [B, H, m, D], this rank's tokens without padding; m may be 0 and differ between ranks.
-        scale: Softmax scale.
 
     Returns:
         [B, H, n, D], bitwise identical on every rank.

@@ -45,10 +45,9 @@ def predict_bits(
 ) -> torch.Tensor:
     """Selects the blocks of this rank's heads, and gathers all heads' bits bool[B · heads, nq, nk]. Collective.
 
-    Args:
-        rows: [Hs · B, ...], pooled inputs of the heads that this rank predicts.
-        choose: Maps rows of some heads to bits uint8[heads, nq, ceil(nk / 8)] (see `pack_bits`). Called with few heads
-            at a time to limit memory; the result for a head must not depend on the others.
+    `rows` [Hs · B, ...] are pooled inputs of the heads that this rank predicts. `choose` maps rows of some heads to
+    bits uint8[heads, nq, ceil(nk / 8)] (see `pack_bits`); it is called with few heads at a time to limit memory, and
+    the result for a head must not depend on the others.
     """
     (batch, heads), group = tokens.q.shape[:2], tokens.group
     # 1. Select blocks of this rank's heads → uint8[Hs · B, nq, ceil(nk / 8)]

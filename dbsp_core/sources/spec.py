@@ -42,14 +42,9 @@ def _is_function(text: str) -> bool:
 
 
 def mask_settings(text: str) -> dict[str, Any]:
-    """Returns the mapping for a mask written as text.
+    """Returns the mapping for a mask written as text; see this module's docstring.
 
-    Args:
-        text: NAME; NAME:key=value,key=value with values in YAML (window:window=[7,21,33]); several of these joined by
-            "+", for their union; a mask file's path; or a function's name, package.module:name.
-
-    Raises:
-        UserError: The text is none of these. The source checks keys and values.
+    Raises UserError for other text; the source checks keys and values.
     """
     parts = _BETWEEN_SOURCES.split(text)
     if len(parts) > 1 and _NAME_ENDS.split(text, maxsplit=1)[0] in SOURCES:
@@ -77,11 +72,7 @@ def mask_settings(text: str) -> dict[str, Any]:
 
 
 def read_mask(value: Any, name: str) -> MaskSource:
-    """Returns the source of a mask in any spelling; see this module's docstring.
-
-    Raises:
-        UserError: The value is not a mask; the message calls it `name`.
-    """
+    """Returns the source of a mask in any spelling. Raises UserError, with `name` in the message, for other values."""
     if hasattr(value, "mask"):
         return cast(MaskSource, value)
     if callable(value):
