@@ -185,11 +185,7 @@ class _Axis:
 
 
 def _buffer_slots(world: int, parts: Sequence[_Slots]) -> tuple[tuple[int, ...], tuple[np.ndarray, ...]]:
-    """Lays out a buffer that holds the pieces of all parts, ordered by rank.
-
-    Returns:
-        Number of tokens per rank; for each part int64[n], the slot of each piece's first token.
-    """
+    """Lays out a buffer of all parts by rank → tokens per rank; for each part int64[n], each piece's first slot."""
     tokens = np.stack([np.bincount(part.rank, part.length, world) for part in parts]).astype(np.int64)
     sizes = tokens.sum(axis=0)
     first = np.cumsum(sizes) - sizes + np.cumsum(tokens, axis=0) - tokens  # [part, rank]

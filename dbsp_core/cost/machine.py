@@ -24,7 +24,6 @@ from dbsp_kernels.triton.tiles import slots_of
 SHIPPED = shipped_configs() / "hardware"
 RECORDED = ("versions", "residuals", "date", "notes")
 """Keys of a file that document how it was made."""
-REDO = "measure again with: torchrun --nproc-per-node GPUS -m dbsp_cli bench MODEL"
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,8 @@ def load_hardware(source: str | os.PathLike[str]) -> Hardware:
     """
     shipped = {path.stem: path for path in sorted(SHIPPED.glob("*.yaml"))}
     path = shipped.get(os.fspath(source)) or user_path(source)
-    advice = f"use {', '.join(shipped) or 'the path of a YAML file'}, or {REDO}"
+    again = "measure again with: torchrun --nproc-per-node GPUS -m dbsp_cli bench MODEL"
+    advice = f"use {', '.join(shipped) or 'the path of a YAML file'}, or {again}"
     if path.parent == Path() and not os.path.lexists(path):
         raise UserError(f"no hardware {in_short(os.fspath(source))}; {advice}")
     require_file(path, "hardware file", advice)

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from dbsp_core.utils.errors import UserError, in_short
+from dbsp_core.utils.errors import UserError, in_short, kind_of
 
 _PATTERN = re.compile(r"U(\d{1,9})R(\d{1,9})", re.IGNORECASE)
 
@@ -36,7 +36,8 @@ class Strategy:
         if isinstance(text, Strategy):
             return text
         if not isinstance(text, str) or text.strip().lower() == "auto":
-            got = "'auto' is a setting of sessions" if isinstance(text, str) else f"got {_shortly(text)}"
+            shown = repr(text) if isinstance(text, (int, float)) else kind_of(text)
+            got = "'auto' is a setting of sessions" if isinstance(text, str) else f"got {shown}"
             raise UserError(f"expected a strategy of the form UxRy, for example U4R2 for 8 GPUs; {got}")
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -65,7 +66,3 @@ class Strategy:
 
     def __str__(self) -> str:
         return f"U{self.ulysses}R{self.ring}"
-
-
-def _shortly(value: object) -> str:
-    return repr(value) if isinstance(value, (int, float)) else f"a {type(value).__name__}"

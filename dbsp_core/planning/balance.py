@@ -86,10 +86,7 @@ def level(work: np.ndarray, rank: np.ndarray, ranks: int, limit: int, cap: int |
 
 
 def _swap(sizes: np.ndarray, held_by: np.ndarray, load: np.ndarray, cap: int | None) -> bool:
-    """Moves or swaps the single items that most reduce Σ load², in place; returns False if none does.
-
-    Updates `held_by` and `load`.
-    """
+    """Moves or swaps the items that most reduce Σ load², in `held_by` and `load`; returns False if none does."""
     items, ranks = np.arange(len(sizes)), np.arange(len(load))
     # 1. Each item goes, for another item or nothing of the target rank: [items, items + ranks]
     back, target = np.append(sizes, 0 * ranks), np.append(held_by, ranks)

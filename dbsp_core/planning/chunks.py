@@ -10,17 +10,9 @@ import numpy as np
 
 from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask
-from dbsp_core.utils.errors import UserError, did_you_mean
 
 ALL, NEEDED = "all", "needed"
-KEYS = (ALL, NEEDED)
 """Values of setting `keys`."""
-
-
-def require_keys(keys: str) -> None:
-    """Raises UserError unless `keys` is one of `KEYS`."""
-    if keys not in KEYS:
-        raise UserError(f"unknown keys {keys!r}; use one of {', '.join(KEYS)}" + did_you_mean(keys, KEYS))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -54,11 +54,11 @@ class CommDtype:
 
     def token_bytes(self, head_dim: int, element_bytes: int) -> int:
         """Returns the bytes of a token of one head of q, k or v, of `element_bytes` per element in the model."""
-        return _token_bytes(self.qkv, head_dim, element_bytes)
+        return 4 * row_words(head_dim) if self.qkv == INT8 else head_dim * element_bytes
 
     def out_bytes(self, head_dim: int, element_bytes: int) -> int:
         """Returns the bytes of a token of one head of the output."""
-        return _token_bytes(self.out, head_dim, element_bytes)
+        return 4 * row_words(head_dim) if self.out == INT8 else head_dim * element_bytes
 
     def write(
         self,
@@ -82,12 +82,6 @@ class CommDtype:
 
 
 MODEL = CommDtype()
-
-
-def _token_bytes(dtype: str, head_dim: int, element_bytes: int) -> int:
-    return 4 * row_words(head_dim) if dtype == INT8 else head_dim * element_bytes
-
-
 PrecisionLike = CommDtype | Mapping[str, str] | str
 """Type of setting `precision`."""
 

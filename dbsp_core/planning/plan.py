@@ -14,7 +14,7 @@ from dbsp_core.layout.strategy import Strategy
 from dbsp_core.masks.block_mask import BlockMask, require_mask
 from dbsp_core.masks.grid import CANONICAL, BlockGrid
 from dbsp_core.planning.balance import imbalance_ratio, rho_bound, work_by_rank
-from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads, require_keys
+from dbsp_core.planning.chunks import ALL, NEEDED, Chunks, columns_of_heads
 from dbsp_core.planning.comm_dtype import MODEL, CommDtype, PrecisionLike, read_comm_dtype
 from dbsp_core.planning.planner_config import PlannerLike, read_planner
 from dbsp_core.planning.planners import (
@@ -24,7 +24,7 @@ from dbsp_core.planning.planners import (
     head_price,
     majority_rank,
 )
-from dbsp_core.utils.errors import UserError
+from dbsp_core.utils.errors import UserError, did_you_mean
 from dbsp_core.utils.process import not_compiled
 
 
@@ -246,7 +246,8 @@ def make_plan(
         UserError: Unknown planner, keys or precision, or a layout of another size.
     """
     require_mask(mask)
-    require_keys(keys)
+    if keys not in (ALL, NEEDED):
+        raise UserError(f"unknown keys {keys!r}; use one of {ALL}, {NEEDED}{did_you_mean(keys, (ALL, NEEDED))}")
     needed = keys == NEEDED
     plan = plan_from_counts(
         mask.counts.rows,

@@ -183,10 +183,7 @@ def _greedy_bags(
 
 
 def _split_equally(tokens: np.ndarray, bag: np.ndarray, loader: np.ndarray, topology: BagTopology) -> TokenRuns:
-    """Splits each bag's tokens equally over its ranks (to within one), moving as few tokens as possible.
-
-    All arrays are int64[n].
-    """
+    """Splits each bag's tokens equally over its ranks (to within one), moving few; arrays are int64[n]."""
     # 1. Quotas
     total, bags = np.bincount(bag, tokens, len(topology.ranks)).astype(np.int64), topology.bag_of_rank
     offset = np.arange(topology.world) - topology.first_rank[bags]

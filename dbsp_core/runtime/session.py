@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -56,12 +55,8 @@ MOST_SIZES = 4
 """Number of video sizes (with text) whose plans are kept; guidance passes may have texts of two lengths."""
 
 
-class _Ready(NamedTuple):
-    """A prepared attention, its `PlanUse`, and q, k and v if they are already in flight."""
-
-    prepared: PreparedAttention
-    use: PlanUse
-    dispatch: Dispatch | None = None
+_Ready = tuple[PreparedAttention, PlanUse, Dispatch | None]
+"""A prepared attention, its `PlanUse`, and q, k and v if they are already in flight."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,15 +311,16 @@ class AttentionSession:
 
         Stores no state, since after an error all ranks must have the same state.
         """
-        ready, new, device = None, {}, call.qkv[0].device
+        ready: _Ready | None = None
+        new, device = {}, call.qkv[0].device
         problem: Exception | None = call.size.problem_of(call.qkv, call.size.layout.shard)
         if known is not None and known.prepared is not None and known.prepared.device == device:
-            ready = _Ready(known.prepared, PlanUse(known.prepared.plan, False, known.prepared.plan))
+            ready = known.prepared, PlanUse(known.prepared.plan, False, known.prepared.plan), None
         elif known is not None:
             if problem is None:
                 ready, problem = attempt(partial(self._prepare_new, call, slot, known))
-            new = {NEW_MASK_DIFFERS.format(call.layer): ready.prepared.mask_fingerprint if ready else 0}
-        return ready, self._compare(call, problem, ready and ready.prepared, new)
+            new = {NEW_MASK_DIFFERS.format(call.layer): ready[0].mask_fingerprint if ready else 0}
+        return ready, self._compare(call, problem, ready and ready[0], new)
 
     @torch.no_grad()
     def _prepare_new(self, call: _Call, slot: Slot, known: KnownMask) -> _Ready:
@@ -335,7 +331,7 @@ class AttentionSession:
             observer.mask_made(known.key, call.layer, mask, True)
         use = slot.plan_known(known, mask, partial(size.plan_known, mask, q))
         prepared = size.route(slot, use.plan, q.device, predicted=False).for_mask(use.plan, mask, fingerprint=True)
-        return _Ready(prepared, use)
+        return prepared, use, None
 
     @torch.no_grad()  # predicted masks are constants in backward
     def _prepare_predicted(self, call: _Call, slot: Slot, group: SequenceGroup, gate: torch.Tensor | None) -> _Ready:
@@ -359,7 +355,7 @@ class AttentionSession:
                 dispatch.coming.pop().wait()
             prepared, dispatch = size.route(slot, use.plan, q.device, predicted=True), None
         # 4. Tables
-        return _Ready(prepared.for_mask(use.plan, mask, fingerprint=debug), use, dispatch)
+        return prepared.for_mask(use.plan, mask, fingerprint=debug), use, dispatch
 
     def _compare(
         self,

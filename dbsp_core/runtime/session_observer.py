@@ -13,15 +13,10 @@ from dbsp_core.runtime.prepared import PreparedAttention
 
 
 class SessionObserver:
-    """Observer of a session; methods do nothing unless overridden.
+    """Observer of a session; methods do nothing unless overridden."""
 
-    Attributes:
-        compares: True to compare plans with the contiguous plan.
-        counts_steps: True to count denoising steps even if masks do not depend on them.
-    """
-
-    compares = False
-    counts_steps = False
+    compares = False  # True to compare plans with the contiguous plan
+    counts_steps = False  # True to count denoising steps even if masks do not depend on them
 
     def begin(
         self, step: DenoisingStep, timestep: torch.Tensor | float | None, cfg_branch: int | None, index: int | None
@@ -29,11 +24,9 @@ class SessionObserver:
         """Called at the start of a forward pass, with the framework's timestep, CFG pass and step index."""
 
     def mask_made(self, key: Hashable, layer: int, mask: BlockMask, lasting: bool) -> None:
-        """Called for a new mask.
+        """Called for a new mask. `key` identifies it in `mask_used`, until another mask is made with this key.
 
-        Args:
-            key: Identifies the mask in `mask_used`, until another mask is made with this key.
-            lasting: True if it may be reused in later passes or other layers.
+        `lasting`: True if it may be reused in later passes or other layers.
         """
 
     def mask_used(self, layer: int, key: Hashable) -> None:
@@ -45,13 +38,8 @@ class SessionObserver:
     def attention_ends(self, layer: int, prepared: PreparedAttention, q: torch.Tensor, use: PlanUse) -> None:
         """Called after an attention of q [B, H, shard, D] is computed or queued on its device.
 
-        Args:
-            use: Its plan; `use.counted` is set once the session's `flush` returns.
+        `use` is its plan; `use.counted` is set once the session's `flush` returns.
         """
 
     def pass_ends(self, first_layer: int, skipped: int, attentions: int) -> None:
-        """Called after a forward pass with a step cache, for the session with this first layer.
-
-        Args:
-            skipped: Number of its attentions that the cache skipped, of all `attentions`.
-        """
+        """Called after a forward pass in which a step cache skipped some of a session's attentions."""

@@ -133,18 +133,15 @@ class BlockSizes:
         return "all layers"
 
     def grid(self, request: MaskRequest) -> BlockGrid:
-        return self._grid(request)
-
-    def _grid(self, request: MaskRequest, **others: Any) -> BlockGrid:
-        """Returns the request's grid in these blocks, with other fields `others`."""
-        return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k, **others)
+        return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k)
 
     def _tile_grid(
         self, request: MaskRequest, tile: tuple[int, int, int], whole_tiles: bool = True, **others: Any
     ) -> BlockGrid:
         """Returns the request's grid in tile order; with `whole_tiles` blocks do not mix tiles."""
-        cut = any(size % side for size, side in zip(request.thw, tile, strict=True))
-        return self._grid(request, orders=("tile:{}x{}x{}".format(*tile),), whole_tiles=whole_tiles and cut, **others)
+        whole_tiles = whole_tiles and any(size % side for size, side in zip(request.thw, tile, strict=True))
+        others |= {"orders": ("tile:{}x{}x{}".format(*tile),), "whole_tiles": whole_tiles}
+        return _block_grid(request.thw, request.text_tokens, self.block_q, self.block_k, **others)
 
 
 @dataclass(frozen=True)
