@@ -90,9 +90,8 @@ class ShardedBlocks:
     @cached_property
     def rows(self) -> list[int]:
         """Rows of D + 1 words that each rank sends per head and sample: complete blocks', then straddling blocks'."""
-        return [
-            len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in zip(self.complete, self.straddling, strict=True)
-        ]
+        each = zip(self.complete, self.straddling, strict=True)
+        return [len(whole) + ROWS_OF_SUMS * len(parts) for whole, parts in each]
 
     @cached_property
     def lengths(self) -> np.ndarray:

@@ -288,9 +288,7 @@ def outside_transforms() -> AbstractContextManager[object]:
     return temporarily_clear_interpreter_stack()
 
 
-TWO_THREADS = (
-    "two threads run db-SP collectives on one process group; serialize the calls, or use one group per thread"
-)
+TWO_THREADS = "two threads run db-SP collectives on one process group; serialize the calls, or use a group per thread"
 _LOCKS: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
 
 

@@ -301,9 +301,7 @@ def sp_gather(
         together = gather_shards(torch.cat([shard, padding], dim), dim, group)
     # 3. Put tokens in order
     if layout is None:
-        places = torch.cat(
-            [rank * longest + torch.arange(length, device="cpu") for rank, length in enumerate(lengths)]
-        )
+        places = torch.cat([rank * longest + torch.arange(n, device="cpu") for rank, n in enumerate(lengths)])
     else:
         places = torch.from_numpy(layout.rank * longest + layout.local)
     return together.index_select(dim, places.to(shard.device))

@@ -103,10 +103,8 @@ class Hardware:
     def fingerprint(self) -> int:
         """63-bit hash of the constants, for comparing ranks."""
         rates = sorted(self.flops_by_blocks.items())
-        head_dims = [(name, kernel.head_dim) for name, kernel in sorted(self.kernels.items())]
-        return fingerprint_of(
-            (self.constants, rates, head_dims, self.multiprocessors, self.capability, self.whole_rows)
-        )
+        sizes = [(name, kernel.head_dim) for name, kernel in sorted(self.kernels.items())]
+        return fingerprint_of((self.constants, rates, sizes, self.multiprocessors, self.capability, self.whole_rows))
 
     def with_kernel(self, name: str) -> Hardware:
         """Returns this machine with a kernel's constants, or unchanged if they are unknown.
@@ -189,9 +187,7 @@ def _read(path: Path, _changed_ns: int) -> Hardware:
     return hardware
 
 
-def save_hardware(
-    path: str | os.PathLike[str], hardware: Hardware, record: Mapping[str, object] | None = None
-) -> None:
+def save_hardware(path: str | os.PathLike[str], hardware: Hardware, record: Mapping[str, Any] | None = None) -> None:
     """Writes a YAML file for `load_hardware` atomically; `record` documents how it was made."""
 
     def given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -89,11 +89,6 @@ class AttentionShape:
     head_dim: int
     element_bytes: int = 2
 
-    def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise UserError(f"attention shape: {name}={value} must be at least 1")
-
     @classmethod
     def from_q(cls, q: torch.Tensor, heads: int) -> AttentionShape:
         """Returns the shape for this rank's q [B, H, n_local, D] under a plan of `heads` heads, H or B·H."""

@@ -62,8 +62,19 @@ class SequenceWork:
 
         `density` is assumed for predicted masks. Raises UserError if the source rejects a size.
         """
-        grids, rows = zip(*(_grid_and_rows(source, request, known, density) for request in requests), strict=True)
-        return cls(grids, rows)
+        grids, rows = [], []
+        for request in requests:
+            if isinstance(source, DenseSource) or source.changes == "per_call":  # at least one block per row
+                grid = source.grid(request)
+                work = np.full((request.heads, grid.nq), max(1, round(grid.nk * density)), dtype=np.int64)
+            else:
+                if request not in known:
+                    mask = source.mask(request)
+                    known[request] = mask.grid, mask.counts.rows
+                grid, work = known[request]
+            grids.append(grid)
+            rows.append(work)
+        return cls(tuple(grids), tuple(rows))
 
     @property
     def tokens(self) -> np.ndarray:
@@ -74,19 +85,6 @@ class SequenceWork:
     def blocks(self) -> np.ndarray:
         """int64[n]: active blocks of all heads."""
         return np.array([int(rows.sum()) for rows in self.row_work], dtype=np.int64)
-
-
-def _grid_and_rows(
-    source: MaskSource, request: MaskRequest, known: WorkOfSizes, density: float
-) -> tuple[BlockGrid, np.ndarray]:
-    """Returns a request's grid and work int64[H, nq], at least one block per row for predicted masks."""
-    if isinstance(source, DenseSource) or source.changes == "per_call":
-        grid = source.grid(request)
-        return grid, np.full((request.heads, grid.nq), max(1, round(grid.nk * density)), dtype=np.int64)
-    if request not in known:
-        mask = source.mask(request)
-        known[request] = mask.grid, mask.counts.rows
-    return known[request]
 
 
 def whole_layout(plan: SequencePlan, tokens: np.ndarray) -> SequenceLayout:

@@ -316,9 +316,7 @@ class BlockGrid:
         return BlockAxis(all_starts, np.diff(all_starts, append=self.tokens), block, np.array(bounds))
 
 
-def _packed_sizes(
-    sequences: tuple[BlockGrid, ...],
-) -> tuple[int, int, int, int, None, tuple[Order, ...]]:
+def _packed_sizes(sequences: tuple[BlockGrid, ...]) -> tuple[int, int, int, int, None, tuple[Order, ...]]:
     """Returns the fields of a grid packed from sequences of one block size. Raises UserError if heads differ."""
     heads = sorted({len(grid.orders) for grid in sequences} - {1})
     if len(heads) > 1:

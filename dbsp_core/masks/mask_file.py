@@ -105,9 +105,8 @@ class MaskFile:
             )
         try:
             tokens, text_tokens, block_q, block_k = (_whole_number(key, metadata[key]) for key in SIZES)
-            thw = (
-                tuple(_whole_number("thw", size) for size in metadata["thw"].split(",")) if "thw" in metadata else None
-            )
+            sizes = metadata["thw"].split(",") if "thw" in metadata else None
+            thw = None if sizes is None else tuple(_whole_number("thw", size) for size in sizes)
             if thw is not None and (len(thw) != 3 or min(thw) < 1):
                 shown = in_short(metadata["thw"])
                 raise UserError(f"thw={shown} must be three numbers of at least 1: frames, rows, columns")

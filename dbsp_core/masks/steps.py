@@ -45,9 +45,7 @@ class StepGroups:
                 )
             first, dash, last = match.groups()
             if index > 0 and int(first) != end:
-                raise UserError(
-                    f"step groups {in_short(text)}: {part.strip()!r} must start at step {end}, without a gap"
-                )
+                raise UserError(f"step groups {in_short(text)}: {part.strip()!r} must start at step {end}")
             starts.append(int(first))
             end = int(first) + 1 if not dash else int(last) + 1 if last else None
         return cls(tuple(starts), end)

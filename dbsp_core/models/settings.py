@@ -91,9 +91,7 @@ class GenerateSettings:
         usual = usual or GenerateSettings(negative_prompt="", steps=50, guidance_scale=5.0, fps=16)
         usual = replace(usual, seed=42 if usual.seed is None else usual.seed)
         missing = [f.name for f in fields(self) if getattr(self, f.name) is None]
-        if (
-            self.guidance_scale is not None and "guidance_scale_2" in missing
-        ):  # guidance_scale applies to both transformers
+        if self.guidance_scale is not None and "guidance_scale_2" in missing:  # it applies to both transformers
             missing.remove("guidance_scale_2")
         values: dict[str, Any] = {name: getattr(usual, name) for name in missing}
         full = replace(self, **values)

@@ -172,9 +172,7 @@ def assign_heads(
             _wrap_around(row_work, np.argsort(equal, kind="stable"), columns, order),
         ]
     by_head = [_work_by_head(row_work, plan, columns) for plan in plans]  # [H, x] each
-    slowest = [
-        (np.maximum(of_plan.sum(axis=0), limit) + price * (of_plan > 0).sum(axis=0)).max() for of_plan in by_head
-    ]
+    slowest = [(np.maximum(held.sum(axis=0), limit) + price * (held > 0).sum(axis=0)).max() for held in by_head]
     best = slowest.index(min(slowest))
     # 3. Rows without work follow most of their head, so that they alone do not keep its keys on a rank
     if whole_heads:

@@ -183,9 +183,8 @@ class Size:
         make = partial(make, **options, compare=self.compare, whole_heads=config.whole_heads)
         if self.selector is None:
             return make(self.strategy)
-        return self.selector.choose(
-            make, AttentionShape.from_q(q, heads), None if current is None else current.strategy
-        )
+        in_use = None if current is None else current.strategy
+        return self.selector.choose(make, AttentionShape.from_q(q, heads), in_use)
 
     def route(self, slot: Slot, plan: Plan, device: torch.device, *, predicted: bool) -> PreparedAttention:
         """Returns an attention prepared for a plan, without mask; reuses the last call's route if equal.

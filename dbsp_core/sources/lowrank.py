@@ -38,9 +38,8 @@ FIT = "fit one with: dbsp masks fit FILE.safetensors RECORDING"
 class LowRankProjections:
     """Fitted projections: q·k ≈ (q·query)·(k·key)."""
 
-    sides: Mapping[
-        int, tuple[torch.Tensor, torch.Tensor]
-    ]  # by layer, of queries and of keys, float32[H, D, rank] each
+    # By layer, of queries and of keys, float32[H, D, rank] each
+    sides: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     layers: int | None = None  # number of the model's layers, or None if unknown
 
     @classmethod

@@ -90,11 +90,10 @@ class SlaSource(OrderedSource):
             )
         wide = torch.promote_types(tokens.q.dtype, torch.float32)
         feature, gate = FEATURES[self.feature], tokens.gate.to(wide)
-        real = LocalBlocks.from_layout(
-            tokens.layout, mask.grid, tokens.group.rank, tokens.q.shape[2], device
-        ).real  # bool[n_local]
-        sums = _sum_over_ranks(_local_sums(tokens.k.to(wide), tokens.v.to(wide), real, feature), tokens.group)
-        return replace(mask, branch=LinearBranch(tokens.q, sums, gate, real, feature))
+        blocks = LocalBlocks.from_layout(tokens.layout, mask.grid, tokens.group.rank, tokens.q.shape[2], device)
+        sums = _local_sums(tokens.k.to(wide), tokens.v.to(wide), blocks.real, feature)
+        sums = _sum_over_ranks(sums, tokens.group)
+        return replace(mask, branch=LinearBranch(tokens.q, sums, gate, blocks.real, feature))
 
 
 def _local_sums(k: torch.Tensor, v: torch.Tensor, real: torch.Tensor, feature: FeatureMap) -> torch.Tensor:

@@ -88,9 +88,7 @@ def read_mask(value: Any, name: str) -> MaskSource:
     if isinstance(source, str) and source in SOURCES:
         if SOURCES[source] is UnionSource and isinstance(values.get("of"), (list, tuple)):
             with blame_setting("of"):
-                values["of"] = [
-                    read_mask(mask, f"mask {number} of a union") for number, mask in enumerate(values["of"], 1)
-                ]
+                values["of"] = [read_mask(mask, f"mask {n} of a union") for n, mask in enumerate(values["of"], 1)]
         return cast(MaskSource, build(SOURCES[source], values, f"mask source {source!r}"))
     known = ", ".join(SOURCES) + did_you_mean(source, SOURCES)
     raise SettingError(f"unknown mask source {in_short(source)}; set mask.source to one of {known}", ("source",))

@@ -100,9 +100,8 @@ class VsaSource(TileSource):
         if values is None or tokens.gate is None:
             return BlockMask(bits, grid)
         blocks = LocalBlocks.from_layout(tokens.layout, grid, tokens.group.rank, tokens.q.shape[2], rows.device)
-        local = send_to_sources(
-            torch.cat(coarse).unflatten(0, (-1, len(tokens.q))), request.heads, blocks, tokens.group
-        )
+        mine = torch.cat(coarse).unflatten(0, (-1, len(tokens.q)))  # [Hs, B, nq, D]
+        local = send_to_sources(mine, request.heads, blocks, tokens.group)
         return BlockMask(bits, grid, CoarseBranch(local, blocks.block, blocks.real, tokens.gate))
 
 
