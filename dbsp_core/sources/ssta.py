@@ -112,12 +112,12 @@ class Tiles(NamedTuple):
     """The tiles of a grid's blocks as a grid; text is cut into runs of as many tokens."""
 
     grid: BlockGrid
+    text: int  # number of text tiles, which come first
+    is_padded: bool
     near: torch.Tensor  # bool[tq, tk], the window
     padding: torch.Tensor  # float32[tk], padding tokens of each video tile
     of_q: torch.Tensor  # int64[nq], tile of each query block
     of_k: torch.Tensor  # int64[nk]
-    text: int  # number of text tiles, which come first
-    is_padded: bool
 
     @classmethod
     @functools.lru_cache(maxsize=8)  # equal in every attention of a video size
@@ -132,12 +132,6 @@ class Tiles(NamedTuple):
         if window is not None:
             near[text:, text:] = tile_bits(tiles, grid.thw, window, tile)[text:, text:]
         padding[text:] = size - tile_lengths(str(grid.orders[0]), grid.thw)
-        is_padded = bool(padding.any())
         of_q, of_k = (tiles.q_axis.block_of[axis.starts] for axis in (grid.q_axis, grid.k_axis))
-        tables = (
-            to_device(near, device),
-            to_device(padding, device),
-            to_device(of_q, device),
-            to_device(of_k, device),
-        )
-        return cls(tiles, *tables, text, is_padded)
+        tables = (to_device(table, device) for table in (near, padding, of_q, of_k))
+        return cls(tiles, text, bool(padding.any()), *tables)
