@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.forward_ad import unpack_dual
 
-from dbsp_core.comm.groups import CommunicationError, PendingTransfer, SequenceGroup
+from dbsp_core.comm.groups import CommunicationError, SequenceGroup
 from dbsp_core.utils.errors import UserError
 
 Result = TypeVar("Result")
@@ -127,6 +127,9 @@ def raised_on_all(group: SequenceGroup) -> Iterator[SequenceGroup]:
     meeting.meet()
 
 
+_EXCHANGES = ("all_to_all", "start_all_to_all", "all_gather", "all_gather_along", "broadcast")
+
+
 class MeetingGroup:
     """A `SequenceGroup` (`within`) whose ranks compare errors before each exchange; if one failed, all raise."""
 
@@ -134,7 +137,15 @@ class MeetingGroup:
         self.within = group
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.within, name)
+        within = getattr(self.within, name)
+        if name not in _EXCHANGES:
+            return within
+
+        def meet_first(*arguments: Any) -> Any:
+            self.meet()
+            return within(*arguments)
+
+        return meet_first
 
     def meet(self) -> None:
         """Raises if any rank has failed. Collective."""
@@ -146,26 +157,6 @@ class MeetingGroup:
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         return self.within.control().gather_integers(values)
-
-    def all_to_all(self, *exchange: Any) -> torch.Tensor:
-        self.meet()
-        return self.within.all_to_all(*exchange)
-
-    def start_all_to_all(self, *exchange: Any) -> PendingTransfer:
-        self.meet()
-        return self.within.start_all_to_all(*exchange)
-
-    def all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        self.meet()
-        return self.within.all_gather(mine)
-
-    def all_gather_along(self, mine: torch.Tensor) -> torch.Tensor:
-        self.meet()
-        return self.within.all_gather_along(mine)
-
-    def broadcast(self, values: torch.Tensor) -> None:
-        self.meet()
-        self.within.broadcast(values)
 
 
 _FINE, _USERS, _OURS = range(3)

@@ -6,6 +6,7 @@ Every rank computes everything derived from a replicated tensor identically.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,20 +124,10 @@ def count_gradient_once(output: torch.Tensor, group: SequenceGroup) -> torch.Ten
     """
     if group.size == 1:
         return output
-    counted: torch.Tensor = _CountedOnce.apply(output, group.rank)
+    counted: torch.Tensor = _WithGradient.apply(
+        output, lambda gradient: gradient if group.rank == 0 else torch.zeros_like(gradient)
+    )
     return counted
-
-
-class _CountedOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, rank: int) -> torch.Tensor:
-        ctx.rank = rank
-        return output.view_as(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return gradient if ctx.rank == 0 else torch.zeros_like(gradient), None
 
 
 def sum_gradient(whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
@@ -146,20 +137,22 @@ def sum_gradient(whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
     """
     if group.size == 1:
         return whole
-    summed: torch.Tensor = _Summed.apply(whole, group)
+    summed: torch.Tensor = _WithGradient.apply(whole, functools.partial(_sum, group=group))
     return summed
 
 
-class _Summed(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
+    """Returns a view of the tensor; backward calls a function of its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
+    def forward(ctx: Any, tensor: torch.Tensor, of_gradient: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        ctx.of_gradient = of_gradient
+        return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
-        return _sum(gradient, ctx.group), None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.of_gradient(gradient), None
 
 
 def _sum(mine: torch.Tensor, group: SequenceGroup) -> torch.Tensor:
