@@ -260,7 +260,8 @@ class _Gather(torch.autograd.Function):
 
 def node_fingerprints() -> list[int]:
     """Returns the three integers from which `number_nodes` infers this rank's node."""
-    return [_number("GROUP_RANK", 0), _number("LOCAL_WORLD_SIZE", 1), fingerprint_of(socket.gethostname())]
+    numbers = [environment_number(name) for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE")]  # −1: unset
+    return [*(-1 if number is None else number for number in numbers), fingerprint_of(socket.gethostname())]
 
 
 def number_nodes(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -279,9 +280,3 @@ def number_nodes(group: SequenceGroup, fingerprints: Sequence[Sequence[int]]) ->
         names = [rank // sizes[0] for rank in dist.get_process_group_ranks(group.group)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)
-
-
-def _number(variable: str, least: int) -> int:
-    """Returns the integer in an environment variable, or −1 if unset or below `least`."""
-    number = environment_number(variable)
-    return -1 if number is None or number < least else number

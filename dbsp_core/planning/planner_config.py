@@ -16,14 +16,10 @@ from dbsp_core.utils.schema import convert
 
 @dataclass(frozen=True)
 class PlannerConfig:
-    """A planner and its options. Raises UserError for options that it does not have.
+    """A planner and its options. Raises UserError for options that it does not have."""
 
-    Attributes:
-        name: One of `dbsp_core.planning.planners.PLANNERS`.
-        reward: R_b of `paper`: how strongly blocks stay on their rank. None: 1; the authors' scripts use 2.
-    """
-
-    name: str = "dbsp"
+    name: str = "dbsp"  # One of `dbsp_core.planning.planners.PLANNERS`
+    # R_b of `paper`: how strongly blocks stay on their rank. None: 1; the authors' scripts use 2.
     reward: float | None = None
 
     def __post_init__(self) -> None:
@@ -39,12 +35,10 @@ class PlannerConfig:
 
     @property
     def assign(self) -> Callable[[Problem], np.ndarray]:
-        """`Planner.assign` with these options."""
         return require_planner(self.name).assign if self.reward is None else partial(paper, reward=self.reward)
 
     @property
     def layout(self) -> str:
-        """`Planner.layout`."""
         return require_planner(self.name).layout
 
 
