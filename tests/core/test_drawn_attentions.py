@@ -22,7 +22,7 @@ from scripts.checks.stress.cases import Draw, DrawnSequence, draw_case
 from scripts.checks.stress.oracle import BOUNDS, errors_of
 from tests.support.generators import EVERY_STRATEGY
 
-CASES = 8
+CASES = 5
 """Attentions of each strategy."""
 
 
