@@ -38,7 +38,6 @@ class Meeting:
     """By sender, receiver and number of the call."""
     gone: dict[int, str] = field(default_factory=dict)
     """By rank that makes no more calls: why."""
-    failed: set[int] = field(default_factory=set)
     broken: str = ""
     auxiliary: dict[str, Meeting] = field(default_factory=dict)
     making: threading.RLock = field(default_factory=threading.RLock)
@@ -92,20 +91,18 @@ class Meeting:
                 self._raise_if_broken()
             return [self.parcels.pop(key) for key in wanted]
 
-    def leave(self, rank: int, why: str, *, failed: bool) -> None:
-        """Notes that a rank makes no more calls; in auxiliary groups, too, if it has `failed`."""
+    def leave(self, rank: int, why: str) -> None:
+        """Notes that a rank makes no more calls, in auxiliary groups, too."""
         with self.lock:
             self.gone[rank] = why
             self._wake()
-            if failed:
-                self.failed.add(rank)
-                for meeting in self.auxiliary.values():
-                    meeting.leave_from_outside(rank, why)
+            for meeting in self.auxiliary.values():
+                meeting.leave_from_outside(rank, why)
 
     def leave_from_outside(self, rank: int, why: str) -> None:
-        """Notes that a rank has failed, by its number in the meeting that this one is made from."""
+        """Notes that a rank has left, by its number in the meeting that this one is made from."""
         if 0 <= rank - self.first < self.size:
-            self.leave(rank - self.first, why, failed=True)
+            self.leave(rank - self.first, why)
 
     def alongside(self, purpose: str, ranks: range | None = None) -> Meeting:
         """Returns the meeting of the auxiliary group for a purpose, of all ranks or of some."""
@@ -113,8 +110,8 @@ class Meeting:
             if purpose not in self.auxiliary:
                 ranks = range(self.size) if ranks is None else ranks
                 self.auxiliary[purpose] = Meeting(len(ranks), self.patience_s, ranks.start)
-                for rank in self.failed:
-                    self.auxiliary[purpose].leave_from_outside(rank, self.gone[rank])
+                for rank, why in self.gone.items():
+                    self.auxiliary[purpose].leave_from_outside(rank, why)
             return self.auxiliary[purpose]
 
     def _wake(self) -> None:

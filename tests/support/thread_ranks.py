@@ -45,10 +45,10 @@ class ThreadRanks:
             _HERE.member = Member(rank, meeting)
             try:
                 answers[rank] = (True, "", "", function(rank, self.world, *args))
-                meeting.leave(rank, f"rank {rank} has ended", failed=False)
+                meeting.leave(rank, f"rank {rank} has ended")
             except BaseException as error:
                 answers[rank] = (False, type(error).__name__, str(error), traceback.format_exc())
-                meeting.leave(rank, f"rank {rank} has failed", failed=True)
+                meeting.leave(rank, f"rank {rank} has failed")
 
         ranks = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(self.world)]
         with mock.patch.object(SequenceGroup, "from_group", classmethod(_from_group)):
