@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from dbsp_core import DualBalancedAttention, make_plan
+from dbsp_core import DualBalancedAttention, SequenceGroup, SequenceLayout, make_plan
+from dbsp_core.comm.block_pooling import mean_of_tokens
 from dbsp_core.planning.comm_dtype import CommDtype
 from tests.support.attention_cases import Case, Inputs, as_sent, at_padding
 from tests.support.oracle import dense_attention, hadamard, run_of, signs
@@ -70,3 +71,14 @@ def test_output_is_rounded_once_and_rotated_back(threads, world, strategy):
 @pytest.mark.parametrize(("whose", "out_as"), [(None, "model"), (1, "model"), (1, "int8")])
 def test_gradients_are_rejected_on_all_ranks_before_anything_is_sent(threads, whose, out_as):
     assert_all_raise(threads, 2, "precision: int8 does not support gradients", rejected_gradients, whose, out_as)
+
+
+def test_mean_of_keys_is_rounded_once():
+    """Takes a sum whose mean lies halfway between two numbers of float32, which another rounding would leave."""
+    mean = -224962936 * 2.0**-32  # 28 bits
+    keys = torch.zeros(1, 1, 161, 1)
+    keys[0, 0, 0] = 161 * mean
+    keys[0, 0, 1] = 161 * mean - keys[0, 0, 0].double()
+    assert keys.double().sum() == 161 * mean
+    found = mean_of_tokens(keys, SequenceLayout.contiguous(161, 1), SequenceGroup(0, 1))
+    assert found.item() == torch.tensor(mean, dtype=torch.float64).float().item()
