@@ -174,7 +174,7 @@ def mean_of_tokens(tokens: torch.Tensor, layout: SequenceLayout, group: Sequence
     head_dim = tokens.shape[-1]
     sums = sum_tokens(tokens, *local_tokens)[..., :head_dim].sum(dim=2)  # [H, B, D]
     gathered = group.all_gather_along(sums[None].contiguous()).sum(dim=0)
-    mean = gathered.to(torch.float64) * MEAN_UNIT / layout.tokens  # one rounding: MEAN_UNIT is a power of 2
+    mean = gathered.to(torch.float64) / (layout.tokens / MEAN_UNIT)  # one rounding: the divisor is exact
     return mean.to(torch.float32).transpose(0, 1).contiguous()
 
 
