@@ -30,7 +30,6 @@ from dbsp_core.comm.groups import SequenceGroup
 from dbsp_core.comm.process_groups import meet
 from dbsp_core.config import default_config
 from dbsp_core.cost.machine import (
-    SHIPPED,
     Constants,
     Hardware,
     KernelConstants,
@@ -38,6 +37,7 @@ from dbsp_core.cost.machine import (
     load_hardware,
     measured_file,
     save_hardware,
+    shipped_hardware,
 )
 from dbsp_core.cost.prediction import MERGE_BYTES, AttentionShape, Prediction, predict
 from dbsp_core.layout.strategy import Strategy
@@ -101,9 +101,7 @@ def bench_command(
     with nullcontext() if rank_info is None else process_group(device):
         # 1. Times, and the constants that are fitted to them; the others are those of a shipped machine like this one
         work = Workload.of_model(identity, find_model_spec(model) or published_model(identity), device)
-        shipped = [load_hardware(path.stem) for path in sorted(SHIPPED.glob("*.yaml"))]
-        usual = load_hardware("h100" if device.type == "cuda" else "cpu-demo")
-        others = next((machine for machine in shipped if machine.device == device_class(device)), usual)
+        others = shipped_hardware(device) or load_hardware("h100" if device.type == "cuda" else "cpu-demo")
         measured = measure(work, others)
     # 2. Write the constants file
     hardware = measured.hardware(out.stem, work)

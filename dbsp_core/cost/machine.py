@@ -238,9 +238,14 @@ def rates_of(machine: str | None, device: torch.device, kernel: str) -> Hardware
     hardware = hardware_for(machine, device.type, kernel)
     if hardware is not None or device.type != "cuda":
         return hardware
-    shipped = (load_hardware(path) for path in sorted(SHIPPED.glob("*.yaml")))
-    same = next((known for known in shipped if known.device == device_class(device)), None)
+    same = shipped_hardware(device)
     return None if same is None else same.with_kernel(kernel)
+
+
+def shipped_hardware(device: torch.device) -> Hardware | None:
+    """Returns the shipped machine with exactly this device, or None."""
+    shipped = (load_hardware(path) for path in sorted(SHIPPED.glob("*.yaml")))
+    return next((machine for machine in shipped if machine.device == device_class(device)), None)
 
 
 def kernel_order(kernel: str, machine: str | None, device: torch.device) -> str:
