@@ -1,4 +1,4 @@
-"""What balance gains in one attention on CPUs, of what ρ_s promises.
+"""Gain of balance in one attention on CPUs, beside what ρ_s promises.
 
 Each rank of two computes alone, with exchanges that are answered at once, and is timed in thread CPU seconds: USP's
 contiguous plan and planner "dbsp" by turns, on Ulysses and on a ring. The slowest rank counts. If nothing but blocks

@@ -1,4 +1,4 @@
-"""How long a rank's rows take on a GPU over the mean of its slots: by head, in our order, and with long rows cut.
+"""Time of a rank's rows on a GPU over the mean of its slots: by head, in our order, and with long rows cut.
 
 Counted: rows start in order, each on the first slot that is free, and take a step for each of their blocks; a part
 takes 2 steps more. The slowest rank's end over the mean work per slot of all ranks, so ρ_s is in it.

@@ -18,7 +18,7 @@ KINDS = ("counted", "measured", "modelled", "fitted", "read from machine code", 
 
 @dataclass(frozen=True)
 class Evidence:
-    """How some files of docs/results came to be; `evidence.yaml` says what each field means."""
+    """Origin of some files of docs/results; `evidence.yaml` says what each field means."""
 
     files: tuple[str, ...]
     what: str

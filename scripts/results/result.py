@@ -26,13 +26,12 @@ FOLDER = Path(__file__).resolve().parents[2] / "docs" / "results"
 class Result:
     """NAME.csv, and NAME.png where it is drawn.
 
-    draw: the picture of rows, of which it has nothing but what the CSV has; None: no picture; Columns are the
-        attributes of a `Row`; `label` says what is measured, modelled or fitted
+    Columns are the attributes of a `Row`, of which `label` says what is measured, modelled or fitted.
     """
 
     name: str  # of both files
     title: str  # over the table in the terminal
-    draw: Callable[[list[Row]], Figure] | None = None
+    draw: Callable[[list[Row]], Figure] | None = None  # the picture, from the CSV's rows alone; None: no picture
 
     def run(
         self,
@@ -109,7 +108,7 @@ def _short(value: Any) -> Any:
 
 
 def _value(text: str) -> int | float | str:
-    """What a value was before it was written."""
+    """Returns what a value was before it was written."""
     for kind in (int, float):
         try:
             return kind(text)

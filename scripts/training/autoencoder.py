@@ -26,7 +26,7 @@ COLOUR = 0.5  # weight of the error of differences between channels: grey is lea
 
 @dataclass(frozen=True)
 class Clips:
-    """What is shown: so many steps, each with `count` pieces of videos of this size."""
+    """Clips that are shown: so many steps, each with `count` pieces of videos of this size."""
 
     steps: int
     count: int

@@ -103,7 +103,7 @@ def sharded(config: dict[str, Any], rows: torch.Tensor) -> torch.Tensor:
 
 
 def namespace(config: dict[str, Any], **values: Any) -> SimpleNamespace:
-    """What is read of a scheduler."""
+    """Returns what is read of a scheduler."""
     return SimpleNamespace(config=config, infer_steps=STEPS, step_index=0, infer_condition=True, **values)
 
 
@@ -250,7 +250,7 @@ class LTX2(Model):
         return scheduler
 
     def call(self, model: Any, thw: Grid, number: int, step: int, branch: int) -> torch.Tensor:
-        """Of passes with and without text, with a block whose attention is left out, and without audio for video."""
+        """Calls passes with and without text, one with a block whose attention is left out, one without audio."""
         texts = {f"{stream}_context_{kind}": random(branch, 1, TEXT, SHARE) for stream in "va" for kind in "pn"}
         perturbed = {2: {"skip_video_self_blocks": {1}}, 3: {"skip_a2v": True, "skip_v2a": True}}.get(branch)
         video, audio = model._infer_cond_uncond({"text_encoder_output": texts}, branch != 1, perturbed)
@@ -261,7 +261,7 @@ class LTX2(Model):
 
 
 class Image(Model):
-    """What is the same in models of images."""
+    """Parts that models of images share."""
 
     edited: Grid = (0, 0, 0)  # an image that is edited, which follows the one that is made
 
@@ -350,7 +350,7 @@ class LongCatImage(Flux2):
 
 
 class ZImage(Model):
-    """Its text and image are each filled up to a multiple of 32, which is attended to."""
+    """Z-Image, whose text and image are each filled up to a multiple of 32, which is attended to."""
 
     cls = "z_image.model:ZImageTransformerModel"
     text = 32

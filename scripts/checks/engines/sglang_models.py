@@ -64,7 +64,7 @@ class Model:
     is_image: bool = False  # whether its latents are packed tokens [B, S, C]
 
     def latents(self, thw: Grid) -> dict[str, Any]:
-        """What a request says of the size of its latents, before ranks have their own."""
+        """Returns what a request says of the size of its latents, before ranks have their own."""
         t, h, w = thw
         shape = (1, h * w, self.channels) if self.is_image else (1, self.channels, t, 2 * h, 2 * w)
         return {"raw_latent_shape": shape, "height": 16 * h, "width": 16 * w}

@@ -53,7 +53,7 @@ class Fit:
 
 
 def profile_rates() -> dict[str, float]:
-    """What Eq. 4's profile says of an A800: all-to-all and dense attention, bytes and FLOP per second."""
+    """Returns Eq. 4's rates of an A800: all-to-all in bytes and dense attention in FLOP per second."""
     model_tokens, width = 75600, 5120  # Wan2.1-14B
     tensor = model_tokens * width * 2 / 8
     exchanged = [4 * tensor * (x - 1) / x / (ms / 1e3) for x, ms in PROFILE["all_to_all_ms"].items()]

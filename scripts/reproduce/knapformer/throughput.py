@@ -61,7 +61,7 @@ ORDERINGS = 2 * LAYERS  # of a bag's pieces, each forward, again and backward: b
 
 @dataclass(frozen=True)
 class Load:
-    """What a step asks of its slowest rank; means over draws."""
+    """Work of a step's slowest rank; means over draws."""
 
     tokens: float
     flop: float
